@@ -27,11 +27,16 @@ def cases(draw: Any, family: Family, dtypes: Sequence[str], profile: str) -> Cas
     """A case of `family` in one of `dtypes`; the defaults of every dimension come first, so that it shrinks to them."""
     dtype = draw(st.sampled_from(tuple(dtypes)))
     contexts: tuple[str, ...] = CONTEXTS.get(profile, ("plain",) * 8 + ("checkpoint", "compile"))
-    contexts = tuple(c for c in contexts if c in family.drawing.contexts)
     if dtype == "fp32":
         contexts += ("autocast",)
-    settings = family.drawing.draw(draw, st, dtype, profile, contexts)
-    return family.case(draw(st.integers(0, 1 << 20)), dtype, settings)
+    drawn = family.draw(draw, st, dtype, profile, contexts) if family.draw else each_by_itself(draw, family)
+    return family.case(draw(st.integers(0, 1 << 20)), dtype, drawn)
+
+
+def each_by_itself(draw: Any, family: Family) -> dict[str, Any]:
+    """Every setting from the values that it says are drawn, or its choices."""
+    values = {n: s.drawn or s.choices for n, s in family.settings.items()}
+    return {name: draw(st.sampled_from(found)) for name, found in values.items() if found}
 
 
 @contextlib.contextmanager

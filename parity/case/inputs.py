@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,11 +17,22 @@ from parity.judge.recipe import DTYPES
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One dimension of a family: its default, what it means, and the values it may take (None: see `doc`)."""
+    """One dimension of a family.
+
+    Attributes:
+        default: its value where a case names none.
+        doc: what it means.
+        choices: the values it may take; None: see `doc`.
+        size: of a size, which part it has of the largest tensor that a loss holds: its "rows", the "length" of a row, or
+            neither ("inner").
+        drawn: values that a drawn case has, where the family has no `draw`; None: its choices, or else its default.
+    """
 
     default: Any
     doc: str
     choices: tuple[Any, ...] | None = None
+    size: Literal["", "rows", "length", "inner"] = ""
+    drawn: Sequence[Any] | None = None
 
 
 def defaults(settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -68,6 +79,7 @@ class Inputs:
         cotangents: output quantity -> upstream gradient, same shape as the output.
         undecided: tokens masked out because rounding alone decides on which side of a threshold they fall.
         parameters: tensors that are parameters of a model in real use, and so `nn.Parameter` where they are called.
+        replicated: those of which every replica has its own, rounded by itself; None: every one of floating point.
     """
 
     case: Case
@@ -77,6 +89,7 @@ class Inputs:
     cotangents: Mapping[str, torch.Tensor]
     undecided: int = 0
     parameters: frozenset[str] = frozenset({"weight", "bias", "lora_a", "lora_b"})
+    replicated: frozenset[str] | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "tensors":

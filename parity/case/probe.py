@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from parity.case.family import CALLING
 from parity.case.inputs import Inputs, Setting
 
 Tensors = dict[str, torch.Tensor | None]
@@ -47,10 +48,6 @@ class Probe:
     def label(self) -> str:
         """`setting=value`, with its note."""
         return f"{self.setting}={self.value}" + (f" ({self.note})" if self.note else "")
-
-
-CALLING = ("context", "cotangent", "grad", "layout", "layouts")
-"""Settings of how a loss is called, which an audit does not ask about."""
 
 
 def derived(settings: Mapping[str, Setting], example: Mapping[str, Any]) -> tuple[Probe, ...]:

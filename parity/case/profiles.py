@@ -1,4 +1,4 @@
-"""How much a run does: shares of the costly parts; how many cases a family draws stands in its record (`Drawing.counts`)."""
+"""How much a run does: how many cases it draws, and shares of the costly parts."""
 
 from __future__ import annotations
 
@@ -57,6 +57,17 @@ PROFILES = {
         minimise_seconds=600.0,
     ),
 }
+CASES = {"quick": 60, "pr": 400, "nightly": 6000, "soak": 60000}
+"""Profile -> cases of a family that it draws, over all shards."""
+CASES_OF = {"logprobs": {"quick": 40, "pr": 700}, "policy": {"quick": 40, "pr": 700}}
+"""Families that draw another number."""
+
+
+def cases_drawn(family: str, profile: str) -> int:
+    """How many cases of a family a profile draws."""
+    return (CASES | CASES_OF.get(family, {}))[profile]
+
+
 SHARDS, SHARDS_CUDA = 2, 16
 """Streams in which a family's cases are drawn at least: by the device, so that every machine with it draws the same cases."""
 STREAM = 400

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -77,19 +77,19 @@ def read(case: Case) -> dict[str, Tensor]:
     return dict(_parsed(case.tensors, case.sha256))
 
 
-def sizes(family: Family, tensors: Mapping[str, Tensor], where: str) -> dict[str, int]:
-    """Letter -> size of the dimensions that `Tensors.stored` names.
+def sizes(family: Family, tensors: Mapping[str, Tensor], where: str, required: Collection[str]) -> dict[str, int]:
+    """Letter -> size of the dimensions that `Family.stored` names; `required`: the tensors that must be there.
 
     Raises:
         UsageError: for a tensor that the family does not have, one that is missing, or a shape that fits no other.
     """
-    known, out = family.tensors.stored, dict[str, int]()
+    known, out = family.stored, dict[str, int]()
     for name in tensors:
         if name.removeprefix("d ") not in {*known, *family.outputs}:
             raise UsageError(f"{where}: tensor {name!r} is unknown to family {family.name}: {', '.join(known)}")
-    if missing := [name for name in family.tensors.required if name in known and name not in tensors]:
+    if missing := [name for name in required if name not in tensors]:
         raise UsageError(f"{where}: tensor {', '.join(missing)} is missing, family {family.name} needs it")
-    for name, letters in sorted(known.items(), key=lambda one: one[0] not in family.tensors.required):
+    for name, letters in sorted(known.items(), key=lambda one: one[0] not in required):
         if name not in tensors:
             continue
         shape = tuple(tensors[name].shape)

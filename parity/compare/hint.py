@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 
 import torch
 
+from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS
 from parity.judge.recipe import TF32, TF32_TRUNCATED
@@ -85,8 +87,31 @@ def _tf32(oracle: CaseOracle, name: str, v: torch.Tensor, o: torch.Tensor) -> li
     return []
 
 
+def _factors(x: Inputs) -> dict[str, float]:
+    """Numbers by which a loss is off when one is forgotten or applied twice: its settings; those of a loss of an LM head, and
+    the counts and weights that normalise it."""
+    s = vars(x.settings)
+    if "ids" not in x.tensors:
+        found = {n: v for n, v in s.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        return {n.replace("_", " "): float(v) for n, v in found.items() if v and math.isfinite(v)}
+    named = {"temperature": s["temperature"], "logit scale": s["logit_scale"], "B": s["B"], "T": s["T"], "-1": -1.0}
+    extra = ("accumulation", "steps_per_generation", "max_completion_length", "beta", "epsilon")
+    named |= {name: s[name] for name in extra if s.get(name)}
+    if "mask" in x.tensors:
+        tokens, window = float(x.mask.sum()), float(x.num_items_in_batch)
+        named |= {
+            "the tokens of this micro-batch": tokens,
+            "the tokens of the window": window,
+            "tokens ÷ (B·T)": tokens / x.mask.numel(),
+            "tokens ÷ window": tokens / max(window, 1.0),
+        }
+        if x.importance_sampling_ratio is not None:
+            named["1 ÷ mean importance ratio"] = 1 / max(float(x.importance_sampling_ratio.mean()), 1e-30)
+    return {name: float(value) for name, value in named.items()}
+
+
 def _named_factor(oracle: CaseOracle, factor: float) -> str:
-    for label, value in oracle.family.explanations.factors(oracle.inputs).items():
+    for label, value in _factors(oracle.inputs).items():
         for power, text in ((1, label), (-1, f"1 ÷ ({label})"), (2, f"({label})²")):
             if value not in (0.0, 1.0) and not (value == -1.0 and power != 1) and abs(factor / value**power - 1) < 2e-3:
                 return f", which is {text}"

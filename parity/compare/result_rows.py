@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from parity.case.case import Case
 from parity.case.family import AnyFamily
+from parity.case.inputs import Inputs
 from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle
 from parity.process import elsewhere
@@ -75,9 +76,22 @@ def judged_row(base: Row, oracle: CaseOracle, name: str, j: Judgement, outcome: 
 def _entry(
     oracle: CaseOracle, name: str, index: tuple[int, ...], value: float, truth: float, error: float
 ) -> dict[str, Any]:
-    """One of the worst entries, with what it belongs to (`Explanations.place`): sequence, position, id and mask of a token."""
+    """One of the worst entries, with what it belongs to: sequence, position, id and mask of a token."""
     out = {"index": list(index), "value": finite(value, VALUE), "oracle": finite(truth, VALUE), "error": finite(error)}
-    return out | oracle.family.explanations.place(oracle.inputs, name, index)
+    return out | (_place(oracle.inputs, name, index) if "ids" in oracle.inputs.tensors else {})
+
+
+def _place(x: Inputs, quantity: str, index: tuple[int, ...]) -> dict[str, Any]:
+    """Sequence, position, token id and mask of an entry that belongs to a position; the token of a row of the head."""
+    if quantity in ("logps", "entropy", "grad_hidden") and len(index) >= 2:
+        b, t = index[0], index[1]
+        token = int(x.ids[b, t])
+        mask = x.tensors.get("mask")
+        masked = token < 0 if mask is None else not bool(mask[b, t])
+        return {"sequence": b, "position": t, "token": token, "masked": masked}
+    if quantity in ("grad_weight", "grad_bias") and index:
+        return {"token": index[0]}
+    return {}
 
 
 def logic_row(base: Row, quantity: str, holds: bool, message: str) -> Row:

@@ -53,7 +53,7 @@ def calls(family: Family, case: Case) -> tuple[Case, Case] | None:
         moved = {
             n: float(f"{v * MOVED:.4g}") for n, v in case.settings.items() if isinstance(v, float) and n not in shapes
         }
-        later = family.case(case.seed + 1, case.dtype, family.drawing.canonical(case.dtype, vars(s) | moved))
+        later = family.case(case.seed + 1, case.dtype, family.canonical(case.dtype, vars(s) | moved))
         return (case, later) if moved else None
     own = {family.shapes[-1]: shapes.get(family.shapes[-1], 0) + 1}
     later = family.case(case.seed + 1, case.dtype, vars(s) | own)
@@ -126,7 +126,7 @@ def _wrong(oracle: CaseOracle, implementation: Implementation, outcome: Outcome)
 
 def _wider(oracle: CaseOracle, implementation: Implementation) -> Outcome:
     """The same case with columns of zeros beside its hidden states and head, which change no logit."""
-    inputs, letters = oracle.inputs, oracle.family.tensors.stored
+    inputs, letters = oracle.inputs, oracle.family.stored
     names = [n for n, t in inputs.tensors.items() if t is not None and letters.get(n, "").endswith("H")]
     wider = {n: torch.nn.functional.pad(inputs.tensors[n], (0, ZEROS)) for n in names}
     outcome = execute(implementation, inputs.replace(**wider))

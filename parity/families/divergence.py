@@ -14,7 +14,6 @@ completed by a tail bucket log(1 - Σ exp), or renormalised (TRL's server distil
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ import torch
 
 from parity.case import layouts
 from parity.case.case import Case
-from parity.case.family import Drawing, Explanations, Family, Output, Relation, Tensors
+from parity.case.family import Family, Relation
 from parity.case.inputs import Inputs
 from parity.families import divergence_inputs as inputs_of
 from parity.families import head, stored_tensors
@@ -194,20 +193,14 @@ def features(case: Case) -> dict[str, Any]:
     s = FAMILY.full_settings(case)
     student, teacher = inputs_of.bans(s)
     dense = s.sparse == "none"
-    return {
+    return head.features(case, s) | {
         "one token": s.B * s.T == 1,
-        "V = 1": s.V == 1,
-        "V beyond a chunk": s.V > 4096,
         "divergence": "forward" if s.beta == 0.0 else "reverse" if s.beta == 1.0 else "jsd",
-        "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
         "student excludes": dense and student,
         "teacher excludes": dense and teacher,
         "both exclude": dense and student and teacher,
         "anything excluded": dense and (student or teacher),
         "fp16 sum": case.dtype == "fp16" and 5 * _nats(s) * s.B * s.T > 65504,
-        "fp16 overflow": head.overflows(case, s),
-        "logit_std": s.peak * s.logit_scale / s.temperature,
-        "tokens": s.B * s.T,
     }
 
 
@@ -216,20 +209,14 @@ def _nats(s: Any) -> float:
     return float(max(s.peak * abs(s.logit_scale), s.teacher_peak * abs(s.teacher_logit_scale)) / s.temperature)
 
 
-def demands(x: Inputs) -> set[str]:
-    """What moves the value: beta, temperature, softcaps, scales, biases, normaliser, the kind of teacher."""
+def parameters(x: Inputs) -> set[str]:
+    """The tensors, and what moves the value: beta, temperature, softcaps, scales, biases, normaliser, the kind of teacher."""
     s = x.settings
     names = {"beta", "temperature", "softcap", "logit_scale"}
     names |= {"teacher_softcap", "teacher_logit_scale"} if x.teacher_hidden is not None else set()
     moved = {n for n in names if getattr(s, n) != inputs_of.SETTINGS[n].default}
     optional = ("bias", "teacher_hidden", "teacher_bias", "teacher_logits", "support_logps", "num_items_in_batch")
-    return moved | {n for n in optional if x.tensors.get(n) is not None}
-
-
-def _double_cotangents(x: Inputs) -> Inputs | None:
-    if x.settings.cotangent in ("zero", "scaled"):
-        return None
-    return dataclasses.replace(x, cotangents={k: layouts.like(g * 2, g) for k, g in x.cotangents.items()})
+    return moved | {*stored_tensors.REQUIRED} | {n for n in optional if x.tensors.get(n) is not None}
 
 
 def _double_items(x: Inputs) -> Inputs | None:
@@ -255,7 +242,7 @@ def _build(case: Case) -> Inputs:
     if not case.tensors:
         return inputs_of.build(case, s)
     inputs_of.check(case, s)
-    return stored_tensors.inputs(FAMILY, case)
+    return stored_tensors.inputs(FAMILY, case, scalar=True)
 
 
 GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
@@ -263,29 +250,21 @@ GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
 FAMILY: Family = Family(
     name="divergence",
     settings=inputs_of.SETTINGS,
-    drawing=Drawing(
-        inputs_of.draw,
-        inputs_of.canonical,
-        example=lambda number: {**head.example(number), "cotangent": "ones"},
-    ),
     build=_build,
     oracle=oracle,
-    outputs={"loss": Output(scalar=True)},
+    outputs={"loss": "required"},
     zeros=zeros,
     features=features,
-    tensors=Tensors(
-        head.REPLICATED | head.TEACHER,
-        required=("hidden", "weight", "ids", "beta"),
-        demands=demands,
-        stored=inputs_of.STORED,
-        derived=lambda tensors, where: inputs_of.derived(FAMILY, tensors, where),
-    ),
-    explanations=Explanations(
-        {"exchanged mixture": exchanged_mixture, "zero-padded student": zero_padded}, head.place, head.factors
-    ),
-    grid=head.grid,
+    variants={"exchanged mixture": exchanged_mixture, "zero-padded student": zero_padded},
+    parameters=parameters,
+    draw=inputs_of.draw,
+    canonical=inputs_of.canonical,
+    stored=inputs_of.STORED,
+    derived=lambda tensors, where: inputs_of.derived(FAMILY, tensors, where),
     relations={
-        "cotangent x2": Relation(_double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in its input"),
+        "cotangent x2": Relation(
+            head.double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in its input"
+        ),
         "items x2": Relation(_double_items, dict.fromkeys(("loss", *GRADIENTS), 0.5), "it divides the loss"),
         "ignored garbage": Relation(_garbage, {}, "what stands at label -100 changes nothing"),
     },

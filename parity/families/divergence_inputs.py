@@ -67,7 +67,7 @@ def derived(family: Family, tensors: Mapping[str, torch.Tensor], where: str) -> 
     kinds = [n for n in ("teacher_weight", "teacher_logits", "support_logps") if n in tensors]
     if len(kinds) != 1:
         raise UsageError(f"{where}: one of teacher_weight, teacher_logits or support_logps, it has {len(kinds)}")
-    found = sizes(family, tensors, where)
+    found = sizes(family, tensors, where, stored_tensors.REQUIRED)
     bias = tensors.get("teacher_bias")
     banned = bias is not None and bool((bias == -torch.inf).any())
     out = stored_tensors.of_head(family, tensors, where) | {
@@ -169,7 +169,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     tensors = head.build(case, s)
     _student_bias(s, tensors)
     tensors |= _teacher(case, s, tensors)
-    ignored = _ignored(case, s)
+    ignored = head.ignored(case, s)
     tensors |= dict.fromkeys(("support_ids", "support_logps", "top1_ids", "top1_logps", "label_logps"))
     tensors["num_items_in_batch"] = None
     if s.sparse != "none":
@@ -182,7 +182,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     g = head.cotangent(case, s.cotangent, "loss", ())
     g = torch.where(g == 0, 0.5, g) if s.cotangent == "random" else g
     g = g / 64 if s.cotangent == "scaled" and case.dtype == "fp16" else g  # a float16 loss cannot carry 65,536
-    return arranged(Inputs(case, s, tensors, head.leaves(s), {"loss": g}))
+    return arranged(head.inputs(case, s, tensors, head.leaves(s), {"loss": g}))
 
 
 def check(case: Case, s: SimpleNamespace) -> None:
@@ -207,17 +207,6 @@ def _student_bias(s: SimpleNamespace, tensors: dict[str, torch.Tensor | None]) -
     bias = tensors["bias"]
     if bias is not None and s.softcap is None and not bans(s)[0]:
         tensors["bias"] = bias.masked_fill(bias == -torch.inf, 0.0)
-
-
-def _ignored(case: Case, s: SimpleNamespace) -> torch.Tensor:
-    ignored = torch.zeros(s.B, s.T, dtype=torch.bool)
-    if s.ignored == "some":
-        ignored = uniform(case.seed, "ignored", (s.B, s.T)) < 0.4
-    elif s.ignored == "row":
-        ignored[0] = True
-    elif s.ignored == "all":
-        ignored[:] = True
-    return ignored
 
 
 def _teacher(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,10 @@ from parity.judge.recipe import DTYPES, LARGEST
 from parity.judge.stages import scaled, stored
 
 SETTINGS = {
-    "B": Setting(2, "sequences, at least 1"),
-    "T": Setting(3, "positions, at least 1"),
-    "V": Setting(7, "vocabulary, at least 1"),
-    "H": Setting(4, "hidden size, at least 1"),
+    "B": Setting(2, "sequences, at least 1", size="rows"),
+    "T": Setting(3, "positions, at least 1", size="rows"),
+    "V": Setting(7, "vocabulary, at least 1", size="length"),
+    "H": Setting(4, "hidden size, at least 1", size="inner"),
     "peak": Setting(1.0, "standard deviation of the raw logits"),
     "level": Setting(0.0, "added to every logit: the first hidden entry is 1, its column of the head this much larger"),
     "padded_rows": Setting(
@@ -361,38 +362,49 @@ def overflows(case: Case, s: SimpleNamespace) -> bool:
     return case.dtype == "fp16" and largest(s) > LARGEST["fp16"]
 
 
-def grid(s: SimpleNamespace) -> tuple[int, int]:
-    """The logits: a row for each position, as long as the vocabulary."""
-    return s.B * s.T, s.V
+def features(case: Case, s: SimpleNamespace) -> dict[str, Any]:
+    """Facts for coverage and ledger scopes that every loss of an LM head has."""
+    return {
+        "V = 1": s.V == 1,
+        "V beyond a chunk": s.V > 4096,
+        "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
+        "fp16 overflow": overflows(case, s),
+        "logit_std": s.peak * s.logit_scale / s.temperature,
+        "tokens": s.B * s.T,
+    }
 
 
-REPLICATED = frozenset({"hidden", "weight", "bias", "lora_a", "lora_b"})
-"""Every tensor that may be a leaf: of what an oracle rounds, every replica has its own."""
-TEACHER = frozenset({"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits", "support_logps"})
+def ignored(case: Case, s: SimpleNamespace) -> torch.Tensor:
+    """(B, T) bool: the positions without a label, of the setting `ignored`."""
+    out = torch.zeros(s.B, s.T, dtype=torch.bool)
+    if s.ignored == "some":
+        out = uniform(case.seed, "ignored", (s.B, s.T)) < 0.4
+    elif s.ignored == "row":
+        out[0] = True
+    elif s.ignored == "all":
+        out[:] = True
+    return out
 
 
-def place(x: Inputs, quantity: str, index: tuple[int, ...]) -> dict[str, Any]:
-    """Sequence, position, token id and mask of an entry that belongs to a position; the token of a row of the head."""
-    if quantity in ("logps", "entropy", "grad_hidden") and len(index) >= 2:
-        b, t = index[0], index[1]
-        token = int(x.ids[b, t])
-        mask = x.tensors.get("mask")
-        masked = token < 0 if mask is None else not bool(mask[b, t])
-        return {"sequence": b, "position": t, "token": token, "masked": masked}
-    if quantity in ("grad_weight", "grad_bias") and index:
-        return {"token": index[0]}
-    return {}
+def double_cotangents(x: Inputs) -> Inputs | None:
+    """Twice the upstream gradients: backward is linear in them."""
+    if x.settings.cotangent in ("zero", "scaled"):
+        return None
+    return dataclasses.replace(x, cotangents={k: layouts.like(g * 2, g) for k, g in x.cotangents.items()})
 
 
-def factors(x: Inputs) -> dict[str, float]:
-    """Numbers by which a loss of an LM head is off when one is forgotten or applied twice."""
-    s = x.settings
-    named = {"temperature": s.temperature, "logit scale": s.logit_scale, "B": float(s.B), "T": float(s.T), "-1": -1.0}
-    extra = ("accumulation", "steps_per_generation", "max_completion_length", "beta", "epsilon")
-    return named | {name: float(getattr(s, name)) for name in extra if getattr(s, name, None)}
+REPLICATED = frozenset(
+    "hidden weight bias lora_a lora_b teacher_hidden teacher_weight teacher_bias teacher_logits support_logps".split()
+)
+"""What an oracle rounds: every replica has its own."""
 
 
-def example(number: int) -> dict[str, Any]:
-    """Settings of a small case: logits well spread, no dimension equal to another or a multiple of a block."""
-    shapes = ({"B": 3, "T": 6, "V": 11, "H": 5}, {"B": 2, "T": 5, "V": 37, "H": 8})
-    return {**shapes[number % 2], "peak": 2.0, "grad": "hidden weight"}
+def inputs(
+    case: Case,
+    s: SimpleNamespace,
+    tensors: dict[str, torch.Tensor | None],
+    leaves: tuple[str, ...],
+    cotangents: dict[str, torch.Tensor],
+) -> Inputs:
+    """Inputs of a loss with an LM head."""
+    return Inputs(case, s, tensors, leaves, cotangents, replicated=REPLICATED)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from parity.case import layouts
-from parity.case.case import Case, uniform
-from parity.case.family import Drawing, Explanations, Family, Output, Relation, Tensors
+from parity.case.case import Case
+from parity.case.family import Family, Relation
 from parity.case.inputs import Inputs, Setting
 from parity.case.layouts import arranged, like
 from parity.errors import UsageError
@@ -113,20 +113,13 @@ def build(case: Case) -> Inputs:
         _with_rare_blocks(case, s, tensors)
     ids = tensors["ids"]
     assert ids is not None
-    ignored = torch.zeros(ids.shape, dtype=torch.bool)
-    if s.ignored == "some":
-        ignored = uniform(case.seed, "ignored", ids.shape) < 0.4
-    elif s.ignored == "row":
-        ignored[0] = True
-    elif s.ignored == "all":
-        ignored[:] = True
-    tensors["ids"] = ids.masked_fill(ignored, IGNORE_INDEX)
+    tensors["ids"] = ids.masked_fill(head.ignored(case, s), IGNORE_INDEX)
     shape = (s.B, s.T)
     cotangents = {"logps": head.cotangent(case, s.cotangent, "logps", shape)}
     if s.entropy == "gradient":
         cotangents["entropy"] = head.cotangent(case, s.cotangent, "entropy", shape)
     tensors["ignore_index"] = None  # offered by name to functions that take it; a constant, not a tensor
-    return arranged(Inputs(case, s, tensors, head.leaves(s), cotangents))
+    return arranged(head.inputs(case, s, tensors, head.leaves(s), cotangents))
 
 
 def derived(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
@@ -157,40 +150,26 @@ def features(case: Case) -> dict[str, Any]:
     capped = s.softcap is not None  # a cap makes what is infinite finite again, a ban too
     banned = s.bias == "banned" and not capped
     overflow = case.dtype == "fp16" and (min(head.largest(s), s.softcap / s.temperature) if capped else head.largest(s))
-    return {
+    return head.features(case, s) | {
         "one token": s.B * s.T == 1,
-        "V = 1": s.V == 1,
-        "V beyond a chunk": s.V > 4096,
-        "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
         "V off block": s.V % 256 != 0,
-        "fp16 overflow": head.overflows(case, s),
         "a ban": banned,
         "a log-prob of -inf": banned or 2 * overflow > LARGEST["fp16"],  # from the largest to the smallest
         "logit_std": max(s.peak, 4.0 if s.rare is not None else 0.0) * s.logit_scale / s.temperature,
-        "tokens": s.B * s.T,
     }
 
 
-def demands(x: Inputs) -> set[str]:
-    """What moves the value: temperature, softcap, scale, bias, ignored labels."""
+def parameters(x: Inputs) -> set[str]:
+    """The tensors, and what moves the value: temperature, softcap, scale, bias, ignored labels."""
     s = x.settings
-    moved = {n for n in ("temperature", "softcap", "logit_scale") if getattr(s, n) != SETTINGS[n].default}
+    moved = {*stored_tensors.REQUIRED}
+    moved |= {n for n in ("temperature", "softcap", "logit_scale") if getattr(s, n) != SETTINGS[n].default}
     moved |= {"bias"} if x.bias is not None else set()
     return moved | ({"ignore_index"} if s.ignored != "none" else set())
 
 
-def _double_cotangents(x: Inputs) -> Inputs | None:
-    if x.settings.cotangent in ("zero", "scaled"):
-        return None
-    return _with_cotangents(x, {k: like(g * 2, g) for k, g in x.cotangents.items()})
-
-
 def _zero_cotangents(x: Inputs) -> Inputs | None:
-    return _with_cotangents(x, {k: like(torch.zeros_like(g), g) for k, g in x.cotangents.items()})
-
-
-def _with_cotangents(x: Inputs, cotangents: dict[str, torch.Tensor]) -> Inputs:
-    return dataclasses.replace(x, cotangents=cotangents)
+    return dataclasses.replace(x, cotangents={k: like(torch.zeros_like(g), g) for k, g in x.cotangents.items()})
 
 
 GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
@@ -198,26 +177,19 @@ GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
 FAMILY: Family = Family(
     name="logprobs",
     settings=SETTINGS,
-    drawing=Drawing(
-        draw, canonical, counts={"quick": 40, "pr": 700, "nightly": 6000, "soak": 60000}, example=head.example
-    ),
     build=build,
     oracle=oracle,
-    outputs={"logps": Output(), "entropy": Output(optional=True)},
+    outputs={"logps": "required", "entropy": "optional"},
     zeros=zeros,
     features=features,
-    tensors=Tensors(
-        head.REPLICATED,
-        required=("hidden", "weight", "ids"),
-        demands=demands,
-        stored=stored_tensors.HEAD,
-        derived=derived,
-    ),
-    explanations=Explanations(place=head.place, factors=head.factors),
-    grid=head.grid,
+    parameters=parameters,
+    draw=draw,
+    canonical=canonical,
+    stored=stored_tensors.HEAD,
+    derived=derived,
     relations={
         "cotangent x2": Relation(
-            _double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient"
+            head.double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient"
         ),
         "cotangent 0": Relation(_zero_cotangents, dict.fromkeys(GRADIENTS, 0.0), "no upstream gradient, no gradient"),
     },

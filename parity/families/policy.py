@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from parity.case.case import Case
-from parity.case.family import Drawing, Explanations, Family, Output, Relation, Tensors
+from parity.case.family import Family, Relation
 from parity.case.inputs import Inputs
 from parity.case.layouts import like
 from parity.families import head, policy_stored
@@ -229,60 +229,48 @@ def features(case: Case) -> dict[str, Any]:
     """Facts for coverage and ledger scopes besides the settings themselves."""
     s = FAMILY.full_settings(case)
     lengths = s.lengths or [s.T] * s.B
-    return {
+    return head.features(case, s) | {
         "one sequence": s.B == 1,
         "ragged": len(set(lengths)) > 1,
         "padding": any(n < s.T for n in lengths),
         "masked tokens": s.holes or any(n < s.T for n in lengths),
         "empty row": 0 in lengths,
         "all masked": not any(lengths),
-        "V = 1": s.V == 1,
-        "V beyond a chunk": s.V > 4096,
-        "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
         "one position": s.T == 1,
-        "fp16 overflow": head.overflows(case, s),
-        "logit_std": s.peak * s.logit_scale / s.temperature,
-        "tokens": s.B * s.T,
         "delta active": s.delta is not None,
         "kl": s.beta != 0.0,
         "old given": s.old != "absent",
     }
 
 
-def demands(x: Inputs) -> set[str]:
-    """The parameters that change the loss of this case: none of another loss type, or of an absent term."""
-    s = x.settings
-    table = settings_of.SETTINGS
-    out = {
-        n
-        for n in ("temperature", "softcap", "logit_scale", "loss_type", "importance_sampling_level")
-        if getattr(s, n) != table[n].default
-    }
-    out |= {n for n in ("off_policy_mask_threshold", "entropy_coef", "beta") if getattr(s, n) != table[n].default}
-    if s.loss_type in CLIPPED:
-        out |= {n for n in ("epsilon", "epsilon_high", "delta") if getattr(s, n) != table[n].default}
-    if s.loss_type == "cispo":
-        out |= {"epsilon_high"}
-    if s.loss_type in ("sapo", "vespo"):
-        out |= {n for n in table if n.startswith(s.loss_type) and getattr(s, n) != table[n].default}
-    if s.loss_type == "dr_grpo":
-        out |= {"max_completion_length"}
-    if s.beta != 0.0 and s.use_bias_correction_kl:
-        out |= {"use_bias_correction_kl"}
+def parameters(x: Inputs) -> set[str]:
+    """The tensors, and what changes the loss of this case: nothing of another loss type, or of an absent term."""
+    s, table = x.settings, settings_of.SETTINGS
+
+    def moved(*names: str) -> set[str]:
+        return {n for n in names if getattr(s, n) != table[n].default}
+
+    out = {*policy_stored.REQUIRED} | moved(
+        "temperature", "softcap", "logit_scale", "loss_type", "beta", "entropy_coef"
+    )
+    out |= moved("importance_sampling_level", "off_policy_mask_threshold")
+    out |= moved("epsilon", "epsilon_high", "delta") if s.loss_type in CLIPPED else set()
+    out |= moved(*(n for n in table if n.startswith(s.loss_type))) if s.loss_type in ("sapo", "vespo") else set()
+    out |= {"cispo": {"epsilon_high"}, "dr_grpo": {"max_completion_length"}}.get(s.loss_type, set())
+    if s.beta != 0.0:
+        out |= {"ref_logps"} | moved("use_bias_correction_kl")
     if s.loss_type in WINDOW_NORMALISED:
         out |= {"num_items_in_batch"}
         if s.mode == "eval" or s.accumulation != s.steps_per_generation:
             out |= {"accumulation", "steps_per_generation", "mode"}
     elif s.accumulation != 1:
-        out |= {"accumulation"} | ({"mode"} if s.mode == "eval" else set())
-    elif s.entropy_coef != 0.0 and s.accumulation != 1:
-        out |= {"accumulation"}
-    optional = ("bias", "old_logps", "importance_sampling_ratio", "top_entropy_quantile", "lora_a")
-    out |= {n for n in optional if x.tensors.get(n) is not None}
-    out |= {"ref_logps"} if s.beta != 0.0 else set()
+        out |= {"accumulation"} | moved("mode")
     if s.off_policy_mask_threshold is not None and x.sampling_logps is not None:
         out |= {"sampling_logps"}
-    return out | ({"previous_ids"} if s.head == "tied" else set())
+    optional = ("bias", "old_logps", "importance_sampling_ratio", "top_entropy_quantile", "lora_a")
+    return (
+        out | {n for n in optional if x.tensors.get(n) is not None} | ({"previous_ids"} if s.head == "tied" else set())
+    )
 
 
 def _double_advantages(x: Inputs) -> Inputs | None:
@@ -320,54 +308,29 @@ def _build(case: Case) -> Inputs:
     return policy_stored.build(FAMILY, case, s) if case.tensors else inputs_of.build(case, s)
 
 
-def factors(x: Inputs) -> dict[str, float]:
-    """Those of a head, and the counts and weights by which a policy loss is normalised."""
-    tokens, window = float(x.mask.sum()), float(x.num_items_in_batch)
-    named = {
-        "the tokens of this micro-batch": tokens,
-        "the tokens of the window": window,
-        "tokens ÷ (B·T)": tokens / x.mask.numel(),
-        "tokens ÷ window": tokens / max(window, 1.0),
-    }
-    if x.importance_sampling_ratio is not None:
-        named["1 ÷ mean importance ratio"] = 1 / max(float(x.importance_sampling_ratio.mean()), 1e-30)
-    return head.factors(x) | named
-
-
-def _example(number: int) -> dict[str, Any]:
-    lengths = ([6, 4, 2], [3, 5])[number % 2]
-    return {**head.example(number), "lengths": lengths, "cotangent": "ones"}
-
-
 QUANTITIES = ("loss", "grad_hidden", "grad_weight", "grad_bias")
 
 FAMILY: Family = Family(
     name="policy",
     settings=settings_of.SETTINGS,
-    drawing=Drawing(
-        settings_of.draw,
-        settings_of.canonical,
-        counts={"quick": 40, "pr": 700, "nightly": 6000, "soak": 60000},
-        example=_example,
-    ),
     build=_build,
     oracle=oracle,
     outputs={
-        "loss": Output(scalar=True),
-        **dict.fromkeys(("kl", "entropy"), Output(optional=True, scalar=True)),
-        **dict.fromkeys(("clip_ratio", "clip_low", "clip_high"), Output(optional=True, scalar=True, counted=True)),
+        "loss": "required",
+        "kl": "optional",
+        "entropy": "optional",
+        "clip_ratio": "counted",
+        "clip_low": "counted",
+        "clip_high": "counted",
     },
     zeros=zeros,
     features=features,
-    tensors=Tensors(
-        head.REPLICATED,
-        required=("hidden", "weight", "ids", "mask", "advantages"),
-        demands=demands,
-        stored=policy_stored.TENSORS,
-        derived=lambda tensors, where: policy_stored.derived(FAMILY, tensors, where),
-    ),
-    explanations=Explanations({"capped KL": capped_kl}, head.place, factors),
-    grid=head.grid,
+    variants={"capped KL": capped_kl},
+    parameters=parameters,
+    draw=settings_of.draw,
+    canonical=settings_of.canonical,
+    stored=policy_stored.TENSORS,
+    derived=lambda tensors, where: policy_stored.derived(FAMILY, tensors, where),
     relations={
         "advantages x2": Relation(
             _double_advantages, dict.fromkeys(QUANTITIES, 2.0), "the loss is linear in the advantages"

@@ -7,6 +7,7 @@ rounding alone may cause. Where no target keeps the margin the token is masked o
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     leaves = head.leaves(s)
     if s.head == "lora":
         leaves = tuple(n for n in leaves if n == "hidden") + ("lora_a", "lora_b")
-    inputs = Inputs(case, s, tensors, leaves, {"loss": _cotangent(case, s)})
+    inputs = head.inputs(case, s, tensors, leaves, {"loss": _cotangent(case, s)})
     return arranged(_with_logps(case, s, inputs))
 
 
@@ -141,7 +142,7 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
         value = tensors[name]
         tensors[name] = None if value is None else value.float()
     out = x.replace(**tensors)
-    return Inputs(out.case, out.settings, out.tensors, out.leaves, out.cotangents, undecided=count)
+    return dataclasses.replace(out, undecided=count)
 
 
 def _pad(

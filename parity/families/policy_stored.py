@@ -18,6 +18,7 @@ from parity.families import head, stored_tensors
 from parity.families.policy_inputs import check, error_bound, thresholds
 from parity.families.policy_settings import MASKS
 
+REQUIRED = (*stored_tensors.REQUIRED, "mask", "advantages")
 TENSORS = stored_tensors.HEAD | {
     "mask": "BT",
     "completion_mask": "BT",
@@ -54,7 +55,7 @@ def derived(family: Family, tensors: Mapping[str, Tensor], where: str) -> dict[s
     Raises:
         UsageError: for masks that contradict one another.
     """
-    out = stored_tensors.of_head(family, tensors, where)
+    out = stored_tensors.of_head(family, tensors, where, REQUIRED)
     mask, completion, tool = (tensors.get(n) for n in ("mask", "completion_mask", "tool_mask"))
     if mask is None or completion is None or "num_items_in_batch" not in tensors:
         raise UsageError(f"{where}: mask, completion_mask or num_items_in_batch is missing")
@@ -88,7 +89,7 @@ def build(family: Family, case: Case, s: SimpleNamespace) -> Inputs:
         UsageError: for settings outside their range, and where nothing decided is left.
     """
     check(case, s)
-    x = stored_tensors.inputs(family, case)
+    x = stored_tensors.inputs(family, case, scalar=True)
     if s.beta != 0.0 and x.ref_logps is None:
         raise UsageError(f"{case.tensors}: beta={s.beta} needs ref_logps")
     if s.head == "lora":

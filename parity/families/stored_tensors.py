@@ -17,18 +17,22 @@ from parity.errors import UsageError
 from parity.families import head
 from parity.judge.recipe import DTYPES
 
+REQUIRED = ("hidden", "weight", "ids")
 HEAD = {"hidden": "BTH", "weight": "VH", "bias": "V", "ids": "BT"}
 """Letters of the dimensions of each tensor; a letter is one size throughout."""
 LABELS = -100
 
 
-def of_head(family: Family, tensors: Mapping[str, Tensor], where: str) -> dict[str, Any]:
+def of_head(
+    family: Family, tensors: Mapping[str, Tensor], where: str, required: tuple[str, ...] = REQUIRED
+) -> dict[str, Any]:
     """The settings of an LM head that its tensors decide.
 
     Raises:
         UsageError: for shapes that do not fit each other, and for a head in a dtype that no case has.
     """
-    found: dict[str, Any] = {k: v for k, v in sizes(family, tensors, where).items() if k in ("B", "T", "V", "H")}
+    found: dict[str, Any] = sizes(family, tensors, where, required)
+    found = {k: v for k, v in found.items() if k in ("B", "T", "V", "H")}
     hidden, weight, bias, ids = (tensors.get(name) for name in HEAD)
     assert hidden is not None and weight is not None and ids is not None
     if weight.dtype not in (hidden.dtype, torch.float32):
@@ -49,8 +53,9 @@ def ignored(ids: Tensor) -> str:
     return "all" if bool(hidden.all()) else "some" if bool(hidden.any()) else "none"
 
 
-def inputs(family: Family, case: Case) -> Inputs:
+def inputs(family: Family, case: Case, scalar: bool = False) -> Inputs:
     """The inputs of a case whose tensors are stored. Seed 0: as they are; any other: hidden states negated, last row first.
+    `scalar`: the first output is one number, not one for each position.
 
     The upstream gradient is the stored one, "d QUANTITY", else what the setting `cotangent` makes.
 
@@ -59,7 +64,7 @@ def inputs(family: Family, case: Case) -> Inputs:
     """
     s, found, where = family.full_settings(case), read(case), str(case.tensors)
     check_values(found, where)
-    for name, value in family.tensors.derived(found, where).items():
+    for name, value in family.derived(found, where).items():
         if getattr(s, name) != value:
             raise UsageError(f"{where}: {name} is {value!r} in these tensors, {getattr(s, name)!r} in the case")
     if found["hidden"].dtype != DTYPES[case.dtype]:
@@ -67,10 +72,10 @@ def inputs(family: Family, case: Case) -> Inputs:
     first, ids = family.first, found["ids"]
     if bool(((ids >= s.V) | ((ids < 0) & (ids != LABELS))).any()):
         raise UsageError(f"{where}: ids hold {int(ids.min())} to {int(ids.max())}, the vocabulary is V={s.V}")
-    shape = () if first in family.scalars else tuple(ids.shape)
+    shape = () if scalar else tuple(ids.shape)
     upstream = found.pop(f"d {first}", head.cotangent(case, s.cotangent, first, shape)).double()
     if tuple(upstream.shape) != shape:
         raise UsageError(f"{where}: d {first} has shape {tuple(upstream.shape)}, expected {shape}")
     hidden = -found["hidden"].flip(0, 1) if case.seed else found["hidden"]
-    tensors = dict.fromkeys(family.tensors.stored) | found | {"hidden": laid_out(hidden, s.layout)}
-    return arranged(Inputs(case, s, tensors, head.leaves(s), {first: upstream}))
+    tensors = dict.fromkeys(family.stored) | found | {"hidden": laid_out(hidden, s.layout)}
+    return arranged(head.inputs(case, s, tensors, head.leaves(s), {first: upstream}))

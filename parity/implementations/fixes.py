@@ -7,6 +7,7 @@ import torch
 
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
+from parity.families.policy_settings import OF_LOSS
 from parity.implementations import cce, plain
 from parity.implementations.implementation import EVERY_CONTEXT, ONE_DTYPE, Outputs, implementation, only
 from parity.implementations.trl_trainer import METRICS
@@ -118,12 +119,6 @@ def _log_probs(x: Inputs, backend: str, memory_budget: int | None = None, narrow
     return {"logps": found[0], "entropy": found[1]} if isinstance(found, tuple) else {"logps": found}
 
 
-SAME = (
-    "loss_type max_completion_length importance_sampling_level sapo_temperature_pos sapo_temperature_neg temperature delta "
-    "use_bias_correction_kl vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg softcap logit_scale "
-    "off_policy_mask_threshold entropy_coef steps_per_generation"
-).split()
-"""Settings that are arguments of `FusedLinearGRPOLoss` under their own name."""
 ONE_HEAD = (only("a bare loss takes one weight, no adapter on the head", lambda s: s.head != "lora"),)
 
 
@@ -169,7 +164,7 @@ def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:
         epsilon_high=s.epsilon if s.epsilon_high is None else s.epsilon_high,
         top_entropy_quantile=1.0 if x.top_entropy_quantile is None else float(x.top_entropy_quantile),
         current_gradient_accumulation_steps=s.accumulation,
-        **{name: getattr(s, name) for name in SAME},
+        **{name: getattr(s, name) for name in (*OF_LOSS, "softcap", "logit_scale")},
         **kwargs,
     )
     loss.train(s.mode == "train")

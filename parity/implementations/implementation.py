@@ -25,7 +25,7 @@ from parity.case.inputs import Inputs
 from parity.errors import HarnessError, Unsupported, UsageError
 from parity.judge import products
 from parity.judge.recipe import IEEE_FP32, Recipe
-from parity.process import installed, packaged
+from parity.process import NOT_INSTALLED, installed, packaged
 
 Outputs = dict[str, torch.Tensor]
 
@@ -57,7 +57,7 @@ class Implementation:
         dtypes: dtypes that it claims.
         limits: what it takes of its family's settings, a `Limit` each.
         rejects: what the library itself refuses with an error, a `Limit` each: no draw shows it, frozen cases and audits do.
-        parameters: the names that a user's function takes of its family's (`Tensors.demands`); None: any.
+        parameters: the names that a user's function takes of its family's (`Family.parameters`); None: any.
         around: a context in which the harness takes both passes, where forward alone would not do.
         interpreted: whether it is a Triton kernel, which runs in the interpreter where there is no GPU.
         every: on the CPU, run it on one case in `every` (a cost, not a narrowing: which cases is a hash of their id).
@@ -135,9 +135,9 @@ class Implementation:
     def missing(self) -> str | None:
         """Why it cannot run here, with the remedy; None where it can."""
         if self.library and self.version() is None:
-            return f"{self.library} is not installed: pip install {self.library}"
+            return f"{self.library}{NOT_INSTALLED}{self.library}"
         if self.interpreted and installed("triton") is None:
-            return "triton is not installed: pip install triton (Linux only)"
+            return f"triton{NOT_INSTALLED}triton (Linux only)"
         return None
 
 

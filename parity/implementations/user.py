@@ -41,6 +41,9 @@ ALIASES = {
     "epsilon_low": "epsilon",
 }
 """Other spellings of a parameter, TRL's and transformers' among them."""
+HEAD = ("hidden", "weight", "ids")
+REQUIRED = {"logprobs": HEAD, "policy": (*HEAD, "mask", "advantages"), "divergence": (*HEAD, "beta")}
+"""Parameters by which a function is recognised as of a family; elsewhere all that the default case needs."""
 
 Importing = Callable[[str], AbstractContextManager[None]]
 DEFAULT_RECIPE = Recipe(output="any")
@@ -129,16 +132,16 @@ def family_of(signature: inspect.Signature, id: str, families: Iterable[Family])
         UsageError: where they fit none.
     """
     names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    known = [f for f in families if f.tensors.required]
-    fits = [f for f in known if set(f.tensors.required) <= set(map(canonical, names))]
+    known = {f.name: (f, REQUIRED.get(f.name) or sorted(f.needed(f.build(f.case(0, "fp32", {}))))) for f in families}
+    fits = [(f, required) for f, required in known.values() if {*required} <= {*map(canonical, names)}]
     if not fits:
-        wanted = "; ".join(f"{f.name}: {', '.join(f.tensors.required)}" for f in known)
+        wanted = "; ".join(f"{name}: {', '.join(required)}" for name, (_, required) in known.items())
         found = f"its parameters {', '.join(sorted(names))} fit no family" if names else "its parameters have no names"
         raise UsageError(
             f"implementation {id!r}: {found} ({wanted}). A function of logits can be wrapped: "
             "def logps(hidden, weight, ids): return yours(hidden @ weight.T, ids)"
         )
-    return max(fits, key=lambda f: len(f.tensors.required))
+    return max(fits, key=lambda fit: len(fit[1]))[0]
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -182,7 +185,7 @@ def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended
     offered = copy.deepcopy(vars(x.settings)) | dict(x.tensors)
     canonical = {ALIASES.get(n, n): n for n in names}
     label = getattr(function, "__name__", "the function")
-    absent = [] if open_ended else sorted(fam.tensors.demands(x) - set(canonical))
+    absent = [] if open_ended else sorted(fam.needed(x) - set(canonical))
     require(not absent, f"{label} has no parameter {', '.join(absent)}")
     parameters = _signature(function).parameters
     kwargs = {canonical[n]: v for n, v in offered.items() if n in canonical}

@@ -111,7 +111,8 @@ class CaseOracle:
         return Oracle(self.exact, functools.partial(replicas, self.family, self.home), self._kind, seed)
 
     def _kind(self, name: str, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        scalar, gradient = name in self.family.scalars, name.startswith("grad_")
+        gradient = name.startswith("grad_")
+        scalar = not gradient and self.exact[name].dim() == 0
         first_order = terms = 0.0
         if scalar and name == self.family.first and "_slope" in self.exact:
             spread = (found["_logps"] - self.exact["_logps"]).square().mean(0)
@@ -122,7 +123,7 @@ class CaseOracle:
             "zero": self.family.zeros(self.on_cpu).get(name),
             "entrywise": not gradient or self.exact[name].dim() == 1,
             "scalar": scalar,
-            "counted": name in self.family.outputs and self.family.outputs[name].counted,
+            "counted": self.family.outputs.get(name) == "counted",
             "first_order": first_order,
             "terms": terms,
         }
@@ -138,7 +139,7 @@ class CaseOracle:
 
     def variant(self, name: str) -> CaseOracle:
         """The same inputs under a named variant of the definition."""
-        definition = self.family.explanations.variants[name]
+        definition = self.family.variants[name]
         return self._once(name, lambda: self.at(dataclasses.replace(self.family, oracle=definition), self.on_cpu))
 
     @functools.cached_property
@@ -216,11 +217,12 @@ def _asked(oracle: CaseOracle, name: str, dtype: torch.dtype | None, came: torch
     """The dtype whose precision a value must have: float32 for float32 inputs, unless the recipe says otherwise."""
     if oracle.inputs.case.dtype == "fp32" and oracle.inputs.context != "autocast":
         return dtype or (torch.float32 if came in (torch.float16, torch.bfloat16) else came)
-    return came if dtype is None or name in oracle.family.scalars else dtype
+    scalar = name in oracle.family.outputs and oracle.exact[name].dim() == 0
+    return came if dtype is None or scalar else dtype
 
 
 def largest(family: Family, inputs: Inputs) -> int:
-    """Entries of the logits or the head, whichever a replica holds more of; see `Family.grid`."""
+    """Entries of the logits or the head, whichever a replica holds more of; see `Family.sizes`."""
     heads = (t.numel() for n, t in inputs.tensors.items() if t is not None and n in inputs.parameters)
     return max(math.prod(family.sizes(inputs.settings)), *heads, 1)
 
@@ -297,7 +299,7 @@ def followed_variant(
     One that differs from the definition in none of them on this case explains nothing, and neither does one to which a
     result is no nearer than to the definition.
     """
-    for name in oracle.family.explanations.variants:
+    for name in oracle.family.variants:
         other = oracle.variant(name)
         if all(q in oracle.exact and torch.equal(other.exact[q], oracle.exact[q]) for q in failing):
             continue

@@ -18,8 +18,8 @@ STACK_LIMIT = 1 << 22
 """Largest number of entries of the largest tensor (logits) in one stack of replicas; beyond it a stack is split."""
 
 
-def to_double(inputs: Inputs, stack: int | None = None, replicated: frozenset[str] | None = None) -> Inputs:
-    """The same inputs in float64, leaves fresh; with `stack`, the `replicated` ones (None: all) repeated along a new dimension.
+def to_double(inputs: Inputs, stack: int | None = None) -> Inputs:
+    """The same inputs in float64, leaves fresh; with `stack`, the `Inputs.replicated` ones repeated along a new dimension.
 
     What the oracle rounds is repeated whether its gradient is asked for or not: a frozen head that all replicas shared
     would be rounded once for all of them, and the spread would be one sample.
@@ -28,7 +28,7 @@ def to_double(inputs: Inputs, stack: int | None = None, replicated: frozenset[st
     for name, tensor in inputs.tensors.items():
         if tensor is not None and tensor.is_floating_point():
             tensor = tensor.detach().double()
-            if stack is not None and (replicated is None or name in replicated):
+            if stack is not None and (inputs.replicated is None or name in inputs.replicated):
                 tensor = tensor.expand(stack, *tensor.shape)
             if name in inputs.leaves:
                 tensor = tensor.detach().requires_grad_()
@@ -84,7 +84,7 @@ def replicas(
 
     The first `own_grids` of them round to the numbers that a dtype has, the others to a grid stretched at random.
     """
-    held = family.tensors.replicated
+    held = inputs.replicated
     own = [t.numel() for n, t in inputs.tensors.items() if t is not None and (held is None or n in held)]
     size = max(math.prod(family.sizes(inputs.settings)), *own, 1)
     stack = max(1, min(count, STACK_LIMIT // size))
@@ -93,7 +93,7 @@ def replicas(
     while done < count:
         width = min(stack, count - done)
         mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done, own_grids - done)
-        x = to_double(inputs, width, family.tensors.replicated)
+        x = to_double(inputs, width)
         with mode:
             found = _run(family, x, mode, gradients)
         part = {name: value.cpu() for name, value in found.items() if keep is None or name in keep}

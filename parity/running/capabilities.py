@@ -27,7 +27,7 @@ def refusal(implementation: Implementation, case: Case, device: str) -> str | No
     family = loss_family(case.family)
     reason = skip_reason(family, implementation, case, family.full_settings(case), device, rejected=True)
     if reason is None and implementation.parameters is not None:
-        absent = family.tensors.demands(family.build(case)) - implementation.parameters
+        absent = family.needed(family.build(case)) - implementation.parameters
         return f"no parameter {', '.join(sorted(absent))}" if absent else None
     return reason
 
@@ -83,7 +83,7 @@ def _is_size(family: Family, name: str, value: Any) -> bool:
 
 def _settled(family: Family, seed: int, dtype: str, settings: Mapping[str, Any]) -> Case:
     full = {name: setting.default for name, setting in family.settings.items()} | dict(settings)
-    return family.case(seed, dtype, family.drawing.canonical(dtype, full))
+    return family.case(seed, dtype, family.canonical(dtype, full))
 
 
 def _stands(family: Family, case: Case) -> bool:

@@ -5,7 +5,7 @@ import functools
 import json
 from typing import Any
 
-from parity.case.family import Drawing, Family
+from parity.case.family import Family
 from parity.case.inputs import Setting
 from parity.errors import UsageError
 from parity.process import tell, under_watch
@@ -83,8 +83,8 @@ def describe(text: str) -> int:
 
 def _data(family: Family) -> dict[str, Any]:
     """What is data in a family's record and is asked for outside the processes that judge it."""
-    settings = {n: [s.default, s.doc, s.choices] for n, s in family.settings.items()}
-    return {"name": family.name, "settings": settings, "shapes": family.shapes, "counts": dict(family.drawing.counts)}
+    settings = {n: [s.default, s.doc, s.choices, s.size] for n, s in family.settings.items()}
+    return {"name": family.name, "settings": settings}
 
 
 def _without_code(raw: dict[str, Any]) -> Family:
@@ -92,8 +92,7 @@ def _without_code(raw: dict[str, Any]) -> Family:
         raise TypeError(f"family {raw['name']} is a user's: its code runs in workers alone")
 
     settings = {
-        n: Setting(default, doc, None if choices is None else tuple(choices))
-        for n, (default, doc, choices) in raw["settings"].items()
+        n: Setting(default, doc, None if choices is None else tuple(choices), size)
+        for n, (default, doc, choices, size) in raw["settings"].items()
     }
-    drawing = Drawing(absent, counts=raw["counts"])
-    return Family(raw["name"], settings, drawing, absent, absent, outputs={}, shapes=tuple(raw["shapes"]))
+    return Family(raw["name"], settings, absent, absent, outputs={})

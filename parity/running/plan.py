@@ -17,9 +17,9 @@ from msgspec.structs import fields
 
 from parity import data
 from parity.case.case import Frozen
-from parity.case.profiles import PROFILES, SHARD, streams
+from parity.case.profiles import PROFILES, SHARD, cases_drawn, streams
 from parity.errors import UsageError
-from parity.registry import family, loss_families, loss_family, meant
+from parity.registry import family, loss_families, meant
 from parity.results.header import Asked
 from parity.results.ledger import Ledger
 from parity.results.row import Row
@@ -219,7 +219,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         total = sum(case["family"] == name for _, case, _ in frozen)
         shards += [Shard(family=name, kind="frozen", seed=seed, start=s, count=n) for s, n in slices(total, FROZEN)]
     for name in families if not options.only else ():
-        for index, of in enumerate(streams(loss_family(name).drawing.counts.get(options.profile, 0), device)):
+        for index, of in enumerate(streams(cases_drawn(name, options.profile), device)):
             cut = [*slices(min(FIRST, of), FIRST), *slices(max(0, of - FIRST), SHARD, FIRST)]
             shards += [
                 Shard(family=name, kind="drawn", seed=seed, index=index, of=of, start=s, count=n) for s, n in cut

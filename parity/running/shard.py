@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from parity.case.case import Case
 from parity.case.drawing import batch, batches, cases
 from parity.case.family import Family
-from parity.case.profiles import Profile, streams
+from parity.case.profiles import Profile, cases_drawn, streams
 from parity.compare.result_rows import replay_line
 from parity.families.probes import PROBES
 from parity.implementations.implementation import Implementation
@@ -137,7 +137,7 @@ class Session:
         """What an implementation gets besides its draws; whether the time was enough."""
         (own,) = [i for i in self.implementations if i.id == shard.implementation]
         self.emit(At(0))
-        counts = streams(loss_family(shard.family).drawing.counts[self.profile_name], self.device)
+        counts = streams(cases_drawn(shard.family, self.profile_name), self.device)
         keyed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
         drawn = [case for stream in keyed for _, case in stream]
         gets = functools.partial(selected, own, cost=self.profile.cost, device=self.device)

@@ -28,7 +28,7 @@ from parity.compare.one_case import rows_of
 from parity.data import ledger_file
 from parity.decoding import save_json, write
 from parity.errors import UsageError
-from parity.families.probes import probes_of
+from parity.families.probes import example, probes_of
 from parity.implementations.implementation import Implementation
 from parity.judging.assess import CaseOracle
 from parity.process import prepare
@@ -77,7 +77,7 @@ class Pair:
 def pair(name: str, probe: Probe, base: Mapping[str, Any], dtype: str, number: int, device: str = "cpu") -> Pair:
     """The `number`-th pair of a probe; log-probs that derive from the oracle are those of the moved side on both."""
     fam = loss_family(name)
-    wanted = fam.drawing.example(number) | dict(base) | dict(probe.among)
+    wanted = example(fam, number) | dict(base) | dict(probe.among)
     case = fam.case(1000 + number, dtype, wanted | ({} if probe.data else {probe.setting: probe.value}))
     moved = fam.build(case)
     if probe.leaves:

@@ -99,7 +99,7 @@ def stored(
     """A case of these tensors, written to `to`; they decide its dtype and sizes."""
     tensors = policy_stored.completed(tensors) if of.name == "policy" else tensors
     dtype = {dtype: name for name, dtype in DTYPES.items()}[tensors["hidden"].dtype]
-    made = of.case(seed, dtype, {**settings, **of.tensors.derived(tensors, str(to))})
+    made = of.case(seed, dtype, {**settings, **of.derived(tensors, str(to))})
     of.full_settings(made)  # sizes and values, before anything is written
     return write(made, tensors, to, **remarks)
 
@@ -107,7 +107,7 @@ def stored(
 def _first(of: Family, tensors: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
     """The first rows of whatever has a dimension B."""
     out = dict(tensors)
-    for name, letters in {**of.tensors.stored, f"d {of.first}": "BT"}.items():
+    for name, letters in {**of.stored, f"d {of.first}": "BT"}.items():
         if name in out and letters[:1] == "B" and out[name].dim():
             out[name] = out[name][:rows]
     return out
@@ -145,11 +145,11 @@ def _arguments(of: Family, bound: inspect.BoundArguments, taken: _Taken, label: 
             given |= given.pop(name, {})
     for argument, value in given.items():
         name = canonical(argument)
-        if name in of.tensors.stored and value is not None:
+        if name in of.stored and value is not None:
             taken.keep(name, value if isinstance(value, Tensor) else torch.as_tensor(value))
         elif name in of.settings and name not in ("B", "T", "V", "H"):
             taken.settings[name] = value.item() if isinstance(value, Tensor) else value
-        elif value is not None and name not in of.tensors.stored and name != "ignore_index":
+        elif value is not None and name not in of.stored and name != "ignore_index":
             taken.remarks["captured"].setdefault("left out", []).append(argument)
     if torch.is_autocast_enabled(taken.tensors["hidden"].device.type):
         taken.settings["context"] = "autocast"

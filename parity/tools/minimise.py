@@ -96,7 +96,7 @@ def _part(
     index = {"B": list(kept["B"]), "T": list(kept["T"]), "V": columns, "H": list(kept["H"]), "W": beyond}
     tensors = {}
     for name, value in whole.items():
-        letters = "BT" if name.startswith("d ") else of.tensors.stored[name]
+        letters = "BT" if name.startswith("d ") else of.stored[name]
         letters = next(one for one in letters.split("|") if len(one) == value.dim()) if value.dim() else ""
         for axis, letter in enumerate(letters):
             if letter in index:

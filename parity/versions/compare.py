@@ -13,8 +13,9 @@ from parity import data
 from parity.case.case import Case
 from parity.case.drawing import cases as case_strategy
 from parity.case.drawing import draws
-from parity.case.profiles import PROFILES, streams
+from parity.case.profiles import PROFILES, cases_drawn, streams
 from parity.errors import UsageError
+from parity.families.probes import example
 from parity.registry import NAMES, loss_families, loss_family, meant, resolved, select
 from parity.results.report.wording import bisection
 from parity.results.row import DECIDED, Row
@@ -54,9 +55,7 @@ def cases(wanted: Sequence[str], families: Sequence[str] = (), profile: str | No
             more += [case for case in catalogue.cases(name, "pr", 0) if case.settings["check"] == "twins"]
         elif name not in NAMES:
             own = loss_family(name)
-            more += [
-                own.case(FIXED_SEED + n, d, own.drawing.example(n)) for d, n in itertools.product(DTYPES, range(2))
-            ]
+            more += [own.case(FIXED_SEED + n, d, example(own, n)) for d, n in itertools.product(DTYPES, range(2))]
         found += [(case.id, case) for case in more]
     return [(name, case) for name, case in found if case.family in kept]
 
@@ -67,7 +66,7 @@ def drawn(family: str, profile: str) -> Iterator[Case]:
         yield from catalogue.cases(family, profile, FIXED_SEED)
         return
     found = loss_family(family)
-    for index, count in enumerate(streams(found.drawing.counts[profile], "cpu")):
+    for index, count in enumerate(streams(cases_drawn(family, profile), "cpu")):
         yield from draws(case_strategy(found, DTYPES, profile), f"{FIXED_SEED}/{family}/{index}", count)
 
 

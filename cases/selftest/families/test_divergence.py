@@ -266,7 +266,7 @@ def test_nothing_to_learn():
 
 def test_older_mixture():
     """TRL's GKD up to 0.15: M = beta·p + (1 - beta)·q, so beta 0 is the reverse and beta 1 the forward divergence."""
-    older = dataclasses.replace(FAMILY, oracle=FAMILY.explanations.variants["exchanged mixture"])
+    older = dataclasses.replace(FAMILY, oracle=FAMILY.variants["exchanged mixture"])
     for beta, truth in ((0.0, REVERSE), (1.0, FORWARD), (0.5, MIDDLE)):
         assert exact(older, on_paper(beta, HALF, SKEW))["loss"].item() == pytest.approx(truth, rel=1e-12)
     p, q, m = HALF, SKEW, [0.725, 0.275]

@@ -119,7 +119,7 @@ def environment(root: Path) -> Environment:
 
 
 def test_a_package_brings_a_family_along_as_an_entry_point(tmp_path, monkeypatch):
-    text = Path(FILE).read_text().replace('name="rms_norm"', 'name="packaged"')
+    text = Path(FILE).read_text().replace('"rms_norm", SETTINGS', '"packaged", SETTINGS')
     (tmp_path / "packaged_family.py").write_text(text.replace("FAMILY = add_family(", "FAMILY = ("))
     (tmp_path / "packaged_family-1.dist-info").mkdir()
     (tmp_path / "packaged_family-1.dist-info" / "METADATA").write_text(

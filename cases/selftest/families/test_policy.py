@@ -187,7 +187,7 @@ def test_capped_kl_on_paper(log_r, ratio, definition, capped, slope):
         ref_logps=torch.tensor([[half + log_r, 0.0]], dtype=torch.float64),
         old_logps=torch.tensor([[half - float(mp.log(ratio)), 0.0]], dtype=torch.float64),
     )
-    variant = dataclasses.replace(FAMILY, oracle=FAMILY.explanations.variants["capped KL"])
+    variant = dataclasses.replace(FAMILY, oracle=FAMILY.variants["capped KL"])
     found = exact(variant, x)
     assert loss_of(x) == pytest.approx(definition)
     assert float(found["loss"]) == pytest.approx(capped)

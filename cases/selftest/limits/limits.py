@@ -20,6 +20,7 @@ from cases.selftest.controls.logprobs import HEADS
 from cases.selftest.controls.policy import REORDERED, loss_of
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
+from parity.case.profiles import cases_drawn
 from parity.compare.pooled_slope import POOL_FLOOR, POOL_MINIMUM, POOL_SIGMAS, allowed_slope, mean_slope
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import escalate, ladder
@@ -209,7 +210,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def cases_of_a_run(found: Sequence[DetectionLimit], drawn: int) -> int:
     """Cases of this family and dtype that show the error, in a run of profile pr."""
-    return max(1, round(loss_family(found[0].family).drawing.counts["pr"] / len(DTYPES) * len(found) / drawn))
+    return max(1, round(cases_drawn(found[0].family, "pr") / len(DTYPES) * len(found) / drawn))
 
 
 def by_a_run(found: Sequence[DetectionLimit], drawn: int) -> float:
@@ -246,7 +247,7 @@ def page(rows: Iterable[Sequence[object]]) -> str:
 def _cells(key: Key, group: Sequence[DetectionLimit], drawn: int) -> list[str]:
     family, target, dtype, logits = key
     values, of = [one.limit for one in group], loss_family(family)
-    scale = target == "gradients" or (of.first not in of.scalars and target == label_of(family))
+    scale = target == "gradients" or (of.first != "loss" and target == label_of(family))
     slope = pooled(group, drawn) if scale else NEVER
     half, most, run = quantile(values, 0.5), quantile(values, CERTAIN), by_a_run(group, drawn)
     beyond = f" ({sum(v <= 0.01 for v in values)} at 0.01)" if most == NEVER else ""

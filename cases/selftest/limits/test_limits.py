@@ -7,7 +7,8 @@ import pytest
 
 from cases.selftest.limits import limits
 from cases.selftest.limits.limits import GRID, NEVER, DetectionLimit
-from parity.registry import family, loss_family, oracle_of
+from parity.case.profiles import cases_drawn
+from parity.registry import family, oracle_of
 
 
 @pytest.mark.parametrize("size", [GRID[0], GRID[5], 1e-3, 0.3, 1.0])
@@ -35,7 +36,7 @@ def test_ninety_nine_percent_of_one_case_and_of_a_run():
     assert limits.quantile(values, 0.99) == 2.0**-1
     assert limits.quantile(values, 0.5) == 2.0**-50
     count = limits.cases_of_a_run(own, 100)
-    assert count == round(loss_family("policy").drawing.counts["pr"] / 3)
+    assert count == round(cases_drawn("policy", "pr") / 3)
     caught = sum(v <= limits.by_a_run(own, 100) for v in values) / 100
     assert 1 - (1 - caught) ** count >= 0.99
     fewer = sum(v < limits.by_a_run(own, 100) for v in values) / 100

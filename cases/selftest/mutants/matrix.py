@@ -11,7 +11,7 @@ from typing import Any
 from cases.selftest.mutants.mutant import Mutant, originals
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
-from parity.case.profiles import PROFILES, SHARDS
+from parity.case.profiles import PROFILES, SHARDS, cases_drawn
 from parity.compare.one_case import rows_of
 from parity.judging.assess import CaseOracle, confirmed
 from parity.protocol.call import execute
@@ -64,7 +64,7 @@ def drawn(name: str, seed: int) -> Iterator[Case]:
     """The cases of a family in profile pr, shard by shard, as `parity.running.shard` draws them."""
     strategy = cases(loss_family(name), DTYPES, PROFILE)
     for shard in range(SHARDS):
-        yield from draws(strategy, f"{seed}/{name}/{shard}", loss_family(name).drawing.counts[PROFILE] // SHARDS)
+        yield from draws(strategy, f"{seed}/{name}/{shard}", cases_drawn(name, PROFILE) // SHARDS)
 
 
 def stream_fates(

@@ -8,7 +8,7 @@ from cases.selftest.mutants import trainers
 from cases.selftest.mutants.matrix import PROFILE, stream_fates
 from cases.selftest.mutants.mutant import FAMILIES, TRAINERS, controls, mutants
 from cases.selftest.slow import HOURS, number
-from parity.registry import loss_family
+from parity.case.profiles import cases_drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(HOURS)]
 
@@ -20,7 +20,7 @@ SEEDS = range(FIRST, FIRST + number("SEEDS", 1))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses(family, seed, device, record_property):
     """A stream is as long as the draws of a run of profile pr."""
-    budget = number("CASES", loss_family(family).drawing.counts[PROFILE])
+    budget = number("CASES", cases_drawn(family, PROFILE))
     told(stream_fates(family, seed, budget, mutants(family), controls(family), device), record_property)
 
 

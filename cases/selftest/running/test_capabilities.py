@@ -157,9 +157,7 @@ NARROW = Implementation(
 
 
 def test_all_pairs_that_are_taken_are_met_and_nothing_else_is_tried(tmp_path, monkeypatch):
-    whole = loss_family("logprobs")
-    family = dataclasses.replace(whole, drawing=dataclasses.replace(whole.drawing, counts={"pr": 60}))
-    monkeypatch.setattr(shard_module, "loss_family", lambda name: family)
+    monkeypatch.setattr(shard_module, "cases_drawn", lambda family, profile: 60)
     events: list = []
     profile = dataclasses.replace(PROFILES["pr"], least=0)
     own = Session([NARROW], "pr", profile, DTYPES, "cpu", Ledger((), tmp_path), tmp_path, events.append)
@@ -199,7 +197,7 @@ def test_no_draw_holds_what_says_nothing():
         family = loss_family(name)
         for case in draws(cases(family, DTYPES, "pr"), f"settled/{name}", 150):
             full = vars(family.full_settings(case))
-            assert family.drawing.canonical(case.dtype, dict(full)) == full
+            assert family.canonical(case.dtype, dict(full)) == full
 
 
 def test_every_implementation_of_a_run_has_a_shard_besides_its_draws():

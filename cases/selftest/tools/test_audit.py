@@ -15,7 +15,7 @@ from cases.selftest.mutants.mutant import mutants, originals
 from parity.case.inputs import Inputs
 from parity.case.probe import Probe
 from parity.cli.commands import main
-from parity.families.probes import PROBES
+from parity.families.probes import PROBES, example
 from parity.fixes import FusedLinearGRPOLoss
 from parity.implementations.implementation import Implementation, Outputs, require
 from parity.implementations.user import from_function
@@ -131,7 +131,7 @@ def test_what_the_interpreter_cannot_run_is_not_absent():
 
 def test_a_setting_honoured_on_some_cases_alone_is_wrong():
     def edit(x: Inputs, call) -> Outputs:
-        return without_delta(x, call) if loss_family("policy").drawing.example(0)["B"] == x.settings.B else call(x)
+        return without_delta(x, call) if example(loss_family("policy"), 0)["B"] == x.settings.B else call(x)
 
     pairs = Pairs("policy", probe("policy", "delta"), "cpu")
     found = answer(edited(edit), pairs, 2, nothing_known)
@@ -204,7 +204,7 @@ def test_both_sides_of_a_pair_share_every_tensor_but_the_settings_own():
     assert [n for n, t in dropped.moved.inputs.tensors.items() if dropped.still.inputs.tensors[n] is not t] == [
         "importance_sampling_ratio"
     ]
-    assert loss_family("policy").drawing.example(0) != loss_family("policy").drawing.example(1)
+    assert example(loss_family("policy"), 0) != example(loss_family("policy"), 1)
     assert made.moved.exact["loss"] != made.still.exact["loss"]
 
 
@@ -215,9 +215,7 @@ def test_what_is_wrong_without_the_setting_is_not_blamed_on_it():
 
     def edit(x: Inputs, call) -> Outputs:
         out = call(x)
-        return (
-            out | {"loss": out["loss"] * 1.1} if loss_family("policy").drawing.example(0)["B"] == x.settings.B else out
-        )
+        return out | {"loss": out["loss"] * 1.1} if example(loss_family("policy"), 0)["B"] == x.settings.B else out
 
     assert asked(edited(edit), "temperature").answer == "honoured"
 
