@@ -1,7 +1,7 @@
 """Past runs, kept: one JSON file a run in `reports/history/`, so that a report can say since when.
 
-A run is kept as sums: what was compared by implementation, family, device, dtype and quantity with the worst headroom, and the
-findings, the new ones with the rows of their smallest case. Other rows stay in results.ndjson, cases in `reports/findings/`.
+A run is kept as sums: what was compared by implementation, family and device, and the findings, the new ones with the rows of
+their smallest case. Other rows stay in results.ndjson, cases in `reports/findings/`.
 """
 
 import datetime
@@ -14,7 +14,7 @@ import msgspec
 from parity.decoding import convert, json_of, of_schema, save_json, text_of
 from parity.errors import UsageError
 from parity.results.report.findings import Finding, headroom
-from parity.results.report.summary import Summary, worst
+from parity.results.report.summary import Summary
 from parity.results.report.wording import wrong
 from parity.results.row import Row, finite
 
@@ -81,25 +81,6 @@ class Seen(msgspec.Struct, frozen=True):
     rows: list[Row] = []
 
 
-class Judged(msgspec.Struct, frozen=True):
-    """What one run judged of one quantity: in how many cases, and the worst headroom; `known`: that row is a known finding."""
-
-    implementation: str
-    family: str
-    device: str
-    dtype: str
-    quantity: str
-    cases: int
-    headroom: float | None
-    worst: str
-    known: bool
-
-    @property
-    def key(self) -> tuple[str, str, str, str, str]:
-        """What it is compared by from run to run."""
-        return self.implementation, self.family, self.device, self.dtype, self.quantity
-
-
 class Run(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A kept run; times are UTC; `counts`: implementation, family, device, cases compared.
 
@@ -118,7 +99,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ended: bool = True
     whole: bool = True
     counts: list[tuple[str, str, str, int]] = []
-    judged: list[Judged] = []
     findings: list[Seen] = []
     reasons: list[str] = []
     steps: list[CommandOutcome] = []
@@ -161,7 +141,6 @@ def of(
         ended=ended and summary.ended,
         whole=not summary.incomplete,
         counts=[(x.implementation, x.family, x.device, x.counts["compared"]) for x in summary.lines],
-        judged=_judged(summary),
         findings=[
             *(_seen(f, number < SHOWN) for number, f in enumerate(summary.findings)),
             *(_seen(f, False) for f in summary.known),
@@ -200,18 +179,6 @@ def runs(folder: Path, say: Callable[[str], object] | None = None) -> list[Run]:
                 raise
             say(f"left out, cannot be read: {error}")
     return sorted(found, key=lambda run: run.started)
-
-
-def _judged(summary: Summary) -> list[Judged]:
-    out = []
-    for line in summary.lines:
-        for quantity, rows in line.judged.items():
-            row = worst(rows)
-            assert row is not None
-            where = line.implementation, line.family, line.device, line.dtype
-            size = finite(headroom(row))
-            out.append(Judged(*where, quantity, len(rows), size, worst=row.case, known=bool(row.known)))
-    return out
 
 
 def _seen(f: Finding, with_rows: bool) -> Seen:

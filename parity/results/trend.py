@@ -1,4 +1,4 @@
-"""A run beside those before it: what is new, still there or gone, headroom that grew, comparisons that are missing."""
+"""A run beside those before it: what is new, still there or gone, comparisons that are missing."""
 
 import dataclasses
 import datetime
@@ -19,8 +19,6 @@ SHARE = 0.8
 """Comparisons may fall to this share of the median of those runs."""
 RARE = 0.01
 """Chance that a run names an implementation whose comparisons fell by chance, over all that it looks at together."""
-GROWTH, WORTH_SHOWING = 1.5, 0.3
-"""Headroom that grew by this factor is shown even where it passes, once it uses this share of a gate."""
 BISECTED = ("trl", "liger-kernel", "transformers", "cut-cross-entropy", "unsloth-zoo")
 """Packages between whose releases `parity bisect` can search."""
 
@@ -34,20 +32,6 @@ class Life:
     times: int
     of: int
     now: Seen | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Growth:
-    """A quantity whose worst headroom grew; `before`: the median of the earlier runs, `now`: None where it has no size."""
-
-    implementation: str
-    family: str
-    device: str
-    dtype: str
-    quantity: str
-    before: float
-    now: float | None
-    case: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +61,6 @@ class Change:
     new: tuple[str, ...]
     still: tuple[str, ...]
     fixed: tuple[str, ...]
-    growth: tuple[Growth, ...]
     missing: tuple[Missing, ...]
     moved: Mapping[str, tuple[str, str]]
 
@@ -126,7 +109,6 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
         new=tuple(k for k in fresh if k not in then),
         still=tuple(k for k in fresh if k in then),
         fixed=tuple(k for k, f in then.items() if k not in now and _compared(run, f)),
-        growth=tuple(_growth(run, ended)),
         missing=tuple(_missing(run, ended, green)),
         moved=version_changes(green, run) if green else {},
     )
@@ -168,18 +150,6 @@ def stale(past: Sequence[Run], limit: datetime.timedelta, at: datetime.datetime)
 
 def _compared(run: Run, finding: Seen) -> bool:
     return any(n for (i, f, _), n in run.compared.items() if (i, f) == (finding.implementation, finding.family))
-
-
-def _growth(run: Run, past: Sequence[Run]) -> Iterable[Growth]:
-    usual: dict[tuple[str, ...], list[float]] = {}
-    for j in (j for one in past for j in one.judged if j.headroom is not None and not j.known):
-        usual.setdefault(j.key, []).append(j.headroom or 0.0)
-    out = []
-    for j in (j for j in run.judged if not j.known and j.key in usual):
-        before = statistics.median(usual[j.key])
-        if j.headroom is None or j.headroom > max(GROWTH * before, WORTH_SHOWING):
-            out.append(Growth(*j.key, before=before, now=j.headroom, case=j.worst))
-    return sorted(out, key=lambda g: -(g.now or 1e300) / max(g.before, 1e-300))
 
 
 def _missing(run: Run, past: Sequence[Run], green: Run | None) -> Iterable[Missing]:

@@ -65,7 +65,7 @@ def write(summary: Summary, ending: Ending) -> None:
 
 def terminal(summary: Summary, console: Console, ending: Ending = IN_ORDER, full: bool = False) -> None:
     """Print one screen: the stack and its defects, what is new, the verdict and the next command; or, in full, everything."""
-    values = {"summary": summary, "ending": ending, "change": trend.of(summary.run, ending.past), "full": full}
+    values = {"summary": summary, "ending": ending, "full": full}
     idle = {x.implementation: x.reason for x in summary.lines}
     for x in summary.lines:
         if not x.idle:
