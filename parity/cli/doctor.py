@@ -13,6 +13,7 @@ from parity.registry import load
 from parity.rollouts import vllm_engine
 from parity.running import gpu
 from parity.running.provenance import resolve_device, versions
+from parity.versions.environment import environments_root
 
 TOOLS = {"uv": "environments of other versions (parity run --with)", "git": "the revision in reports"}
 
@@ -49,6 +50,7 @@ def diagnose(console: Console) -> bool:
     for tool, purpose in TOOLS.items():
         found = shutil.which(tool) or importlib.util.find_spec(tool)
         part(tool, f"{'found' if found else f'missing: install {tool}'}; for {purpose}")
+    part("environments", f"in {environments_root()}; those unused for 30 days go when another is made")
     return bool(ready)
 
 

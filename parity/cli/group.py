@@ -28,7 +28,7 @@ REMOVED: dict[str, str] = {
     "rollouts list": "`parity doctor` names the shipped recordings, `parity rollouts judge FILE` says where one comes from",
     "rollouts replay": "cases of the policy family with a setting `recording` have a recorded importance ratio",
     "merge": "`parity report A/results.ndjson B/results.ndjson` joins the parts of a shared run",
-    "env show": "`parity env list NAME` shows the versions of one environment",
+    "env": "environments that nobody used for 30 days go when another is made; `parity doctor` names their folder",
     "ledger accept": "`parity ledger add --all` takes all new findings of a run as a baseline",
     "schema": "docs/results.md explains the fields of a results file",
     "matrix": "compare two releases with `parity compare PKG==VER PKG==VER`, find the one that changed with `parity bisect PKG`",

@@ -1,17 +1,15 @@
-"""The commands about versions: history, bisect, compare, env."""
+"""The commands about versions: history, bisect, compare."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 
 from parity.cli import options
-from parity.cli.group import Commands
 from parity.cli.show import text
 from parity.errors import UsageError
 
@@ -128,49 +126,4 @@ def compare_command(before: str, after: str, implementations: tuple[str, ...], a
     sys.exit(found.exit_code)
 
 
-@click.group("env", cls=Commands)
-def env_command() -> None:
-    """Show or remove environments of other versions."""
-
-
-@env_command.command("list", epilog="Example: parity env list trl-1.16.0")
-@click.argument("name", required=False)
-def env_list(name: str | None) -> None:
-    """List environments, or the versions in one.
-
-    The beginning of a NAME is enough.
-    """
-    from parity.versions.environment import environments_root, listing, own_bytes, show
-
-    if name is None:
-        made = listing()
-        for one in made:
-            broken = [package for package, reason in one.imports.items() if reason]
-            broken_text = f"  does not import: {', '.join(broken)}" if broken else ""
-            click.echo(f"{one.name}  {own_bytes(one) >> 20} MB  {(one.before or 'no date')[:10]}{broken_text}")
-        click.echo(f"{len(made)} environments in {environments_root()}")
-        return
-    one = show(name)
-    click.echo(f"{one.name}\n{one.root}\nnothing newer than {one.before or 'today'}; torch from {one.torch}")
-    for package, version in sorted(one.versions.items()):
-        reason = one.imports.get(package)
-        click.echo(f"  {package} {version}" + (f"  does not import: {reason}" if reason else ""))
-
-
-@env_command.command("prune", epilog="Example: parity env prune --days 7")
-@click.argument("names", nargs=-1)
-@click.option("--days", type=click.IntRange(min=0), default=30, show_default=True, help="unused for longer than this")
-def env_prune(names: tuple[str, ...], days: int) -> None:
-    """Remove environments.
-
-    Those named, or those unused for --days (0: all). One that is in use stays.
-    """
-    from parity.versions.environment import prune
-
-    removed = prune(names, unused=timedelta(days=days) if days else None)
-    for name in removed:
-        click.echo(f"removed {name}")
-    click.echo(f"{len(removed)} removed; locks are kept, so they can be made again without a network")
-
-
-COMMANDS = (history_command, bisect_command, compare_command, env_command)
+COMMANDS = (history_command, bisect_command, compare_command)

@@ -86,7 +86,6 @@ def build(root: Path, lock: Lock, settings: Mapping[str, str], manifest: Path) -
         pins = fresh / "lock.txt"
         pins.write_text(lock.text)
         sync = ["pip", "sync", "--python", str(fresh / "bin" / "python"), str(pins)]
-        # A checkout's build wants its build backend, which is asked of the index with the rest.
         try:
             uv(sync, offline=True)
         except UvFailed:
@@ -127,7 +126,7 @@ def _imports(root: Path, lock: Lock, settings: Mapping[str, str]) -> dict[str, s
     if known is not None:
         return known
     found = probe(root, lock, settings)
-    if not lock.checkouts and not any(found.values()):
+    if not any(found.values()):
         save_json(kept, found)
     return found
 

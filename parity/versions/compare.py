@@ -26,9 +26,9 @@ from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 from parity.versions.history import folder
 from parity.versions.look import look
+from parity.versions.releases import parse_all
 from parity.versions.resolve import PARTNERS
 from parity.versions.row_diff import MARKS, Difference, differences, side, table
-from parity.versions.spec import parse_all
 
 Cases = list[tuple[str, Case]]
 QUICK = ("trl", "liger-kernel")
@@ -155,7 +155,7 @@ def compare(
     parsed = [parse_all(one) for one in specs]
     if parsed[0] == parsed[1]:
         raise UsageError(f"compare: both sides are {', '.join(map(str, parsed[0]))}; name two")
-    wanted = implementations(named, (spec.name for one in parsed for spec in one))
+    wanted = implementations(named, (spec.package for one in parsed for spec in one))
     asked = cases(wanted, families, profile) if asked is None else asked
     before, after = (Environment.of(one) for one in specs)
     given = [case for _, case in asked]
@@ -164,7 +164,7 @@ def compare(
         one, two = pool.map(shown, (before, after))
     moved = differences(side(one.rows, asked), side(two.rows, asked))
     notes = _settings_moved(one.config, two.config)
-    found = Compared(parsed[0][0].name, (before, after), len(asked), (one.rows, two.rows), moved, notes)
+    found = Compared(parsed[0][0].package, (before, after), len(asked), (one.rows, two.rows), moved, notes)
     if not all(found.judged):
         said = " and ".join(map(str, found.judged))
         raise EnvironmentUnusable(f"compare: {said} judged quantities, nothing to compare")

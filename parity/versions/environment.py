@@ -24,10 +24,12 @@ from parity.errors import UsageError
 from parity.running.cpu_limit import run as run_within
 from parity.versions import build
 from parity.versions.client import EnvironmentUnusable, cache_root
+from parity.versions.releases import Release, parse_all
 from parity.versions.resolve import PARTNERS, RECIPES, Lock, lock
-from parity.versions.spec import Spec, parse_all
 
 _MANIFEST = Path("parity-environment.json")
+UNUSED = timedelta(days=30)
+"""Environments that nobody used for so long are removed when another one is made."""
 _NAMED = ("unsloth-zoo", "trl", "liger-kernel", "transformers")
 
 
@@ -36,8 +38,7 @@ class Environment:
     """A usable environment. `versions`: distribution -> version, read from what is installed.
 
     `imports`: package -> None, or why it does not import there; `before`: nothing newer was considered (ISO 8601,
-    None: no limit); `torch`: "index", or "linked" where the running torch is shown in it; `checkouts`: revision of
-    each source checkout.
+    None: no limit); `torch`: "index", or "linked" where the running torch is shown in it.
     """
 
     root: Path
@@ -45,33 +46,28 @@ class Environment:
     imports: dict[str, str | None]
     before: str | None
     torch: str
-    checkouts: dict[str, str]
 
     @classmethod
-    def of(cls, specs: Sequence[str | Spec], hold: Sequence[str | Spec] = ()) -> Environment:
+    def of(cls, specs: Sequence[str | Release], hold: Sequence[str | Release] = ()) -> Environment:
         """The environment of `specs` with partners of their era, `hold` pinned outside it; made if it is not there.
 
         UsageError for a spec that cannot be read, EnvironmentUnusable for one that cannot be resolved, made or imported.
         """
         asked, held = parse_all(specs), parse_all(hold)
-        if clash := {spec.name for spec in asked} & {spec.name for spec in held}:
+        if clash := {spec.package for spec in asked} & {spec.package for spec in held}:
             raise UsageError(f"{', '.join(sorted(clash))} is both asked for and held; keep one")
         try:
             made = _find_or_make(lock(asked, held))
         except OSError as error:
             raise EnvironmentUnusable(f"cache {cache_root()}: {error.strerror or error}; set PARITY_CACHE") from None
         for spec in (*asked, *held):
-            if spec.name not in made.versions:
-                raise EnvironmentUnusable(
-                    f"{spec}: no package named {spec.name} was installed by it; use the project's own name"
-                )
-            if reason := made.imports.get(spec.name):
+            if reason := made.imports.get(spec.package):
                 raise EnvironmentUnusable(f"{spec} does not import with {made.partners}: {reason}")
         return made
 
     @property
     def name(self) -> str:
-        """The name that `parity env` shows: package, version, hash of the lock."""
+        """Package, version, hash of the lock."""
         return self.root.name
 
     @property
@@ -139,56 +135,30 @@ def listing() -> list[Environment]:
     return [made for folder in folders if not folder.name.startswith(".") and (made := _read(folder))]
 
 
-def show(name: str) -> Environment:
-    """The one environment whose name begins with `name`; EnvironmentUnusable naming the choices otherwise."""
-    every = listing()
-    found = [one for one in every if one.name == name] or [one for one in every if one.name.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    choices = ", ".join(one.name for one in found or every) or "none is made yet"
-    raise EnvironmentUnusable(f"environment {name!r}: {'several match' if found else 'none matches'}: {choices}")
+def prune(unused: timedelta = UNUSED) -> None:
+    """Removes environments unused for so long, and left-overs of killed builds; one that is in use stays, and what is none.
 
-
-def own_bytes(made: Environment) -> int:
-    """Bytes that removing it would free: its files that no other environment and no cache shares."""
-    total = 0
-    for folder, _, files in os.walk(made.root):
-        for file in files:
-            status = os.lstat(os.path.join(folder, file))
-            total += status.st_blocks * 512 if status.st_nlink == 1 else 0
-    return total
-
-
-def prune(names: Sequence[str] = (), *, unused: timedelta | None = timedelta(days=30)) -> list[str]:
-    """Removes environments and returns their names: the named ones, else those unused for `unused` (None: all).
-
-    Left-overs of killed builds go too; one that is in use stays. Locks are kept: they are small, and with uv's cache
-    they bring an environment back without a network.
+    Locks are kept: they are small, and with uv's cache they bring an environment back without a network.
     """
-    chosen = [show(name) for name in names] or listing()
-    newest = time.time() if names or unused is None else time.time() - unused.total_seconds()
-    removed = []
-    for made in chosen:
-        if (made.root / _MANIFEST).stat().st_mtime > newest:
-            continue
-        with build.claim(made.root, wait=False) as alone:
+    root, oldest = environments_root(), time.time() - unused.total_seconds()
+    for left in root.glob(f"{build.TRASH}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    old = [made.root for made in listing() if (made.root / _MANIFEST).stat().st_mtime <= oldest]
+    for folder in (*old, *root.glob(f"{build.BUILDING}*")):
+        with build.claim(root / folder.name.removeprefix(build.BUILDING), wait=False) as alone:
             if alone:
-                build.discard(made.root)
-                removed.append(made.name)
-    _sweep()
-    return removed
+                build.discard(folder)
 
 
 def _find_or_make(locked: Lock) -> Environment:
     root = environments_root() / _name(locked)
-    # A checkout is read where it lies, so a changed one needs its imports tried again.
-    edited = any("+changes" in state or "no git" in state for state in locked.checkouts.values())
     # Shared first: others may be running in it for minutes.
     with build.claim(root, shared=True):
         made = _whole(root, locked)
-    if made is None or edited:
+    if made is None:
+        prune()
         with build.claim(root):
-            made = None if edited else _whole(root, locked)
+            made = _whole(root, locked)
             if made is None:
                 build.build(root, locked, _settings(locked.pins), _MANIFEST)
                 made = _read(root)
@@ -202,20 +172,9 @@ def _whole(root: Path, locked: Lock) -> Environment | None:
     return _read(root) if root.is_dir() and build.damage(root, locked) is None else None
 
 
-def _sweep() -> None:
-    root = environments_root()
-    for left in root.iterdir() if root.is_dir() else ():
-        if left.name.startswith(build.TRASH):
-            shutil.rmtree(left, ignore_errors=True)
-        elif left.name.startswith(build.BUILDING) or (left.is_dir() and _read(left) is None):
-            with build.claim(root / left.name.removeprefix(build.BUILDING), wait=False) as alone:
-                if alone:
-                    build.discard(left)
-
-
 def _name(locked: Lock) -> str:
-    versions = {**locked.pins, **dict.fromkeys(locked.checkouts, "checkout")}
-    shown = [f"{name.removesuffix('-kernel')}-{versions[name]}" for name in _NAMED if name in versions]
+    pins = locked.pins
+    shown = [f"{name.removesuffix('-kernel')}-{pins[name]}" for name in _NAMED if name in pins]
     return "-".join([*shown, locked.digest])
 
 
@@ -228,7 +187,7 @@ def _read(root: Path) -> Environment | None:
         manifest = json.loads((root / _MANIFEST).read_text())
         of = manifest["lock"]
         torch = "linked" if "torch" in of["linked"] else "index"
-        return Environment(root, build.installed(root), manifest["imports"], of["before"], torch, of["checkouts"])
+        return Environment(root, build.installed(root), manifest["imports"], of["before"], torch)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

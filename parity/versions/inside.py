@@ -9,10 +9,10 @@ import click
 
 from parity.process import WITH
 from parity.versions.environment import Environment
-from parity.versions.spec import Spec
+from parity.versions.releases import Release
 
 
-def run_inside(specs: Sequence[str | Spec], argv: Sequence[str]) -> NoReturn:
+def run_inside(specs: Sequence[str | Release], argv: Sequence[str]) -> NoReturn:
     """This process becomes `parity ARGV` in the environment of `specs`, made if it is not there.
 
     EnvironmentUnusable for one that cannot be made or imported, UsageError for a spec that cannot be read.
@@ -25,8 +25,7 @@ def run_inside(specs: Sequence[str | Spec], argv: Sequence[str]) -> NoReturn:
 
 
 def described(made: Environment) -> str:
-    """The environment on one line: versions, revisions of checkouts, and which partner does not import."""
+    """The environment on one line: versions, and which partner does not import."""
     parts = [f"with {made.partners}"]
-    parts += [f"{name} from {revision}" for name, revision in made.checkouts.items()]
     parts += [f"{name} does not import ({reason})" for name, reason in made.imports.items() if reason]
     return "; ".join(parts)

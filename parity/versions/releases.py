@@ -1,26 +1,61 @@
-"""Which releases a package has, and when each was uploaded, asked of the index through uv.
+"""Releases: what a user writes after `--with`, and which ones a package has and when each was uploaded, asked of the index.
 
 `uv pip compile --format pylock.toml` prints the newest release that satisfies a requirement together with the upload
 time of its wheels (PEP 751): asking for `PKG`, then for `PKG<that`, and so on, lists them. 0.06 s a release.
 """
 
+import re
 import sys
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import datetime
 
-from packaging.version import Version
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
+from parity.errors import UsageError
 from parity.versions.client import EnvironmentUnusable, UvFailed, uv
 
 
 @dataclass(frozen=True)
 class Release:
-    """A released version with a wheel for this Python; `date`: its upload, None if the index gives none."""
+    """A released version of a package, whose name is normalised (liger_kernel -> liger-kernel).
+
+    `date`: the upload of its wheel for this Python; None where the index gives none, or was not asked.
+    """
 
     package: str
     version: str
-    date: datetime | None
+    date: datetime | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+def parse(text: str | Release) -> Release:
+    """Reads PKG==VER; UsageError when it is none. The version stays as it was written: the resolver knows 0.27 as 0.27.0."""
+    if isinstance(text, Release):
+        return text
+    match = re.fullmatch(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*?)\s*==\s*([^\s=].*?)\s*", text)
+    if not match:
+        raise UsageError(f"release {text!r} cannot be read, write PKG==VER (trl==0.27.2)")
+    try:
+        Version(match[2])
+    except InvalidVersion:
+        raise UsageError(f"release {text!r}: {match[2]!r} is not a version; write PKG==VER (trl==0.27.2)") from None
+    return Release(canonicalize_name(match[1]), match[2])
+
+
+def parse_all(texts: Iterable[str | Release]) -> tuple[Release, ...]:
+    """Reads several; UsageError when two name the same package differently."""
+    found: dict[str, Release] = {}
+    for one in map(parse, texts):
+        if found.setdefault(one.package, one) != one:
+            raise UsageError(
+                f"releases {str(found[one.package])!r} and {str(one)!r} are both of {one.package}; keep one"
+            )
+    return tuple(found.values())
 
 
 def release(package: str, version: str) -> Release:

@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -24,8 +24,7 @@ from packaging.utils import canonicalize_name
 from parity.decoding import save_json, saved
 from parity.process import installed
 from parity.versions.client import UvFailed, cache_root, uv
-from parity.versions.releases import release
-from parity.versions.spec import Spec, checkout
+from parity.versions.releases import Release, release
 
 GRACE = timedelta(days=14)
 PARTNERS = ("trl", "liger-kernel", "transformers", "accelerate", "datasets", "peft", "cut-cross-entropy")
@@ -63,17 +62,15 @@ class Lock:
     """What an environment consists of. `text`: pinned requirements, one a line; `before`: the era's end (ISO 8601).
 
     `linked`: distributions shown from the running installation, because no index has this build of torch.
-    `checkouts`: state of each source checkout; part of the identity, because a checkout's pin is only its path.
     """
 
     text: str
     before: str | None
     linked: tuple[str, ...] = ()
-    checkouts: dict[str, str] = field(default_factory=dict)
 
     @property
     def pins(self) -> dict[str, str]:
-        """Package -> version; checkouts are not among them."""
+        """Package -> version."""
         lines = (line.partition("==") for line in self.text.splitlines())
         return {canonicalize_name(name): version for name, equals, version in lines if equals}
 
@@ -82,25 +79,23 @@ class Lock:
         """Hash of everything that decides what is on disk."""
         running = [sys.implementation.cache_tag, platform.system(), platform.machine(), platform.libc_ver()[0]]
         where = [str(Path(str(importlib.metadata.distribution(name).locate_file("")))) for name in self.linked]
-        return _digest([self.text, running, where, self.linked, self.checkouts])
+        return _digest([self.text, running, where, self.linked])
 
 
-def lock(specs: Sequence[Spec], hold: Sequence[Spec] = ()) -> Lock:
+def lock(specs: Sequence[Release], hold: Sequence[Release] = ()) -> Lock:
     """The lock of `specs` and their partners of the era; `hold` pins partners without a say in the era.
 
     The first of `LEADERS` that is asked for sets the era, else the oldest release asked for. If something asked or
     held cannot live with that era, the rest moves, as little as it must, up to the newest of them. Kept on disk by
     request, so that a second call needs no index; EnvironmentUnusable says why there is none.
     """
-    states = {spec.name: str(checkout(spec.path)) for spec in (*specs, *hold) if spec.path}
-    request = [[str(spec) for spec in specs], [str(spec) for spec in hold], states, _surroundings()]
+    request = [[str(spec) for spec in specs], [str(spec) for spec in hold], _surroundings()]
     kept = cache_root() / "locks" / f"{_digest(request)}.json"
-    # A changed checkout may declare other dependencies under the same revision: ask again.
-    known: Lock | None = None if any("+changes" in state for state in states.values()) else saved(Lock, kept)
+    known: Lock | None = saved(Lock, kept)
     if known and not _provisional(known, kept):
         return known
     try:
-        made = _resolve(specs, hold, states)
+        made = _resolve(specs, hold)
     except UvFailed:
         if known is None:
             raise
@@ -116,25 +111,25 @@ def _provisional(known: Lock, kept: Path) -> bool:
     return not over and datetime.now(UTC) - made > timedelta(days=1)
 
 
-def _resolve(specs: Sequence[Spec], hold: Sequence[Spec], states: dict[str, str]) -> Lock:
-    asked = {spec.name: spec for spec in (*specs, *hold)}
-    dates = {spec.name: _date(spec) for spec in asked.values()}
-    leader = next((asked[name] for name in LEADERS for spec in specs if spec.name == name), None)
-    dated = [date for spec in specs if (date := dates[spec.name]) is not None]
-    start = dates[leader.name] if leader else min(dated, default=None)
+def _resolve(specs: Sequence[Release], hold: Sequence[Release]) -> Lock:
+    asked = {spec.package: spec for spec in (*specs, *hold)}
+    dates = {name: release(name, spec.version).date for name, spec in asked.items()}
+    leader = next((asked[name] for name in LEADERS for spec in specs if spec.package == name), None)
+    dated = [date for spec in specs if (date := dates[spec.package]) is not None]
+    start = dates[leader.package] if leader else min(dated, default=None)
     end = max((date for date in dates.values() if date), default=None)
 
-    plain = [spec for spec in asked.values() if spec.name not in RECIPES]
+    plain = [spec for spec in asked.values() if spec.package not in RECIPES]
     recipes = [RECIPES[name] for name in asked if name in RECIPES]
     torch, linked = ([], ()) if "torch" in asked else _running_torch()
     base = [*torch, *UNDECLARED, *HARNESS, *_tools(), *(need for recipe in recipes for need in recipe.needs)]
     base += [name for name in PARTNERS if name not in asked]
     exempt = {"torch", "triton", *_torch_pins(), *asked, *(Requirement(tool).name for tool in _tools())}
 
-    def era(pinned: Iterable[Spec], last: datetime | None, prefer: str = "") -> str:
+    def era(pinned: Iterable[Release], last: datetime | None, prefer: str = "") -> str:
         named = list(pinned)
-        missing = [spec.name for spec in plain if spec not in named and spec.name in PARTNERS]
-        lines = [*base, *missing, *(spec.requirement for spec in named)]
+        missing = [spec.package for spec in plain if spec not in named and spec.package in PARTNERS]
+        lines = [*base, *missing, *map(str, named)]
         excludes = ("torch", *_torch_pins()) if linked else ()
         try:
             return _compile(lines, last, exempt, excludes=excludes, prefer=prefer)
@@ -153,8 +148,8 @@ def _resolve(specs: Sequence[Spec], hold: Sequence[Spec], states: dict[str, str]
         alone = [spec for spec in plain if spec is leader]
         before, text = end, era(plain, end, prefer=era(alone, start))
     for name, recipe in ((name, RECIPES[name]) for name in asked if name in RECIPES):
-        text += _compile([asked[name].requirement, *recipe.beside], before, exempt, no_deps=True)
-    return Lock(text, (before + GRACE).isoformat() if before else None, linked, states)
+        text += _compile([str(asked[name]), *recipe.beside], before, exempt, no_deps=True)
+    return Lock(text, (before + GRACE).isoformat() if before else None, linked)
 
 
 def _compile(
@@ -171,9 +166,8 @@ def _compile(
         wanted.write_text("\n".join(lines) + "\n")
         left_out.write_text("\n".join(excludes) + "\n")
         locked.write_text(prefer)
-        arguments = ["pip", "compile", str(wanted), "--python", sys.executable]
-        # A checkout has to be built; everything else is taken as a wheel, so that no compiler decides the outcome.
-        arguments += [] if "-e " in wanted.read_text() else ["--only-binary", ":all:"]
+        # Wheels alone, so that no compiler decides the outcome.
+        arguments = ["pip", "compile", str(wanted), "--python", sys.executable, "--only-binary", ":all:"]
         arguments += ["--no-header", "--no-annotate", "--excludes", str(left_out), "--output-file", str(locked)]
         arguments += ["--no-deps"] if no_deps else []
         if last is not None:
@@ -182,10 +176,6 @@ def _compile(
                 arguments += ["--exclude-newer-package", f"{name}=false"]
         uv(arguments)
         return locked.read_text()
-
-
-def _date(spec: Spec) -> datetime | None:
-    return checkout(spec.path).date if spec.path else release(spec.name, str(spec.version)).date
 
 
 def _running_torch() -> tuple[list[str], tuple[str, ...]]:

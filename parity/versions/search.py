@@ -12,9 +12,8 @@ from parity.errors import UsageError
 from parity.versions.bisect import Find, Likeness, Measurement, SearchResult, bisect, reading
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
-from parity.versions.releases import releases
+from parity.versions.releases import Release, parse_all, releases
 from parity.versions.resolve import PARTNERS
-from parity.versions.spec import Spec, parse_all
 
 Check = Callable[[Environment], Measurement]
 ENDED = {
@@ -61,7 +60,7 @@ def search(
     check: Check,
     about: str,
     find: Find = "broken",
-    hold: Sequence[str | Spec] = (),
+    hold: Sequence[str | Release] = (),
     reproduce: str = "parity compare {low} {high}",
     confirm: int = 2,
     say: Callable[[str], None] = print,
@@ -78,7 +77,7 @@ def search(
     held = parse_all(hold)
     candidates = [one.version for one in releases(package, older, newer)]
 
-    def measured(version: str, hold: Sequence[str | Spec]) -> Measurement:
+    def measured(version: str, hold: Sequence[str | Release]) -> Measurement:
         try:
             environment = Environment.of((f"{package}=={version}",), hold)
             return replace(check(environment), versions=environment.versions)
@@ -170,7 +169,7 @@ def _text(
     moved: dict[str, tuple[str, str]],
     trials: list[tuple[str, Likeness, Measurement]],
     reproduce: str,
-    held: Sequence[Spec],
+    held: Sequence[Release],
 ) -> str:
     low, high = answers[found.low], answers[found.high]
     if found.outcome != "found":

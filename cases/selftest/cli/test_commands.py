@@ -57,11 +57,12 @@ def here(*words: str) -> Result:
         ("bisect trl --good 1.0.0 --bad 1.1.0 --case none.json", "no such case file"),
         ("bisect torch --good 1.0.0 --bad 1.1.0 --case is-ratio", "is about trl, not torch"),
         ("compare trl==1.0.0 trl==1.0.0", "name two"),
-        ("compare trl trl==1.0.0", "neither a version nor a path"),
+        ("compare trl trl==1.0.0", "write PKG==VER"),
         ("compare trl==1.0.0 trl==1.1.0 --profile nothing", "profile 'nothing' is unknown"),
         ("compare trl==1.0.0 trl==1.1.0 --family no", "'no'"),
         ("matrix trl 1.0.0..", "`parity matrix` was removed: compare two releases"),
         ("rollouts replay name", "`parity rollouts replay` was removed"),
+        ("env list", "`parity env` was removed: environments that nobody used"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_2(words, said):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from datetime import timedelta
 
 import pytest
 
@@ -16,7 +17,7 @@ from parity.errors import UsageError
 from parity.versions import build, client, environment, resolve
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
-from parity.versions.releases import release, releases
+from parity.versions.releases import parse_all, release, releases
 
 ASKED = "trl==0.27.2"
 PROBES = dict(build.PROBES)
@@ -59,7 +60,7 @@ def test_it_holds_the_version_and_partners_of_its_era(made):
 
 def test_the_harness_runs_in_it_and_trl_comes_from_it(made):
     program = (
-        "import json, sys, os, importlib.metadata as m, importlib.util as u, parity.versions.spec as s;"
+        "import json, sys, os, importlib.metadata as m, importlib.util as u, parity.versions.releases as s;"
         "import hypothesis, pytest, rich, click, jinja2, safetensors, numpy; trl = u.find_spec('trl').origin;"
         "print(json.dumps([sys.prefix, trl, m.version('trl'), s.__file__, os.environ.get('EXTRA')]))"
     )
@@ -67,7 +68,7 @@ def test_the_harness_runs_in_it_and_trl_comes_from_it(made):
     assert done.returncode == 0, done.stderr
     prefix, trl, version, spec, extra = json.loads(done.stdout.splitlines()[-1])
     assert prefix == str(made.root) and trl.startswith(prefix) and version == "0.27.2" and extra == "1"
-    assert spec == resolve.__file__.replace("resolve", "spec"), "this very harness"
+    assert spec == resolve.__file__.replace("resolve", "releases"), "this very harness"
 
 
 def test_asking_again_returns_it_at_once(made):
@@ -75,9 +76,6 @@ def test_asking_again_returns_it_at_once(made):
     assert Environment.of([ASKED]) == made
     assert time.perf_counter() - start < 2, "0.25 s on a quiet machine"
     assert [one.name for one in environment.listing()] == [made.name]
-    assert environment.show("trl-0.27") == made
-    with pytest.raises(EnvironmentUnusable, match=f"none matches: {made.name}"):
-        environment.show("trl-9")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +88,7 @@ def test_asking_again_returns_it_at_once(made):
     ],
 )
 def test_damage_is_seen_and_named(made, harmed, content, says):
-    locked, names = resolve.lock(environment.parse_all([ASKED])), {"root": made.root, "peft": made.versions["peft"]}
+    locked, names = resolve.lock(parse_all([ASKED])), {"root": made.root, "peft": made.versions["peft"]}
     victim = build.Path(harmed.format(site=build.site_packages(made.root), **names))
     # Moved aside, never written to: the file is a hard link into uv's cache.
     aside = victim.rename(made.root / "aside")
@@ -114,16 +112,18 @@ def test_a_damaged_one_is_made_again(made, cache):
 
 def test_a_lost_one_comes_back_without_a_network(made, monkeypatch):
     monkeypatch.setenv("UV_OFFLINE", "1")
-    assert environment.prune([made.name]) == [made.name] and not made.root.exists()
+    environment.prune(timedelta())
+    assert not made.root.exists()
     start = time.perf_counter()
     again = Environment.of([ASKED])
     print(f"rebuilt offline in {time.perf_counter() - start:.2f} s")
     assert again == made
-    assert environment.own_bytes(again) < 200e6, "hard links, not copies"
+    files = [os.lstat(file) for file in again.root.rglob("*") if file.is_file()]
+    assert sum(file.st_blocks * 512 for file in files if file.st_nlink == 1) < 200e6, "hard links, not copies"
 
 
 def test_a_killed_build_leaves_nothing_that_looks_like_one(made, cache):
-    environment.prune([made.name])
+    environment.prune(timedelta())
     program = f"from parity.versions.environment import Environment; Environment.of([{ASKED!r}])"
     variables = {**os.environ, "PYTHONPATH": str(resolve.Path(parity.__file__).parents[1])}
     started = subprocess.Popen([sys.executable, "-c", program], env=variables)
@@ -137,9 +137,9 @@ def test_a_killed_build_leaves_nothing_that_looks_like_one(made, cache):
 
 
 def test_one_in_use_is_not_removed(made):
-    program = "from parity.versions import environment; print(environment.prune(unused=None))"
+    program = "from datetime import timedelta; from parity.versions import environment; environment.prune(timedelta())"
     done = made.run(["python", "-c", program], capture=True)
-    assert done.stdout.strip() == "[]", done.stderr
+    assert not done.returncode, done.stderr
     assert environment.listing() == [made]
 
 
@@ -147,7 +147,7 @@ def test_a_disk_that_fills_up_is_a_message_and_leaves_nothing(made, cache, monke
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    environment.prune([made.name])
+    environment.prune(timedelta())
     monkeypatch.setattr(build, "save_json", full)
     with pytest.raises(EnvironmentUnusable, match="No space left on device"):
         Environment.of([ASKED])
@@ -171,8 +171,8 @@ def test_what_cannot_be_resolved_is_the_resolvers_message_on_one_line(cache, spe
 
 
 def test_the_leading_package_sets_the_era_and_what_is_held_has_no_say(cache):
-    asked = environment.parse_all(["cut-cross-entropy==24.12.1", ASKED])
-    locked = resolve.lock(asked, environment.parse_all(["transformers==5.1.0"]))
+    asked = parse_all(["cut-cross-entropy==24.12.1", ASKED])
+    locked = resolve.lock(asked, parse_all(["transformers==5.1.0"]))
     assert locked.before == "2026-02-17T18:07:04+00:00"
     pins = locked.pins
     assert (pins["cut-cross-entropy"], pins["transformers"], pins["liger-kernel"]) == ("24.12.1", "5.1.0", "0.7.0")
@@ -191,27 +191,6 @@ def test_no_network_is_a_message(cache, tmp_path, monkeypatch):
         Environment.of(["trl==0.26.0"])
     with pytest.raises(EnvironmentUnusable, match="Failed to fetch"):
         releases("trl", "0.26.0", "0.27.0")
-
-
-def test_a_checkout_that_does_not_import_is_the_imports_own_message(cache, tmp_path, monkeypatch):
-    package = tmp_path / "checkout" / "brokenthing"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise ImportError('cannot import name Missing from transformers')")
-    # A version that only a build can tell, as TRL's.
-    (package.parent / "VERSION").write_text("1.0")
-    (package.parent / "pyproject.toml").write_text(
-        '[project]\nname = "brokenthing"\ndynamic = ["version"]\n[tool.setuptools]\npackages = ["brokenthing"]\n'
-        '[tool.setuptools.dynamic]\nversion = {file = "VERSION"}\n'
-    )
-    monkeypatch.setattr(build, "PROBES", {"brokenthing": "import brokenthing"})
-    spec = f"brokenthing @ {package.parent}"
-    with pytest.raises(EnvironmentUnusable, match="does not import with .*: ImportError: cannot import name Missing"):
-        Environment.of([spec])
-    (package / "__init__.py").write_text("")
-    repaired = Environment.of([spec])
-    assert repaired.versions["brokenthing"] == "1.0" and repaired.checkouts == {"brokenthing": "no git revision"}
-    with pytest.raises(EnvironmentUnusable, match="no package named other was installed by it"):
-        Environment.of([f"other @ {package.parent}"])
 
 
 def test_where_no_index_has_this_torch_the_running_one_is_shown(cache, monkeypatch):
