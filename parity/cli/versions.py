@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from parity.cli import options
-from parity.cli.show import text
 from parity.errors import UsageError
 
 FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3
@@ -61,7 +60,6 @@ def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: st
 @click.option("--hold", multiple=True, metavar="PKG==VER", help="keep another package at this version")
 @options.path("--reports", "where the id of --case is looked for", "reports")
 @options.device("cpu")
-@options.JSON
 def bisect_command(
     package: str,
     name: str,
@@ -70,7 +68,6 @@ def bisect_command(
     failure: str,
     reports: Path,
     device: str,
-    as_json: bool,
     **asked: Any,
 ) -> None:
     """Find the release of PKG that changed a result.
@@ -102,7 +99,7 @@ def bisect_command(
     replay = f"parity replay {name} --implementation {check.implementation} --device {device} --with {{high}}"
     done = search(package, check=check.measure, about=check.about, reproduce=replay, say=options.say, **asked)
     code = {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
-    click.echo(text(done.json(code)) if as_json else done.text)
+    click.echo(done.text)
     sys.exit(code)
 
 
@@ -111,10 +108,8 @@ def bisect_command(
 @click.argument("after", metavar="SPEC")
 @options.IMPLEMENTATIONS
 @options.FAMILIES
-@click.option("--profile", help="besides the frozen cases those that this profile draws: quick, pr or nightly")
 @options.device("cpu")
-@options.JSON
-def compare_command(before: str, after: str, implementations: tuple[str, ...], as_json: bool, **asked: Any) -> None:
+def compare_command(before: str, after: str, implementations: tuple[str, ...], **asked: Any) -> None:
     """Show what changed between two releases.
 
     SPEC is PKG==VER. For each quantity: which release is nearer to the definition.
@@ -122,7 +117,7 @@ def compare_command(before: str, after: str, implementations: tuple[str, ...], a
     from parity.versions.compare import compare
 
     found = compare(([before], [after]), implementations, **asked)
-    click.echo(text(found.json()) if as_json else found.text())
+    click.echo(found.text())
     sys.exit(found.exit_code)
 
 

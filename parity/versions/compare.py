@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from parity import data
 from parity.case.case import Case
-from parity.case.drawing import cases as case_strategy
-from parity.case.drawing import draws
-from parity.case.profiles import PROFILES, cases_drawn, streams
 from parity.errors import UsageError
 from parity.families.probes import example
-from parity.registry import NAMES, loss_families, loss_family, meant, resolved, select
+from parity.registry import NAMES, loss_families, loss_family, resolved, select
 from parity.results.report.wording import bisection
 from parity.results.row import DECIDED, Row
 from parity.running.plan import DTYPES
@@ -34,15 +31,13 @@ Cases = list[tuple[str, Case]]
 QUICK = ("trl", "liger-kernel")
 
 
-def cases(wanted: Sequence[str], families: Sequence[str] = (), profile: str | None = None) -> Cases:
+def cases(wanted: Sequence[str], families: Sequence[str] = ()) -> Cases:
     """By name, what some wanted implementation can run, of `families` if any are named: every frozen case, each trainer's `twins`
-    of profile pr, two small cases in each dtype of a user's own family, and what a run of `profile` draws.
+    of profile pr, and two small cases in each dtype of a user's own family.
 
     Raises:
-        UsageError: for a family or profile that does not exist.
+        UsageError: for a family that does not exist.
     """
-    if profile and profile not in PROFILES:
-        raise UsageError(f"profile {profile!r} is unknown, {meant(profile, PROFILES)}")
     kept = {one.family for one in select(wanted)} & (
         {*map(resolved, families)} or {*loss_families(), *catalogue.names()}
     )
@@ -50,24 +45,14 @@ def cases(wanted: Sequence[str], families: Sequence[str] = (), profile: str | No
     found = [(name, Case.load(path)) for name, path in paths.items()]
     found = [(name, case) for name, case in found if case.family in NAMES and case.tensors is None]
     for name in (n for n in (*loss_families(), *catalogue.names()) if n in kept):
-        more = list(drawn(name, profile)) if profile else []
+        more: list[Case] = []
         if catalogue.is_trainer(name):
-            more += [case for case in catalogue.cases(name, "pr", 0) if case.settings["check"] == "twins"]
+            more = [case for case in catalogue.cases(name, "pr", 0) if case.settings["check"] == "twins"]
         elif name not in NAMES:
             own = loss_family(name)
-            more += [own.case(FIXED_SEED + n, d, example(own, n)) for d, n in itertools.product(DTYPES, range(2))]
+            more = [own.case(FIXED_SEED + n, d, example(own, n)) for d, n in itertools.product(DTYPES, range(2))]
         found += [(case.id, case) for case in more]
     return [(name, case) for name, case in found if case.family in kept]
-
-
-def drawn(family: str, profile: str) -> Iterator[Case]:
-    """The cases that a run of the profile with its fixed seed draws of a family, or lists for a trainer."""
-    if catalogue.is_trainer(family):
-        yield from catalogue.cases(family, profile, FIXED_SEED)
-        return
-    found = loss_family(family)
-    for index, count in enumerate(streams(cases_drawn(family, profile), "cpu")):
-        yield from draws(case_strategy(found, DTYPES, profile), f"{FIXED_SEED}/{family}/{index}", count)
 
 
 def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[str]:
@@ -130,20 +115,12 @@ class Compared:
         line = bisection(self.package, good, bad, first.case, first.implementation, failure)
         return f"{line} --quantity {first.quantity}" if first.quantity else line
 
-    def json(self) -> dict[str, Any]:
-        """The same as `parity compare --json` prints it; `before` and `after` of what moved are rows of a results file."""
-        before, after = (side.versions for side in self.sides)
-        moved = [{f: getattr(m, f) for f in ("case", "mark", "nearer", "before", "after")} for m in self.moved]
-        whole = {"before": before, "after": after, "cases": self.cases, "judged": self.judged, "moved": moved}
-        return whole | {"notes": self.notes, "exit_code": self.exit_code}
-
 
 def compare(
     specs: tuple[Sequence[str], Sequence[str]],
     named: Sequence[str] = (),
     *,
     families: Sequence[str] = (),
-    profile: str | None = None,
     asked: Cases | None = None,
     device: str = "cpu",
     clock: float | None = None,
@@ -156,7 +133,7 @@ def compare(
     if parsed[0] == parsed[1]:
         raise UsageError(f"compare: both sides are {', '.join(map(str, parsed[0]))}; name two")
     wanted = implementations(named, (spec.package for one in parsed for spec in one))
-    asked = cases(wanted, families, profile) if asked is None else asked
+    asked = cases(wanted, families) if asked is None else asked
     before, after = (Environment.of(one) for one in specs)
     given = [case for _, case in asked]
     shown = functools.partial(look, cases=given, implementations=wanted, config=True, clock=clock, device=device)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
@@ -44,12 +43,6 @@ class Report:
     moved: dict[str, tuple[str, str]]
     cause: tuple[str, ...]
     text: str
-
-    def json(self, exit_code: int) -> dict[str, Any]:
-        """The same as `parity bisect --json` prints it: outcome, low, high, between, by, moved, cause, measured, exit_code."""
-        measured = [{"release": at, "verdict": m.verdict, "headroom": m.headroom} for at, m in self.found.measured]
-        more = {"moved": self.moved, "cause": self.cause, "exit_code": exit_code}
-        return asdict(self.found) | more | {"measured": measured}
 
 
 def search(

@@ -58,7 +58,6 @@ def here(*words: str) -> Result:
         ("bisect torch --good 1.0.0 --bad 1.1.0 --case is-ratio", "is about trl, not torch"),
         ("compare trl==1.0.0 trl==1.0.0", "name two"),
         ("compare trl trl==1.0.0", "write PKG==VER"),
-        ("compare trl==1.0.0 trl==1.1.0 --profile nothing", "profile 'nothing' is unknown"),
         ("compare trl==1.0.0 trl==1.1.0 --family no", "'no'"),
         ("matrix trl 1.0.0..", "`parity matrix` was removed: compare two releases"),
         ("rollouts replay name", "`parity rollouts replay` was removed"),

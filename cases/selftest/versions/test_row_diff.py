@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from parity.case.case import Case
-from parity.cli.show import text
 from parity.results.row import Row
 from parity.running.find import find
 from parity.versions import compare, row_diff
@@ -65,15 +64,7 @@ def test_compare_runs_every_trainer_once_and_a_named_implementation_only_its_own
     name, case = next(iter(twins.items()))
     assert find(name) == (case, f"{case.family}.released"), "what the table names can be replayed"
     assert {case.family for _, case in compare.cases(["trl.GRPOTrainer"])} == {"policy"}
-
-
-def test_compare_can_be_asked_for_some_families_and_for_more_cases_than_the_frozen_ones():
-    wanted = compare.implementations(())
-    frozen = compare.cases(wanted, ["divergence"])
-    more = compare.cases(wanted, ["divergence"], "quick")
-    assert frozen and {case.family for _, case in more} == {"divergence"}
-    drawn = list(compare.drawn("divergence", "quick"))
-    assert len(drawn) >= 10 and more == [*frozen, *((case.id, case) for case in drawn)]
+    assert {case.family for _, case in compare.cases(compare.implementations(()), ["divergence"])} == {"divergence"}
 
 
 def test_a_comparison_shows_what_moved_and_which_defaults_did(monkeypatch):
@@ -90,11 +81,10 @@ def test_a_comparison_shows_what_moved_and_which_defaults_did(monkeypatch):
     found = compare.compare((["trl==1"], ["trl==2"]))
     line = "which release: parity bisect trl --good 1 --bad 2 --case named --implementation i --quantity loss"
     assert found.text().splitlines()[-1] == line
-    worse = found.json()
-    assert worse["exit_code"] == 1 and worse["judged"] == (1, 1)
-    moved = [(m["case"], m["mark"], m["before"].verdict, m["after"].verdict) for m in worse["moved"]]
-    assert moved == [("named", "+", "agree", "disagree")]
-    assert '"verdict": "disagree"' in text(worse), "rows as in a results file"
+    assert found.exit_code == 1 and found.judged == (1, 1)
+    assert [(m.case, m.mark, m.before.verdict, m.after.verdict) for m in found.moved] == [
+        ("named", "+", "agree", "disagree")
+    ]
     looks[1] = Look([], {})
     with pytest.raises(compare.EnvironmentUnusable, match="1 and 0 judged quantities"):
         compare.compare((["trl==1"], ["trl==2"]))
