@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from parity.decoding import save_json, write
+from parity.decoding import write
 from parity.errors import UsageError
 from parity.results.ledger import Entry, Ledger
-from parity.tools.issue import edits, written
+from parity.tools.issue import written
 from parity.tools.issue.ran import Ran, ran
-from parity.tools.issue.text import numbers, versions
+from parity.tools.issue.text import numbers, report, versions
 
 SHOWS, GONE = 1, 0
 """Exit codes of a script: the defect shows, it is gone."""
@@ -22,45 +22,35 @@ class Shown:
     """What became of an entry's script in a fresh process.
 
     Attributes:
-        done: with the installed libraries; None where some of them (`lacks`) are not installed.
+        done: with the installed libraries; None where it was not run.
         diff: what mends the released files; empty where no patch is known, or where the defect is not there.
         mended: the script with the diff applied to a copy.
-        misfit: why the known patch cannot be applied: this is another release.
+        why: why there is no script, it was not run, or the known patch does not fit this release.
     """
 
     entry: Entry
-    code: str
-    lacks: tuple[str, ...] = ()
+    code: str = ""
     done: Ran | None = None
     diff: str = ""
     mended: Ran | None = None
-    misfit: str = ""
-
-    @property
-    def wanted(self) -> int:
-        """The exit code that is right: the installed release has the defect, or it is one that cannot have it."""
-        return SHOWS if self.entry.in_force() else GONE
+    why: str = ""
 
     @property
     def right(self) -> bool:
-        """Whether the script shows what it must, and nothing more once the libraries are mended."""
-        if not self.code:
-            return False
-        ended = self.done is None or self.done.code == self.wanted
-        return ended and (self.mended is None or self.mended.code == GONE)
+        """Whether the script shows what it must, here or where it can run, and nothing more once the libraries are mended."""
+        wanted = SHOWS if self.entry.in_force() else GONE  # a release that cannot have it has it not
+        ended = self.done is None or self.done.code == wanted
+        return bool(self.code) and ended and (self.mended is None or self.mended.code == GONE)
 
     @property
     def outcome(self) -> str:
         """In a line, what came out."""
-        if not self.code:
-            return "has no script"
         if self.done is None:
-            return f"not run: {', '.join(self.lacks)} not installed: {written.install(self.lacks)}"
+            return self.why
         last = ([line for line in self.done.output.splitlines() if line] or self.done.error.strip().splitlines())[-1:]
         said = {SHOWS: "shows", GONE: "is gone"}.get(self.done.code, "script fails")
-        with_patch = f"; no patch: {self.misfit}" if self.misfit else ""
-        with_patch = with_patch if self.mended is None else f"; with the patch: exit {self.mended.code}"
-        return f"{said}: {''.join(last)}{with_patch}"
+        patch = f"; with the patch: exit {self.mended.code}" if self.mended else f"; {self.why}" if self.why else ""
+        return f"{said}: {''.join(last)}{patch}"
 
 
 def shown(entry: Entry, ledger: Ledger) -> Shown:
@@ -71,19 +61,18 @@ def shown(entry: Entry, ledger: Ledger) -> Shown:
     name = source(entry, ledger)
     code = written.script(ledger.folder, name)
     if code is None:
-        return Shown(entry, "")
-    lacks = tuple(written.missing(code))
-    if lacks:
-        return Shown(entry, code, lacks)
-    done, wanted = ran(code), edits.edits(ledger.folder, name)
+        return Shown(entry, why="has no script")
+    if lacks := written.missing(code):
+        return Shown(entry, code, why=f"not run: {', '.join(lacks)} not installed")
+    done, wanted = ran(code), written.edits(ledger.folder, name)
     if done.code != SHOWS or not wanted:
-        return Shown(entry, code, done=done)
+        return Shown(entry, code, done)
     try:
-        files = edits.patched(wanted)
+        files = written.patched(wanted)
     except UsageError as error:
-        return Shown(entry, code, done=done, misfit=str(error))
-    with edits.applied(files) as folder:
-        return Shown(entry, code, (), done, edits.diff(files), ran(code, first=folder))
+        return Shown(entry, code, done, why=f"no patch: {error}")
+    with written.applied(files) as folder:
+        return Shown(entry, code, done, written.diff(files), ran(code, first=folder))
 
 
 def source(entry: Entry, ledger: Ledger) -> str:
@@ -94,20 +83,9 @@ def source(entry: Entry, ledger: Ledger) -> str:
 
 def text(found: Shown, ledger: Ledger) -> str:
     """What one pastes upstream, in Markdown."""
-    entry = found.entry
-    gives = f"Not run on this machine: {', '.join(found.lacks)} not installed."
-    if found.done is not None:
-        gives = numbers(found.done.output)
-    parts = [
-        f"# {title(entry, ledger)}",
-        entry.reason,
-        f"## What it gives\n\n{gives}",
-        f"## Script\n\nExits with 1 while this is so, with 0 once it is mended.\n\n```python\n{found.code}```",
-        f"## Patch\n\nWith it the script exits with 0.\n\n```diff\n{found.diff}```" if found.diff else "",
-        f"## Code\n\n{entry.link}" if entry.link else "",
-        versions(written.modules(found.code)),
-    ]
-    return "\n\n".join(p for p in parts if p) + "\n"
+    entry, gives = found.entry, numbers(found.done.output) if found.done else found.why
+    about = versions(written.modules(found.code))
+    return report(title(entry, ledger), entry.reason, gives, found.code, found.diff, entry.link, about)
 
 
 def title(entry: Entry, ledger: Ledger) -> str:
@@ -135,13 +113,11 @@ def upstream(ids: Sequence[str], ledger_file: Path, folder: Path, workers: int) 
 
 
 def sent(entry: Entry, ledger: Ledger, folder: Path) -> Shown:
-    """Write one entry's folder: script.py, issue.md, result.json, and patch.diff where a patch is known."""
-    found, place = shown(entry, ledger), folder / entry.id
+    """Write one entry's folder: script.py, issue.md, and patch.diff where a patch is known."""
+    found = shown(entry, ledger)
     if found.code:
-        write(place / "script.py", found.code)
-        write(place / "issue.md", text(found, ledger))
-        codes = {name: r and r.code for name, r in (("exit", found.done), ("mended", found.mended))}
-        save_json(place / "result.json", codes | {"told": found.outcome})
-    if found.diff:
-        write(place / "patch.diff", found.diff)
+        files = {"script.py": found.code, "issue.md": text(found, ledger), "patch.diff": found.diff}
+        for name, content in files.items():
+            if content:
+                write(folder / entry.id / name, content)
     return found

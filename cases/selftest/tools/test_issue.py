@@ -16,7 +16,7 @@ from parity.errors import Unsupported
 from parity.registry import load, oracle_of, resolved, run_case, select
 from parity.results.ledger import Ledger
 from parity.tools import upstream
-from parity.tools.issue import edits, written
+from parity.tools.issue import written
 from parity.tools.issue.ran import FAULT, Ran, ran
 from parity.tools.issue.standalone import limits_of, script
 from parity.tools.issue.tensors import number
@@ -180,9 +180,9 @@ def test_every_entry_has_a_script_that_needs_the_libraries_alone():
 
 def test_every_patch_fits_the_installed_release():
     for entry in ledger().entries:
-        wanted = edits.edits(ledger().folder, entry.id)
+        wanted = written.edits(ledger().folder, entry.id)
         if wanted and entry.in_force():
-            assert edits.diff(edits.patched(wanted)).startswith("--- a/"), entry.id
+            assert written.diff(written.patched(wanted)).startswith("--- a/"), entry.id
 
 
 def test_replay_prints_the_report_of_an_entry_by_its_name(monkeypatch):
@@ -210,7 +210,7 @@ SILENT = 'import iniconfig\n\nprint("x")\nraise SystemExit(int(not hasattr(inico
             "",
             "import not_installed\n\nnot_installed.call()\n",
             True,
-            "not run: not_installed not installed: pip install not-installed",
+            "not run: not_installed not installed",
             id="not installed",
         ),
     ],
@@ -243,11 +243,6 @@ case = "case.json"
     sent = upstream.sent(own.entries[0], own, tmp_path / "out")
     assert (sent.right, told in sent.outcome) == (right, True), sent
     assert (sent.done is not None) == ("not run" not in told)
-
-
-def test_what_a_script_lacks_is_named_with_the_command_that_installs_it():
-    assert written.install(["bitsandbytes", "unsloth_zoo"]) == "pip install 'llm-parity[kbit,unsloth]'"
-    assert written.install(["unsloth_zoo", "foo_bar"]) == "pip install 'llm-parity[unsloth]' foo-bar"
 
 
 def test_a_script_is_made_whole_from_its_setup(tmp_path):

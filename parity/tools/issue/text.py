@@ -25,7 +25,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "flo
 
 
 def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row]) -> str:
-    """What one pastes upstream, in Markdown.
+    """What one pastes upstream of a new finding, in Markdown: its script and what that prints, or how the case is replayed.
 
     Args:
         rows: of this case and implementation, as `parity.registry.run_case` yields them.
@@ -35,33 +35,35 @@ def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row]) 
     where = "CPU, kernels in Triton's interpreter" if implementation.interpreted else "CPU"
     if its_rows and its_rows[0].device != "cpu" and torch.cuda.is_available():
         where = torch.cuda.get_device_name()
-    parts = [
-        f"# {title(case, implementation, failing)}",
-        _setting(case),
-        _shown(case, implementation, its_rows),
-        "\n".join(["## Code", "", *(f"- `{name}`" for name in implementation.sources)])
-        if implementation.sources
-        else "",
-        versions(("torch", "triton", implementation.library or "", "transformers"), where),
-    ]
-    return "\n\n".join(p for p in parts if p) + "\n"
-
-
-def _shown(case: Case, implementation: Implementation, its_rows: Sequence[Row]) -> str:
-    """The script and what it prints; where none shows the finding, why, and how the case is replayed."""
+    about, code, printed = _setting(case), "", ""
     try:
         code = script_of(case, implementation, its_rows)
         own = Path(implementation.id.rpartition(":")[0]).resolve().parent if implementation.is_function else None
         done = ran(code, first=own)
         if done.code != 1:
             raise Unsupported("a script of its tensors and the call alone does not show it")
+        printed = f"{numbers(done.output)}\n\nA scalar's value, a tensor's norm."
     except Unsupported as error:
-        command = f"parity replay case.json --implementation {implementation.id}"
-        known = json.dumps(case.to_json(), indent=1)
         why = f"There is no stand-alone script: {error}. With llm-parity installed, and this as `case.json`:"
-        return f"## Replay\n\n{why}\n\n```json\n{known}\n```\n\n    {command}"
-    gives = f"## What it gives\n\n{numbers(done.output)}\n\nA scalar's value, a tensor's norm."
-    return f"{gives}\n\n## Script\n\nNeeds torch and the library alone; exits with 1 while this is so.\n\n```python\n{code}```"
+        known = json.dumps(case.to_json(), indent=1)
+        replay = f"    parity replay case.json --implementation {implementation.id}"
+        about, code = f"{about}\n\n## Replay\n\n{why}\n\n```json\n{known}\n```\n\n{replay}", ""
+    sources = "\n".join(f"- `{name}`" for name in implementation.sources)
+    names = ("torch", "triton", implementation.library or "", "transformers")
+    return report(title(case, implementation, failing), about, printed, code, "", sources, versions(names, where))
+
+
+def report(title: str, about: str, printed: str, code: str, patch: str, sources: str, versions: str) -> str:
+    """A bug report; what is empty has no section."""
+    sections = {
+        "What it gives": printed,
+        "Script": code and f"Exits with 1 while this is so, with 0 once it is mended.\n\n```python\n{code}```",
+        "Patch": patch and f"With it the script exits with 0.\n\n```diff\n{patch}```",
+        "Code": sources,
+        "Versions": versions,
+    }
+    parts = [f"# {title}", about, *(f"## {name}\n\n{text}" for name, text in sections.items() if text)]
+    return "\n\n".join(parts) + "\n"
 
 
 def script_of(case: Case, implementation: Implementation, its_rows: Sequence[Row]) -> str:
@@ -120,4 +122,4 @@ def versions(names: Iterable[str], where: str = "CPU") -> str:
     known = importlib.metadata.packages_distributions()
     wanted = dict.fromkeys(known.get(n, [n])[0] for n in names if n and n not in sys.stdlib_module_names)
     found = [f"- {name} {installed(name) or 'not installed'}" for name in wanted]
-    return "\n".join(["## Versions", "", f"- python {platform.python_version()}", *found, f"- device: {where}"])
+    return "\n".join([f"- python {platform.python_version()}", *found, f"- device: {where}"])
