@@ -57,9 +57,9 @@ def test_the_verdict_is_about_the_own_settings_where_there_are_some(own, others,
     assert page[4].startswith("| your settings |" if own else "| part 0 |"), "the verdict for these settings first"
 
 
-HERE = Environment(None, {}, {}, None, "index", {})
+HERE = Environment(None, {}, {}, None, "index")
 RIGHT, WRONG = row(), row(verdict="disagree", headroom=3.0)
-SAME = Compared((HERE, HERE), 9, ([RIGHT] * 100, [RIGHT] * 100), (), [])
+SAME = Compared("trl", (HERE, HERE), 9, ([RIGHT] * 100, [RIGHT] * 100), (), [])
 NOT_THERE, NOR_THIS = (row(verdict="unsupported", quantity=None, message=f"{n} blocks | too many") for n in (137, 1100))
 DEFAULT = "GRPOConfig, defaults changed: pad_to_multiple_of 'auto' -> None"
 
@@ -116,7 +116,7 @@ def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_pat
     (root / "bin").mkdir(parents=True)
     (root / "bin" / "python").write_text("#!/bin/sh\nsleep 60\n")
     (root / "bin" / "python").chmod(0o755)
-    made = Environment(root, {}, {}, None, "index", {})
+    made = Environment(root, {}, {}, None, "index")
     monkeypatch.setattr(upgrade.compare.Environment, "of", lambda specs: made)
     config = tmp_path / "grpo.yaml"
     config.write_text("beta: 0.04")
@@ -163,16 +163,15 @@ def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeyp
 )
 def test_settings_that_are_not_judged_there_are_not_called_right(tmp_path, monkeypatch, there, found, said):
     """1.15.0's kernels in bf16 are judged on a GPU alone: the check said "right, 3 quantities moved inside their gates"."""
-    monkeypatch.setattr(upgrade.compare.Environment, "of", lambda specs: HERE)
+    after = dataclasses.replace(HERE, before="2026")
+    monkeypatch.setattr(upgrade.compare.Environment, "of", lambda specs: after if "1.15.0" in specs[0] else HERE)
 
-    def both(made, asked, *_, **__):
-        def rows(what):
-            return [replace(what(case), case=case.id, dtype=case.dtype) for _, case in asked]
+    def look(made, cases, **_):
+        what, config = (there, {"top_k": 50}) if made is after else ((lambda case: RIGHT), {"top_k": 0})
+        rows = [replace(what(case), case=case.id, dtype=case.dtype) for case in cases]
+        return SimpleNamespace(rows=rows, config=config)
 
-        both = ((lambda case: RIGHT), {"top_k": 0}), (there, {"top_k": 50})
-        return [SimpleNamespace(rows=rows(one), config=config) for one, config in both]
-
-    monkeypatch.setattr(upgrade.compare, "both", both)
+    monkeypatch.setattr(upgrade.compare, "look", look)
     config = tmp_path / "grpo.yaml"
     config.write_text("beta: 0.04")
     part = upgrade.own_settings("trl==1.16.0", "trl==1.15.0", config, "cpu")
