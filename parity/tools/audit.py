@@ -114,7 +114,6 @@ class Answer:
         answer: one of `ANSWERS`, over all pairs tried.
         reason: message of the refusal, or why there is nothing to judge.
         case: the pair's case that shows it best; None where there is none.
-        metrics: metrics that disagree although loss and gradients agree.
         loss, gradient: value and norm over the definition's; None where that is 0 or not finite.
         silent: no warning that is not there without the setting; None unless the answer is a finding.
         known: ledger entries, when they cover every failing quantity.
@@ -127,7 +126,6 @@ class Answer:
     answer: str
     reason: str = ""
     case: Case | None = None
-    metrics: tuple[str, ...] = ()
     loss: float | None = None
     gradient: float | None = None
     silent: bool | None = None
@@ -194,8 +192,7 @@ def _one(implementation: Implementation, pair: Pair, blank: Answer, known: Known
     stays = not blank.probe.stays and not blank.probe.outputs and _unmoved(moved, still, pair)
     out = dataclasses.replace(out, loss=_ratio(moved, "loss"), gradient=_ratio(moved, "grad_"))
     if not wrong:
-        metrics = [str(r.quantity) for r in moved if r.failing and r.gate not in ("protocol", "relation")]
-        return blank if stays else dataclasses.replace(out, answer="honoured", metrics=tuple(metrics))
+        return blank if stays else dataclasses.replace(out, answer="honoured")
     if still[0].quantity is not None and any(r.failing and _asked(r, pair.still) for r in still):
         return dataclasses.replace(blank, reason=CONFOUNDED)
     covered, silent = _known(wrong, known, pair.case), not said - said_still
@@ -312,7 +309,7 @@ def markdown(answers: Sequence[Answer], versions: str) -> str:
         for one in (a for a in answers if (a.family, a.implementation) == (family, name)):
             if one.answer == references.get((family, one.probe.label), one).answer == "absent":
                 rest.setdefault("Not in this release", []).append(one.probe.label)
-            elif (one.answer == "honoured" and not one.metrics) or one.answer == "not run":
+            elif one.answer in ("honoured", "not run"):
                 why = f"Not run: {one.reason}" if one.answer == "not run" else "Honoured"
                 rest.setdefault(why, []).append(one.probe.label)
             else:
@@ -327,11 +324,10 @@ def markdown(answers: Sequence[Answer], versions: str) -> str:
 
 
 def _cells(one: Answer, reference: Answer | None) -> tuple[str, ...]:
-    said = "; ".join([one.answer, *(f"{name} wrong" for name in one.metrics)])
     reason = f": {one.reason[:90]}" if one.reason else ""
     ratios = [f"{name} ×{value:.3g}" for name, value in (("loss", one.loss), ("gradient", one.gradient)) if value]
     effect = (", ".join(ratios) or "not finite") if one.answer in ("ignored", "wrong") else ""
     silent = "" if one.silent is None else "yes" if one.silent else "no"
     known = ", ".join(one.known) or (f"new: {one.case.id}" if one.new and one.case else "")
     other = "" if reference in (None, one) else reference.answer
-    return one.probe.label, other, said + reason, effect, silent, known
+    return one.probe.label, other, one.answer + reason, effect, silent, known

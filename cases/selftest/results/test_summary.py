@@ -1,7 +1,8 @@
-"""Counting: implementation-cases, findings, coverage."""
+"""Counting: implementation-cases, findings."""
 
 import math
 
+import pytest
 from msgspec import convert
 
 from parity.results.header import About, Header
@@ -114,44 +115,45 @@ def test_a_failure_without_a_size_is_infinite():
     assert wording.at(s.findings[0].lead) == "relation: x2"
 
 
-def test_a_wrong_value_is_the_root_of_its_gradients():
-    s = summary(row("a", "loss", "disagree"), row("a", "grad_hidden", "disagree"), row("a", "relation: x2", "disagree"))
-    (finding,) = s.findings
-    assert finding.roots == ("loss",)
-    assert "grad_hidden" in {r.quantity for r in finding.failing}
+WRONG = {"verdict": "disagree"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "roots"),
+    [
+        pytest.param(
+            [("a", "loss", WRONG), ("a", "grad_hidden", WRONG), ("a", "relation: x2", WRONG)],
+            {("loss",): 1},
+            id="a wrong value makes wrong gradients",
+        ),
+        pytest.param(
+            [("a", "loss", WRONG), ("a", "protocol", WRONG | {"gate": "protocol"})],
+            {("loss",): 1, ("protocol",): 1},
+            id="a protocol leak is a finding of its own",
+        ),
+        pytest.param(
+            [("a", "loss", {}), *(("a", f"grad_{n}", WRONG) for n in ("hidden", "weight")), ("b", "loss", {})]
+            + [("b", "grad_weight", WRONG)],
+            {("grad_hidden", "grad_weight"): 2},
+            id="fewer gradients asked for",
+        ),
+        pytest.param(
+            [*(("a", f"grad_{n}", WRONG) for n in ("hidden", "weight")), ("b", "grad_hidden", {})]
+            + [("b", "grad_weight", WRONG)],
+            {("grad_hidden", "grad_weight"): 1, ("grad_weight",): 1},
+            id="a gradient that agrees elsewhere",
+        ),
+    ],
+)
+def test_a_finding_is_what_its_failure_starts_in(rows, roots):
+    found = summary(*(row(case, quantity, **fields) for case, quantity, fields in rows)).findings
+    assert {f.roots: f.cases for f in found} == roots
 
 
 def test_the_table_names_the_root():
     relation = row("a", "relation: x2", "disagree", headroom=None, gate="relation", gates={"relation": None})
     (line,) = summary(relation, row("a", "loss", "disagree")).lines
     assert wording.at(line.worst) == "loss, gate norm"
-
-
-def test_a_protocol_leak_is_a_finding_of_its_own():
-    s = summary(row("a", "loss", "disagree"), row("a", "protocol", "disagree", gate="protocol"))
-    assert {f.roots for f in s.findings} == {("loss",), ("protocol",)}
-
-
-def test_fewer_gradients_asked_for_is_the_same_finding():
-    s = summary(
-        row("a"),
-        row("a", "grad_hidden", "disagree"),
-        row("a", "grad_weight", "disagree"),
-        row("b"),
-        row("b", "grad_weight", "disagree"),
-    )
-    (finding,) = s.findings
-    assert (finding.roots, finding.cases) == (("grad_hidden", "grad_weight"), 2)
-
-
-def test_a_gradient_that_agrees_elsewhere_is_another_finding():
-    s = summary(
-        row("a", "grad_hidden", "disagree"),
-        row("a", "grad_weight", "disagree"),
-        row("b", "grad_hidden"),
-        row("b", "grad_weight", "disagree"),
-    )
-    assert {f.roots for f in s.findings} == {("grad_hidden", "grad_weight"), ("grad_weight",)}
 
 
 def test_part_of_a_case_known_and_part_new():
