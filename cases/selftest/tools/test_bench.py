@@ -15,7 +15,9 @@ from cases.bench import losses, measure, step
 from parity.errors import Unsupported
 from parity.judging.oracle import exact
 from parity.registry import load, loss_family
+from parity.results.header import About, Header
 from parity.results.report import accuracy
+from parity.results.report.rows import writer
 from parity.results.row import Row
 from parity.tools.bench import rate, same
 
@@ -160,16 +162,25 @@ def test_a_party_leaves_the_device_to_the_next():
     assert moves == ["cpu"]
 
 
-def test_a_comparison_is_an_implementation_on_a_case_of_any_revision(tmp_path):
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_comparison_is_an_implementation_on_a_case_of_any_revision(tmp_path, schema):
     """Not its quantities, not what was declined, and no row about the whole run."""
-    told = [("a", "x", "agree"), ("a", "x", "disagree"), ("a", "y", "nondeterministic"), ("b", "x", "unsupported")]
-    rows = [
-        {"case": c, "implementation": i, "verdict": v} for c, i, v in (*told, ("pooled over 30 cases", "x", "agree"))
-    ]
+    told = [("a", "x", ("agree", "disagree")), ("a", "y", ("nondeterministic",)), ("b", "x", ("unsupported",))]
 
     def run(words, root):
-        with open(words[words.index("--results") + 1], "w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in ({"schema": 1, "header": {}}, *rows))
+        path = words[words.index("--results") + 1]
+        made = [
+            Row(case=c, implementation=i, quantity=str(n), family="f", dtype="fp32", device="cpu", verdict=v)
+            for c, i, verdicts in (*told, ("pooled over 30 cases", "x", ("agree",)))
+            for n, v in enumerate(verdicts)
+        ]
+        if schema == 1:
+            lines = [{"schema": 1, "header": {}}, *(row.to_json() for row in made)]
+            Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        else:
+            with writer(path) as write:
+                for record in (Header(run="r", header=About()), *made):
+                    write(record)
         return 0.5
 
     assert rate.rate(tmp_path, "logprobs", "quick", run) == (2, 0.5)

@@ -81,12 +81,12 @@ def rate(root: Path, family: str, profile: str, run: Callable[[list[str], Path],
 
 def compared(lines: Iterable[str]) -> int:
     """Implementation-cases with a judged quantity in a results file, of any revision."""
-    rows = map(json.loads, lines)
+    found = map(json.loads, lines)
     return len(
         {
             (r["case"], r["implementation"])
-            for r in rows
-            if r.get("verdict") in JUDGED and not r["case"].startswith("pooled")
+            for r in found
+            if any(q.get("verdict") in JUDGED for q in r.get("quantities", [r])) and not r["case"].startswith("pooled")
         }
     )
 
