@@ -162,12 +162,8 @@ def keep(run: Run, folder: Path) -> None:
         raise UsageError(f"{folder}: the run cannot be kept: {error}") from None
 
 
-def runs(folder: Path, say: Callable[[str], object] | None = None) -> list[Run]:
-    """Every kept run, the oldest first; a file that is none is left out and told to `say`.
-
-    Raises:
-        UsageError: without `say`, for a file that is no kept run, or one of another parity, naming it.
-    """
+def runs(folder: Path, say: Callable[[str], object] = print) -> list[Run]:
+    """Every kept run, the oldest first; a file that is none, or one of another parity, is left out and told to `say`."""
     found = []
     for path in sorted(folder.glob("[!.]*.json")):
         try:
@@ -175,8 +171,6 @@ def runs(folder: Path, say: Callable[[str], object] | None = None) -> list[Run]:
             of_schema(data, SCHEMA, str(path), "a kept run")
             found.append(convert(Run, data, str(path)))
         except UsageError as error:
-            if say is None:
-                raise
             say(f"left out, cannot be read: {error}")
     return sorted(found, key=lambda run: run.started)
 

@@ -38,14 +38,13 @@ class Environment:
     """A usable environment. `versions`: distribution -> version, read from what is installed.
 
     `imports`: package -> None, or why it does not import there; `before`: nothing newer was considered (ISO 8601,
-    None: no limit); `torch`: "index", or "linked" where the running torch is shown in it.
+    None: no limit).
     """
 
     root: Path
     versions: dict[str, str]
     imports: dict[str, str | None]
     before: str | None
-    torch: str
 
     @classmethod
     def of(cls, specs: Sequence[str | Release], hold: Sequence[str | Release] = ()) -> Environment:
@@ -186,8 +185,7 @@ def _read(root: Path) -> Environment | None:
     try:
         manifest = json.loads((root / _MANIFEST).read_text())
         of = manifest["lock"]
-        torch = "linked" if "torch" in of["linked"] else "index"
-        return Environment(root, build.installed(root), manifest["imports"], of["before"], torch)
+        return Environment(root, build.installed(root), manifest["imports"], of["before"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

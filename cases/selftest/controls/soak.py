@@ -18,7 +18,7 @@ from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle, confirmed, judge_all
 from parity.protocol.call import execute
 from parity.registry import loss_family, oracle_of
-from parity.results.report import measured
+from parity.results.report import measured, wording
 
 Key = tuple[str, str, str]
 
@@ -121,7 +121,7 @@ def page(told: Iterable[Sequence[object]]) -> str:
     told = list(told)
     total, first, alarms = (sum(counts) for counts in zip(*(row for row in told if len(row) == 3), strict=True))
     cells = (
-        [*key, f"{count:,}", *(measured.share(part, count) for part in parts), measured.headroom(worst)]
+        [*key, f"{count:,}", *(measured.share(part, count) for part in parts), wording.ratio(worst)]
         for *key, count, low, half, worst in (row for row in told if len(row) > 3)
         for parts in [(low, half)]
     )

@@ -115,7 +115,7 @@ def environment(root: Path) -> Environment:
     venv.create(root, symlinks=True)
     (packages,) = root.glob("lib/python*/site-packages")
     (packages / "all.pth").write_text(os.path.dirname(os.path.dirname(pytest.__file__)))
-    return Environment(root, {}, {}, None, "linked")
+    return Environment(root, {}, {}, None)
 
 
 def test_a_package_brings_a_family_along_as_an_entry_point(tmp_path, monkeypatch):

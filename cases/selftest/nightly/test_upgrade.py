@@ -57,7 +57,7 @@ def test_the_verdict_is_about_the_own_settings_where_there_are_some(own, others,
     assert page[4].startswith("| your settings |" if own else "| part 0 |"), "the verdict for these settings first"
 
 
-HERE = Environment(None, {}, {}, None, "index")
+HERE = Environment(None, {}, {}, None)
 RIGHT, WRONG = row(), row(verdict="disagree", headroom=3.0)
 SAME = Compared("trl", (HERE, HERE), 9, ([RIGHT] * 100, [RIGHT] * 100), (), [])
 NOT_THERE, NOR_THIS = (row(verdict="unsupported", quantity=None, message=f"{n} blocks | too many") for n in (137, 1100))
@@ -116,7 +116,7 @@ def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_pat
     (root / "bin").mkdir(parents=True)
     (root / "bin" / "python").write_text("#!/bin/sh\nsleep 60\n")
     (root / "bin" / "python").chmod(0o755)
-    made = Environment(root, {}, {}, None, "index")
+    made = Environment(root, {}, {}, None)
     monkeypatch.setattr(upgrade.compare.Environment, "of", lambda specs: made)
     config = tmp_path / "grpo.yaml"
     config.write_text("beta: 0.04")

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from parity.errors import UsageError
 from parity.results import memory, notify, trend
 from parity.results.header import About, End, Header
 from parity.results.report.summary import summarise
@@ -76,12 +75,9 @@ def test_a_foreign_file_is_one_line(tmp_path, damage):
     night(tmp_path, 0, GOOD)
     (path,) = tmp_path.iterdir()
     path.write_text(damage if isinstance(damage, str) else json.dumps(json.loads(path.read_text()) | damage))
-    with pytest.raises(UsageError, match=path.name) as error:
-        memory.runs(tmp_path)
-    assert "\n" not in str(error.value)
     good, told = night(tmp_path, 1, GOOD), list[str]()
     assert [run.id for run in memory.runs(tmp_path, told.append)] == [good.id]
-    assert len(told) == 1 and path.name in told[0]
+    assert len(told) == 1 and path.name in told[0] and "\n" not in told[0]
 
 
 def test_since_when_and_how_often(tmp_path):

@@ -112,6 +112,6 @@ def test_a_probe_says_which_limit_it_was(tmp_path, monkeypatch, script, backstop
     (root / "bin").mkdir(parents=True)
     (root / "bin" / "python").write_text(f"#!/bin/sh\n{script}\n")
     os.chmod(root / "bin" / "python", 0o755)
-    made = Environment(root, {}, {}, None, "index")
+    made = Environment(root, {}, {}, None)
     with pytest.raises(EnvironmentUnusable, match=f"^environment made-by-hand: {message}$"):
         look.look(made, [], [])

@@ -6,9 +6,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 
-LARGEST = 1000.0
-"""A headroom above this says no more than that the value is wrong."""
-
 
 def head(title: str, program: str, page: str = "") -> str:
     """The opening of a page: its title, then the command with its arguments, the file it is kept in, and the date.
@@ -36,13 +33,6 @@ def short(value: float) -> str:
         return f"{rounded:,.10g}"
     digits, exponent = f"{rounded:.1e}".split("e")
     return f"{digits.removesuffix('.0')}e{int(exponent)}"
-
-
-def headroom(value: float) -> str:
-    """A headroom in two digits; beyond `LARGEST` its size says nothing."""
-    if math.isinf(value):
-        return "∞"
-    return f"> {LARGEST:,.0f}" if value > LARGEST else short(value)
 
 
 def share(part: int, whole: int) -> str:
