@@ -209,10 +209,6 @@ def test_who_is_wrong(fields, says):
     assert says in text_of([GRADIENT | fields], 120)
 
 
-def test_no_failure_no_text():
-    assert text_of([LOSS, PROTOCOL]).strip() == ""
-
-
 def test_a_crash_has_a_text_too():
     text = text_of([CRASH])
     in_order(
