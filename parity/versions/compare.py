@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -70,7 +71,10 @@ def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Two environments of a package: how many cases, the rows of each, what moved, and what else changed, a line each."""
+    """Two environments: how many cases, the rows of each, what moved, and what else changed, a line each.
+
+    `package`: whose releases they are, where its cases can be found by their names ("": they cannot).
+    """
 
     package: str
     sides: tuple[Environment, Environment]
@@ -113,7 +117,7 @@ class Compared:
             return ""
         failure = str(first.after.verdict) if first.after else ""
         line = bisection(self.package, good, bad, first.case, first.implementation, failure)
-        return f"{line} --quantity {first.quantity}" if first.quantity else line
+        return f"{line} --quantity {shlex.quote(first.quantity)}" if first.quantity else line
 
 
 def compare(
@@ -133,6 +137,7 @@ def compare(
     if parsed[0] == parsed[1]:
         raise UsageError(f"compare: both sides are {', '.join(map(str, parsed[0]))}; name two")
     wanted = implementations(named, (spec.package for one in parsed for spec in one))
+    package = parsed[0][0].package if asked is None else ""
     asked = cases(wanted, families) if asked is None else asked
     before, after = (Environment.of(one) for one in specs)
     given = [case for _, case in asked]
@@ -141,7 +146,7 @@ def compare(
         one, two = pool.map(shown, (before, after))
     moved = differences(side(one.rows, asked), side(two.rows, asked))
     notes = _settings_moved(one.config, two.config)
-    found = Compared(parsed[0][0].package, (before, after), len(asked), (one.rows, two.rows), moved, notes)
+    found = Compared(package, (before, after), len(asked), (one.rows, two.rows), moved, notes)
     if not all(found.judged):
         said = " and ".join(map(str, found.judged))
         raise EnvironmentUnusable(f"compare: {said} judged quantities, nothing to compare")

@@ -78,6 +78,8 @@ def test_a_comparison_shows_what_moved_and_which_defaults_did(monkeypatch):
     assert "GRPOConfig, defaults changed: top_k None -> 0" in plain
     assert "which release" not in plain
     looks[1] = Look([row(**WRONG)], {})
+    own = compare.compare((["trl==1"], ["trl==2"]), asked=[("your settings", CASE)])
+    assert own.moved and "which release" not in own.text(), "no command finds a case by that name"
     found = compare.compare((["trl==1"], ["trl==2"]))
     line = "which release: parity bisect trl --good 1 --bad 2 --case named --implementation i --quantity loss"
     assert found.text().splitlines()[-1] == line
