@@ -84,7 +84,7 @@ def bisect_command(
 
     package = str(canonicalize_name(package))
     check_ends(package, asked["good"], asked["bad"], asked["find"])
-    if (history.folder() / f"{name}.toml").exists():
+    if not implementations and (history.folder() / f"{name}.toml").exists():
         record = history.load([name])[0]
         if record.package != package:
             raise UsageError(f"record {name!r} is about {record.package}, not {package}")

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from parity import data, decoding
 from parity.cli.commands import main
+from parity.results.report.wording import bisection
 from parity.results.row import Row
 from parity.versions import build, environment
 
@@ -95,3 +96,17 @@ def test_a_search_may_follow_a_crash_of_a_case_among_other_reports(tmp_path, mon
     row = {"family": "logprobs", "implementation": "trl.selective_log_softmax", "dtype": "fp32", "device": "cpu"}
     crash = Row(**row, case=checks[0].case.id, verdict="crashed", message="as it was", settings={"V": 3})
     assert checks[0].judged([crash]).verdict == found, "a crash is not judged unless it is what is looked for"
+
+
+def test_the_line_that_compare_prints_follows_the_case_and_not_the_record_of_its_name(monkeypatch, cache):
+    checks = []
+
+    def search(package, *, check, **_):
+        checks.append((package, check.__self__))
+        return SimpleNamespace(text="", found=SimpleNamespace(outcome="found"))
+
+    monkeypatch.setattr("parity.versions.search.search", search)
+    line = bisection("liger-kernel", "0.6.0", "0.7.0", "is-ratio", "trl.GRPOTrainer", "disagree")
+    assert parity(*line.split()[1:]).exit_code == 0
+    ((package, check),) = checks
+    assert (package, check.implementation, check.case.family) == ("liger-kernel", "trl.GRPOTrainer", "policy")
