@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from parity.judge.oracle import Oracle, Quantities, gradient_name
 from parity.judge.products import CutOperands
 from parity.judge.recipe import DTYPES, EAGER, Recipe
 from parity.judge.timings import within
-from parity.judging.oracle import exact, replicas
+from parity.judging.oracle import exact, largest, replicas
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome, same_bits
 from parity.results.row import Class
@@ -219,12 +218,6 @@ def _asked(oracle: CaseOracle, name: str, dtype: torch.dtype | None, came: torch
         return dtype or (torch.float32 if came in (torch.float16, torch.bfloat16) else came)
     scalar = name in oracle.family.outputs and oracle.exact[name].dim() == 0
     return came if dtype is None or scalar else dtype
-
-
-def largest(family: Family, inputs: Inputs) -> int:
-    """Entries of the logits or the head, whichever a replica holds more of; see `Family.sizes`."""
-    heads = (t.numel() for n, t in inputs.tensors.items() if t is not None and n in inputs.parameters)
-    return max(math.prod(family.sizes(inputs.settings)), *heads, 1)
 
 
 def near(oracle: CaseOracle, names: Collection[str]) -> int:

@@ -36,6 +36,13 @@ def to_double(inputs: Inputs, stack: int | None = None) -> Inputs:
     return inputs.replace(**tensors)
 
 
+def largest(family: Family, inputs: Inputs) -> int:
+    """Entries of the largest tensor that each replica has of its own: the logits (`Family.sizes`), a head, a teacher's, …"""
+    held = inputs.replicated
+    own = (t.numel() for n, t in inputs.tensors.items() if t is not None and (held is None or n in held))
+    return max(math.prod(family.sizes(inputs.settings)), *own, 1)
+
+
 def _run(family: Family, x: Inputs, mode: MonteCarlo | None = None, gradients: bool = True) -> Quantities:
     outputs = family.oracle(x)
     if not gradients:
@@ -84,10 +91,7 @@ def replicas(
 
     The first `own_grids` of them round to the numbers that a dtype has, the others to a grid stretched at random.
     """
-    held = inputs.replicated
-    own = [t.numel() for n, t in inputs.tensors.items() if t is not None and (held is None or n in held)]
-    size = max(math.prod(family.sizes(inputs.settings)), *own, 1)
-    stack = max(1, min(count, STACK_LIMIT // size))
+    stack = max(1, min(count, STACK_LIMIT // largest(family, inputs)))
     parts: list[Mapping[str, torch.Tensor]] = []
     done = 0
     while done < count:

@@ -25,7 +25,8 @@ from parity.compare.pooled_slope import POOL_FLOOR, POOL_MINIMUM, POOL_SIGMAS, a
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import escalate, ladder
 from parity.judge.gates import Judgement, judge
-from parity.judging.assess import CaseOracle, expected, largest, near
+from parity.judging.assess import CaseOracle, expected, near
+from parity.judging.oracle import largest
 from parity.protocol.call import execute
 from parity.registry import loss_family
 from parity.results.report import measured
@@ -170,13 +171,11 @@ class Jury:
         self.recipe = self.honest.recipe_for(inputs)
         self.dtypes = expected(self.oracle, self.honest, self.recipe)
         self.counts = ladder(largest(self.oracle.family, self.oracle.inputs))
-        self._units: dict[tuple[str, int], object] = {}
 
     def _with(self, values: Values, name: str, count: int) -> Judgement:
-        """One quantity by the gates, with `count` replicas."""
-        if (name, count) not in self._units:
-            self._units[name, count] = self.oracle.oracle.unit(name, self.recipe, count)
-        return judge(values[name], self._units[name, count], self.dtypes[name] or values[name].dtype)
+        """One quantity by the gates, with `count` replicas, of which others are kept only where all are small."""
+        unit = self.oracle.oracle.unit(name, self.recipe, count, names=(name,))
+        return judge(values[name], unit, self.dtypes[name] or values[name].dtype)
 
     def caught(self, values: Values, names: list[str]) -> bool:
         """Whether a run calls one of the quantities wrong, more replicas included."""
