@@ -105,6 +105,7 @@ def _forget_to_sync(trainer: Any) -> None:
 
 def _judged(folder: Path, batch: Any, parameters: Any) -> tuple[bool, str]:
     def at_the_step(model: Any) -> Any:
+        # the model may be in float64; loading copies into its dtype
         model.load_state_dict({n: v for n, v in parameters.items() if n in model.state_dict()}, strict=False)
         return model
 

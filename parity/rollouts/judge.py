@@ -1,12 +1,15 @@
-"""An engine's log-probs against their definition: the trainer's model in float64, and replicas of it in the trainer's dtype.
+"""An engine's log-probs against the trainer's, in units of the trainer's own error.
 
-The mean ratio judges nothing: by E_s[π/s] = 1 it is 1 for every trainer, right or wrong.
+The unit is not chosen: the trainer scores the same tokens in its dtype, and with the same weights in float64; the
+difference is its rounding. An engine that computes the same function differs from it by the rounding of both, √2 of one if
+the two are alike; `FACTOR` grants an engine twice the trainer's error. Five gates, all of which must hold. The mean ratio
+is none of them: by E_s[π/s] = 1 it is 1 for every trainer, right or wrong.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +17,16 @@ import torch
 from torch import Tensor
 
 from parity.errors import UsageError
-from parity.judge.escalation import CERTAIN, escalate, ladder
-from parity.judge.gates import ROW, Judgement, Unit, failed
-from parity.judge.gates import judge as judge_value
-from parity.judge.recipe import DTYPES, EAGER, NAMES, UNIT_ROUNDOFF
+from parity.judge.recipe import DTYPES, NAMES
 from parity.recording import Recording
 from parity.rollouts import engine_models
-from parity.rollouts.trainer_scores import Rows, Sampling, Trainer
-from parity.trainers.definitions.training_step import measured
+from parity.rollouts.trainer_scores import Sampling, Trainer
 
+FACTOR = 2 * math.sqrt(2)
+POSITION = 1.5
+"""A stretch holds a quarter of the tokens, and late ones read more rounded context: their rms may be so much larger."""
 STRETCHES = 4
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
-LOGITS = 1 << 26
-"""Logits that are held at a time, about."""
-PRODUCTS = 1 << 40
-"""Parameters times tokens that are judged, about: of more than that, rows at even distances. Statistics are of all rows."""
 DEFINITIONS = {
     "truncated": "at the temperature, over what top-p and top-k keep: the distribution that was sampled from",
     "full": "at the temperature, over the whole vocabulary: what TRL's trainer computes",
@@ -99,15 +97,15 @@ class Verdict:
 
     Attributes:
         definition: of `DEFINITIONS`: what its log-probs are held to be.
-        judgements: quantity of `_defined` -> its judgement.
+        gates: gate -> error ÷ allowed; above 1 disagrees.
         unit: rms of the trainer's own error, nats.
         found: the statistics.
         fits: other explanation -> rms of the sampler's log-probs against it, best first.
-        coarser: a dtype in which they would be right, where that is coarser than the trainer's.
+        coarser: a dtype whose rounding is as large as the difference, where that is coarser than the trainer's.
     """
 
     definition: str
-    judgements: Mapping[str, Judgement]
+    gates: Mapping[str, float]
     unit: float
     found: Statistics
     fits: Mapping[str, float]
@@ -115,22 +113,17 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """Whether every quantity agrees."""
-        return all(j.agrees for j in self.judgements.values())
-
-    @property
-    def gates(self) -> dict[str, float]:
-        """Quantity -> error ÷ allowed."""
-        return {name: j.headroom for name, j in self.judgements.items()}
+        """Whether every gate holds."""
+        return all(h <= 1.0 for h in self.gates.values())
 
     @property
     def worst(self) -> str:
-        """The quantity with the largest error ÷ allowed."""
+        """The gate with the largest error ÷ allowed."""
         return max(self.gates, key=lambda name: self.gates[name])
 
     @property
     def explanation(self) -> str | None:
-        """What explains a disagreement: it has at most half the rms, or is another dtype's rounding. Else None."""
+        """What explains a disagreement: it has at most half the rms, or the size of another dtype's rounding. Else None."""
         name = min(self.fits, key=lambda n: self.fits[n], default=None)
         if name is not None and self.fits[name] <= 0.5 * self.found.rms:
             return name
@@ -165,126 +158,21 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
     f, rows, width = recording.facts, recording.rows(), recording.completion_ids.shape[1]
     sampling = (float(f["temperature"]), float(f["top_p"]), int(f["top_k"]))
     asked = (sampling[0], 1.0, 0) if definition == "full" else sampling
-    mask, sampler = recording.mask, recording.sampler_logps
-    mine = trainer.score(rows, width, asked).truncated
-    found = statistics(mine - sampler.double(), mask)
-    scored = mask & ~sampler.isnan()
-    model = trainer.in_float64()
-    scored[torch.arange(len(rows)) % _every(model, rows) != 0] = False
-    if not bool(scored.any()):
-        return Verdict(definition, {"log-probs": failed("no token has a log-prob")}, 0.0, found, {}, None)
-    define, masses, size = _defined(model, rows, scored, asked)
-    oracle = measured(model, define)
-
-    def judgements(dtype: torch.dtype) -> dict[str, Judgement]:
-        recipe = EAGER.resolve(NAMES[dtype])
-
-        def judge_with(count: int, finer: bool, names: Collection[str] | None) -> dict[str, Judgement]:
-            units = {name: oracle.unit(name, recipe, count) for name in oracle.exact}
-            values = _nearest(sampler[scored], units, masses, sampling[1])
-            return {name: judge_value(value.float(), units[name], torch.float32) for name, value in values.items()}
-
-        return escalate(judge_with, ladder(size), certain=CERTAIN)
-
-    judged = judgements(trainer.dtype)
+    mask, sampler = recording.mask, recording.sampler_logps.double()
+    mine, exact = trainer.score(rows, width, asked).truncated, trainer.exact(rows, width, asked).truncated
+    found = statistics(mine - sampler, mask)
+    impossible = not found.tokens or bool((mask & (sampler > 1e-4)).any())
+    gates = _gates(found, mine - exact, mask, impossible)
     fits: dict[str, float] = {}
     coarser = None
-    if not all(j.agrees for j in judged.values()):
+    if any(h > 1.0 for h in gates.values()):
         fits = explanations(recording, trainer, sampling, mine)
-        wider = [d for d in (torch.float16, torch.bfloat16) if torch.finfo(d).eps > torch.finfo(trainer.dtype).eps]
-        explaining = (NAMES[d] for d in wider if all(j.agrees for j in judgements(d).values()))
-        coarser = next(explaining, None)
-    return Verdict(definition, judged, rms(mine[scored] - oracle.exact["log-probs"]), found, fits, coarser)
-
-
-def _every(model: Any, rows: Rows) -> int:
-    """One row in so many is judged."""
-    tokens = sum(len(prompt) + len(completion) for prompt, completion in rows)
-    return math.ceil(tokens * sum(p.numel() for p in model.parameters()) / PRODUCTS)
-
-
-def _defined(
-    model: Any, rows: Rows, scored: Tensor, sampling: Sampling
-) -> tuple[Callable[[Any], dict[str, Tensor]], Tensor | None, int]:
-    """What defines the log-probs of the `scored` tokens; `_masses` of the exact order; the entries of all products.
-
-    log-probs: log p - log Σ p over the kept tokens, at the temperature. mean: of these. What is kept is counted in the order
-    of the exact probabilities, and reaches to the token itself: kept is their mass. likelier: the mass of the tokens that are
-    likelier than the sampled one, less than top-p where it is not excluded. ahead: by how much the last of top-k is likelier,
-    at most 0. A row stands at the left, and needs no mask.
-    """
-    temperature, top_p, top_k = sampling
-    length = max(len(p) + len(c) for p, c in rows)
-    ids = torch.tensor([[*p, *c, *[0] * (length - len(p) - len(c))] for p, c in rows])
-    row, place = scored.nonzero(as_tuple=True)
-    at = torch.tensor([len(p) - 1 for p, _ in rows])[row] + place
-    token = ids[row, at + 1]
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    size = ids.numel() * sum(m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear))
-    parts = row.div(max(1, LOGITS // (length * vocabulary)), rounding_mode="floor")
-
-    def logps(model: Any) -> Tensor:
-        out = []
-        for part in parts.unique():
-            inside, first = parts == part, int(row[parts == part][0])
-            z = model(input_ids=ids[first : int(row[inside][-1]) + 1]).logits
-            out.append(torch.log_softmax(z[row[inside] - first, at[inside]] / temperature, -1))
-        return torch.cat(out)
-
-    if top_p >= 1 and not top_k:
-
-        def whole(model: Any) -> dict[str, Tensor]:
-            found = logps(model).gather(-1, token[:, None])[:, 0]
-            return {"log-probs": found, "mean": found.mean()}
-
-        return whole, None, size
-    with torch.no_grad():
-        order = logps(model).argsort(dim=-1, descending=True, stable=True)[:, : top_k or None]
-        masses = _masses(logps(model), order)
-    rank = (order == token[:, None]).int().argmax(-1)
-    kept = torch.maximum((masses[:, :-1] < min(top_p, 1.0)).sum(-1), rank + 1)
-
-    def truncated(model: Any) -> dict[str, Tensor]:
-        every = logps(model)
-        own = every.gather(-1, token[:, None])[:, 0]
-        mass = _masses(every, order)
-        ahead = every.gather(-1, order) > own[:, None]
-        out = {"kept": mass.gather(-1, kept[:, None])[:, 0], "likelier": (mass.diff(dim=-1) * ahead).sum(-1)}
-        total = torch.logsumexp(every.gather(-1, order), -1)
-        out["log-probs"] = own - total - out["kept"].log()
-        if top_k:
-            out["ahead"] = every.gather(-1, order[:, -1:])[:, 0] - own
-        return out | {"mean": out["log-probs"].mean()}
-
-    return truncated, masses, size
-
-
-def _masses(logps: Tensor, order: Tensor) -> Tensor:
-    """(n, k + 1): the probability of the first 0, 1, … tokens of an order, of all k."""
-    p = torch.softmax(logps.gather(-1, order), -1)
-    return torch.cat([torch.zeros_like(p[:, :1]), p.cumsum(-1)], -1)
-
-
-def _nearest(sampler: Tensor, units: Mapping[str, Unit], masses: Tensor | None, top_p: float) -> dict[str, Tensor]:
-    """The values of an engine: its log-probs, and what is nearest to the exact value among those that it may have had.
-
-    Where rounding decides whether the mass of some tokens reaches top-p, the engine may have kept these or others.
-    """
-    exact = {name: unit.exact for name, unit in units.items()}
-    out, value = dict[str, Tensor](), sampler.double()
-    if masses is not None:
-        kept = exact["kept"]
-        room = ROW * torch.maximum(units["kept"].errors.rows[0], UNIT_ROUNDOFF["fp32"] * kept)[:, None]
-        may = (masses[:, 1:] + room >= top_p) & (masses[:, :-1] - room < top_p)
-        wanted = (kept * (exact["log-probs"] - value).exp())[:, None]
-        at = torch.where(may, (masses[:, 1:] - wanted).abs(), torch.inf).argmin(-1, keepdim=True)
-        other = value + (masses[:, 1:].gather(-1, at)[:, 0] / kept).log()
-        nearer = (other - exact["log-probs"]).abs() < (value - exact["log-probs"]).abs()
-        value = torch.where(nearer & may.any(-1), other, value)
-        out["likelier"] = exact["likelier"].clamp(max=top_p)
-    if "ahead" in exact:
-        out["ahead"] = exact["ahead"].clamp(max=0.0)
-    return {"log-probs": value, "mean": value.mean(), **out}
+        for dtype in (torch.bfloat16, torch.float16):
+            if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps:
+                error = dataclasses.replace(trainer, dtype=dtype).score(rows, width, asked).truncated - exact
+                same = all(h <= 1.0 for h in _gates(found, error, mask, impossible).values())
+                coarser = NAMES[dtype] if same and found.rms * FACTOR > rms(error[mask]) else coarser
+    return Verdict(definition, gates, rms((mine - exact)[mask]), found, fits, coarser)
 
 
 def judged(recording: Recording, model: str | None, adapter: Path | None, support: str) -> Verdict:
@@ -308,6 +196,33 @@ def judged(recording: Recording, model: str | None, adapter: Path | None, suppor
     if adapter is not None:
         trainer = dataclasses.replace(trainer, change=adapted)
     return judge(recording, trainer, support)
+
+
+def _gates(found: Statistics, error: Tensor, mask: Tensor, impossible: bool) -> dict[str, float]:
+    """Error ÷ allowed of each gate; `error` (B, T) is the trainer's own.
+
+    size: rms d. tail: 99 % quantile of |d|. position: the largest rms of a stretch of positions. mean: |mean d|, allowed
+    three standard errors with a sequence as one sample, its tokens being as dependent as can be, or three times the
+    trainer's own. support: tokens that the trainer's top-p or top-k excludes, allowed three more than three times as many
+    as its own rounding excludes; and log-probs that are none, above 0.
+    """
+    own = error[mask & error.isfinite()]
+    unit, tail = rms(own), float(own.abs().quantile(0.99)) if len(own) else 0.0
+    center = abs(float(own.mean())) if len(own) else 0.0
+    excluded = int((mask & ~error.isfinite()).sum())
+    return {
+        "size": _over(found.rms, FACTOR * unit),
+        "tail": _over(found.quantiles[2], FACTOR * tail),
+        "position": _over(max(found.by_position.values(), default=found.rms), FACTOR * unit * POSITION),
+        "mean": _over(abs(found.mean), 3 * max(center, unit / math.sqrt(max(found.sequences, 1)))),
+        "support": math.inf if impossible else found.cut / (3 * excluded + 3),
+    }
+
+
+def _over(value: float, allowed: float) -> float:
+    if value == 0.0:
+        return 0.0
+    return value / allowed if allowed > 0.0 and not math.isnan(value) else math.inf
 
 
 def explanations(recording: Recording, trainer: Trainer, sampling: Sampling, mine: Tensor) -> dict[str, float]:

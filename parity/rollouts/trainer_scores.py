@@ -103,6 +103,11 @@ class Trainer:
         """`score` of the model."""
         return score(self.change(engine_models.loaded(self.folder, self.dtype)), rows, width, sampling)
 
-    def in_float64(self) -> Any:
-        """The model with the same rounded weights, for arithmetic in float64."""
-        return self.change(engine_models.loaded(self.folder, self.dtype)).double()
+    def exact(self, rows: Rows, width: int, sampling: Sampling) -> Scores:
+        """`score` of the same rounded weights in float64 arithmetic.
+
+        A row stands alone: transformers masks padding with the lowest float64 and takes the softmax in float32, where a
+        position that sees only padding is NaN, and so is whatever reads it.
+        """
+        model = self.change(engine_models.loaded(self.folder, self.dtype).double())
+        return score(model, rows, width, sampling, batch=1)
