@@ -91,22 +91,23 @@ def _factors(x: Inputs) -> dict[str, float]:
     """Numbers by which a loss is off when one is forgotten or applied twice: its settings; those of a loss of an LM head, and
     the counts and weights that normalise it."""
     s = vars(x.settings)
-    if "ids" not in x.tensors:
+    if not {"temperature", "logit_scale", "B", "T"} <= s.keys():
         found = {n: v for n, v in s.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         return {n.replace("_", " "): float(v) for n, v in found.items() if v and math.isfinite(v)}
     named = {"temperature": s["temperature"], "logit scale": s["logit_scale"], "B": s["B"], "T": s["T"], "-1": -1.0}
     extra = ("accumulation", "steps_per_generation", "max_completion_length", "beta", "epsilon")
     named |= {name: s[name] for name in extra if s.get(name)}
-    if "mask" in x.tensors:
-        tokens, window = float(x.mask.sum()), float(x.num_items_in_batch)
+    mask, items, ratio = (x.tensors.get(name) for name in ("mask", "num_items_in_batch", "importance_sampling_ratio"))
+    if mask is not None and items is not None:
+        tokens, window = float(mask.sum()), float(items)
         named |= {
             "the tokens of this micro-batch": tokens,
             "the tokens of the window": window,
-            "tokens ÷ (B·T)": tokens / x.mask.numel(),
+            "tokens ÷ (B·T)": tokens / mask.numel(),
             "tokens ÷ window": tokens / max(window, 1.0),
         }
-        if x.importance_sampling_ratio is not None:
-            named["1 ÷ mean importance ratio"] = 1 / max(float(x.importance_sampling_ratio.mean()), 1e-30)
+        if ratio is not None:
+            named["1 ÷ mean importance ratio"] = 1 / max(float(ratio.mean()), 1e-30)
     return {name: float(value) for name, value in named.items()}
 
 

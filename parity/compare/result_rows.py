@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from parity.case.case import Case
 from parity.case.family import AnyFamily
-from parity.case.inputs import Inputs
 from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle
 from parity.process import elsewhere
@@ -78,16 +77,18 @@ def _entry(
 ) -> dict[str, Any]:
     """One of the worst entries, with what it belongs to: sequence, position, id and mask of a token."""
     out = {"index": list(index), "value": finite(value, VALUE), "oracle": finite(truth, VALUE), "error": finite(error)}
-    return out | (_place(oracle.inputs, name, index) if "ids" in oracle.inputs.tensors else {})
+    return out | _place(oracle, name, index)
 
 
-def _place(x: Inputs, quantity: str, index: tuple[int, ...]) -> dict[str, Any]:
+def _place(oracle: CaseOracle, quantity: str, index: tuple[int, ...]) -> dict[str, Any]:
     """Sequence, position, token id and mask of an entry that belongs to a position; the token of a row of the head."""
-    if quantity in ("logps", "entropy", "grad_hidden") and len(index) >= 2:
+    ids, mask = (oracle.inputs.tensors.get(name) for name in ("ids", "mask"))
+    if ids is None or ids.dim() != 2:  # no token stands at (sequence, position)
+        return {}
+    if quantity in ("logps", "entropy", "grad_hidden") and oracle.exact[quantity].shape[:2] == ids.shape:
         b, t = index[0], index[1]
-        token = int(x.ids[b, t])
-        mask = x.tensors.get("mask")
-        masked = token < 0 if mask is None else not bool(mask[b, t])
+        token = int(ids[b, t])
+        masked = token < 0 if mask is None or mask.shape != ids.shape else not bool(mask[b, t])
         return {"sequence": b, "position": t, "token": token, "masked": masked}
     if quantity in ("grad_weight", "grad_bias") and index:
         return {"token": index[0]}

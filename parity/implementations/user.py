@@ -23,6 +23,7 @@ import torch
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.errors import Returned, UsageError
+from parity.families import policy_stored, stored_tensors
 from parity.implementations import plain
 from parity.implementations.implementation import LOOKED_UP, Implementation, Named, Outputs, require
 from parity.judge.recipe import Recipe
@@ -41,8 +42,11 @@ ALIASES = {
     "epsilon_low": "epsilon",
 }
 """Other spellings of a parameter, TRL's and transformers' among them."""
-HEAD = ("hidden", "weight", "ids")
-REQUIRED = {"logprobs": HEAD, "policy": (*HEAD, "mask", "advantages"), "divergence": (*HEAD, "beta")}
+REQUIRED = {
+    "logprobs": stored_tensors.REQUIRED,
+    "policy": policy_stored.REQUIRED,
+    "divergence": (*stored_tensors.REQUIRED, "beta"),
+}
 """Parameters by which a function is recognised as of a family; elsewhere all that the default case needs."""
 
 Importing = Callable[[str], AbstractContextManager[None]]

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
+from parity.case.case import normal
+from parity.case.family import Family
+from parity.case.inputs import Inputs, Setting
 from parity.compare.hint import hints
+from parity.compare.one_case import run_case
+from parity.implementations.implementation import Implementation
 from parity.protocol.exceptions import Outcome
 from parity.registry import family, oracle_of
 
@@ -37,3 +42,24 @@ def test_all_from_one_on(oracle):
     assert said(oracle, "grad_weight", torch.arange(23) >= 16) == ["only from row 16 on, the last 7 of 23"]
     gap = torch.arange(23).ge(16) & torch.arange(23).ne(19)
     assert said(oracle, "grad_weight", gap) == []
+
+
+def test_a_family_of_ones_own_may_call_a_tensor_ids():
+    """Only the losses of an LM head have token ids at (sequence, position), a temperature and a mask beside them."""
+
+    def build(case):
+        weight = normal(case.seed, "weight", (5, 3))
+        tensors = {"ids": torch.tensor([3, 0, 3]), "weight": weight, "mask": torch.ones(3)}
+        return Inputs(case, embedding.full_settings(case), tensors, ("weight",), {"entropy": torch.ones(3, 3)})
+
+    def looked_up(x):
+        return {"entropy": x.weight[..., x.ids, :] * x.settings.scale}
+
+    embedding = Family(
+        "embedding", {"scale": Setting(3.0, "factor")}, build, looked_up, outputs={"entropy": "required"}
+    )
+    forgotten = Implementation("forgotten", "embedding", "candidate", lambda x: {"entropy": x.weight[x.ids]})
+    rows = list(run_case(embedding, embedding.case(1, "fp32", {}), [forgotten], thorough=False))
+    first = next(row for row in rows if row.quantity == "entropy")
+    assert first.verdict == "disagree"
+    assert "1 ÷ (scale)" in first.message

@@ -5,8 +5,10 @@ import torch
 
 from parity.implementations.implementation import Implementation
 from parity.implementations.user import recipe_of
+from parity.judge.escalation import ladder
 from parity.judge.recipe import Recipe
 from parity.judging.assess import confirmed
+from parity.judging.oracle import largest
 from parity.protocol.call import execute
 from parity.registry import family as family_of
 from parity.registry import oracle_of
@@ -108,3 +110,14 @@ def test_an_upstream_gradient_beyond_the_range_of_a_loss_stays_as_it_is():
     oracle = oracle_of(family_of("policy").case(5, "fp16", {"B": 2, "cotangent": "scaled"}))
     assert float(oracle.inputs.cotangents["loss"].abs()) > 65504
     assert oracle.heard({"loss": torch.zeros((), dtype=torch.float16)}) is oracle
+
+
+def test_a_teachers_head_counts_among_what_a_replica_holds():
+    """Else a disagreement beside one of a million weights is judged with 480 replicas, by its few logits: 46 CPU seconds."""
+    small, wide = (
+        oracle_of(family_of("divergence").case(3, "fp32", {"B": 1, "T": 2, "V": 64, "H": 4, "teacher_H": h}))
+        for h in (4, 4723)
+    )
+    assert largest(small.family, small.inputs) == 64 * 4
+    assert largest(wide.family, wide.inputs) == wide.inputs.teacher_weight.numel() == 64 * 4723
+    assert ladder(largest(wide.family, wide.inputs))[-1] < ladder(largest(small.family, small.inputs))[-1]
