@@ -202,13 +202,12 @@ def _repeated_calls(found: Found) -> tuple[list[str], dict[str, tuple[bool, str]
     """What several calls change, and the exact relations: name -> (holds, message)."""
     implementation, inputs, outcome = found.implementation, found.oracle.inputs, found.outcome
     other = found.oracle.beside
-    with process_state.together(implementation.id):
-        leaks = side_effects.repeated(implementation, inputs, other, outcome)
-        leaks += side_effects.interleaved(implementation, inputs, other, outcome)
-        leaks += side_effects.accumulation(implementation, inputs)
-        leaks += side_effects.unrecorded(implementation, inputs, outcome, functools.partial(_agree, found))
-        leaks += side_effects.unneeded(implementation, inputs)
-        related = side_effects.relations(found.oracle.family, implementation, inputs, outcome)
+    leaks = side_effects.repeated(implementation, inputs, other, outcome)
+    leaks += side_effects.interleaved(implementation, inputs, other, outcome)
+    leaks += side_effects.accumulation(implementation, inputs)
+    leaks += side_effects.unrecorded(implementation, inputs, outcome, functools.partial(_agree, found))
+    leaks += side_effects.unneeded(implementation, inputs)
+    related = side_effects.relations(found.oracle.family, implementation, inputs, outcome)
     return leaks, related
 
 

@@ -1,6 +1,8 @@
 """What names mean: the functions of torch, of the libraries under test and of the harness, where a call may rebind them."""
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Iterator
@@ -21,69 +23,64 @@ UNDER_TEST = frozenset("parity trl liger_kernel cut_cross_entropy unsloth_zoo".s
 CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Linear, torch.nn.Parameter, torch.autograd.Function, torch.Generator)
 COMPILED = ("__compiled_fn_", "__resume_at_")
 """How the names begin under which `torch.compile` keeps code in a module's globals, until `torch.compiler.reset`."""
-Names = list[tuple[str, Any, dict[str, Any]]]
-"""(name, owner, its bindings) of everything that is watched."""
 Change = tuple[Any, str, Any, Any]
 """Owner, name, what it was and what it is now; MISSING where there was or is nothing."""
 MISSING = object()
 
-_owners: list[tuple[str, Any]] = []
-_views: list[Any] = []
-"""The values of each owner, as they are at any time."""
-_last: list[tuple[list[Any], Names]] = []
-"""All values when they were last looked at, and the bindings then; nothing after an import."""
-_modules: list[int] = []
-"""How many modules there were when owners were last looked for."""
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The bindings of everything that is watched: (name, module or class, what it bound), and all their values in order."""
+
+    modules: int
+    owners: list[tuple[str, Any, dict[str, Any]]]
+    values: list[Any]
+
+    def hold(self) -> bool:
+        """Whether no value is another now: in C, by identity first."""
+        try:
+            return self.values == [*itertools.chain.from_iterable(vars(owner).values() for _, owner, _ in self.owners)]
+        except Exception:  # values that cannot be compared, arrays for example
+            return False
+
+    def changes(self) -> Iterator[tuple[str, Change]]:
+        """("torch.log_softmax", change) of what was rebound, removed, or hides what was inherited since these were taken.
+
+        A name that merely appeared, by an import or a cache, is no change; neither is a flag, a counter or compiled code.
+        """
+        for label, owner, then in () if self.hold() else self.owners:
+            now = vars(owner)
+            for name, value in then.items():
+                if now.get(name, MISSING) is not value and _matters(value, label, name):
+                    yield f"{label}.{name}", (owner, name, value, now.get(name, MISSING))
+            if isinstance(owner, type):
+                for name in now.keys() - then.keys():
+                    if any(name in vars(base) for base in owner.__mro__[1:]) and _matters(now[name], label, name):
+                        yield f"{label}.{name}", (owner, name, MISSING, now[name])
 
 
-def owners() -> list[tuple[str, Any]]:
-    """(name, module or class) of everything that is watched; looked for anew after an import."""
-    if _modules == [len(sys.modules)]:
-        return _owners
-    _modules[:] = [len(sys.modules)]
-    _last.clear()
-    _owners[:] = [(name, sys.modules[name]) for name in OPERATIONS if name in sys.modules]
-    _owners.extend((f"{c.__module__}.{c.__qualname__}", c) for c in CLASSES)
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and name.partition(".")[0] in UNDER_TEST:
-            _owners.append((name, module))
-            classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
-            _owners.extend((f"{name}.{c.__qualname__}", c) for c in classes)
-    _views[:] = [vars(owner).values() for _, owner in _owners]
-    return _owners
+_last: list[Names] = []
 
 
 def take() -> Names:
-    """The bindings of everything; those of the last time where no value is another since."""
-    found, values = owners(), [*itertools.chain.from_iterable(_views)]
-    if not _unchanged(values):
-        _last[:] = [(values, [(name, owner, dict(vars(owner))) for name, owner in found])]
-    return _last[0][1]
+    """The bindings of everything; those of the last time where nothing was imported and no value is another since."""
+    if not _last or _last[0].modules != len(sys.modules) or not _last[0].hold():
+        owners = [(name, owner, dict(vars(owner))) for name, owner in _owners(len(sys.modules))]
+        _last[:] = [Names(len(sys.modules), owners, [v for *_, bound in owners for v in bound.values()])]
+    return _last[0]
 
 
-def _unchanged(values: list[Any]) -> bool:
-    try:
-        return bool(_last) and values == _last[0][0]  # in C, by identity first
-    except Exception:  # values that cannot be compared, arrays for example
-        return False
-
-
-def changes(before: Names) -> Iterator[tuple[str, Change]]:
-    """("torch.log_softmax", change) of what was rebound, removed, or hides what was inherited since `before` was taken.
-
-    A name that merely appeared, by an import or a cache, is no change; neither is a flag, a counter or compiled code.
-    """
-    if _last and before is _last[0][1] and _unchanged([*itertools.chain.from_iterable(_views)]):
-        return
-    for label, owner, then in before:
-        now = vars(owner)
-        for name, value in then.items():
-            if now.get(name, MISSING) is not value and _matters(value, label, name):
-                yield f"{label}.{name}", (owner, name, value, now.get(name, MISSING))
-        if isinstance(owner, type):
-            for name in now.keys() - then.keys():
-                if any(name in vars(base) for base in owner.__mro__[1:]) and _matters(now[name], label, name):
-                    yield f"{label}.{name}", (owner, name, MISSING, now[name])
+@functools.lru_cache(maxsize=1)
+def _owners(modules: int) -> list[tuple[str, Any]]:
+    """(name, module or class) of everything that is watched; looked for anew where the number of modules is another."""
+    out = [(name, sys.modules[name]) for name in OPERATIONS if name in sys.modules]
+    out += [(f"{c.__module__}.{c.__qualname__}", c) for c in CLASSES]
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.partition(".")[0] in UNDER_TEST:
+            out.append((name, module))
+            classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
+            out += [(f"{name}.{c.__qualname__}", c) for c in classes]
+    return out
 
 
 def _matters(value: Any, label: str, name: str) -> bool:

@@ -14,7 +14,6 @@ from parity.case.layouts import like
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judge.oracle import gradient_name
 from parity.judge.timings import within
-from parity.protocol import process_state
 from parity.protocol.call import backward, differentiated, execute, forward, fresh, gradients, guarded, surroundings
 from parity.protocol.exceptions import Outcome, same_bits
 
@@ -22,10 +21,9 @@ from parity.protocol.exceptions import Outcome, same_bits
 def left_again(implementation: Implementation, inputs: Inputs, leaks: list[str]) -> list[str]:
     """Those of the leaks of a first call that the second shows too: a first one imports and caches.
 
-    The second runs without what the first patched; what was rebound with nothing imported counts at once.
+    What was rebound with nothing imported counts at once.
     """
-    with process_state.without(implementation.id):
-        again = execute(implementation, inputs).leaks
+    again = execute(implementation, inputs).leaks
     return [leak for leak in leaks if leak in again or leak.startswith("rebound")] + [
         leak for leak in again if leak.startswith("rebound") and leak not in leaks
     ]

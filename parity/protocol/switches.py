@@ -1,6 +1,5 @@
 """What is watched beside names: the environment, random states, and torch's modes, defaults and switches."""
 
-import dataclasses
 import operator
 import os
 import random
@@ -11,35 +10,6 @@ import numpy as np
 import torch
 from torch.nn.modules import module as nn_module
 from torch.utils._device import DeviceContext
-
-
-@dataclasses.dataclass(frozen=True)
-class Watch:
-    """One thing that a call must leave alone: `get` reads it, `put` restores what `get` gave.
-
-    Without `put` nothing can undo it: see `Snapshot.restore`. `named` tells from both readings what changed, where the name
-    alone says too little. `kept`: what a user's file sets at import stays in force for its own calls.
-    """
-
-    name: str
-    get: Callable[[], Any]
-    put: Callable[[Any], Any] | None = None
-    named: Callable[[Any, Any], list[str]] | None = None
-    kept: bool = True
-
-    def differences(self, before: Any, now: Any) -> list[str]:
-        """How the change is named."""
-        return self.named(before, now) if self.named else [f"{self.name} changed"]
-
-
-def _variables() -> dict[bytes, bytes]:
-    """As `os.environ` keeps them: to read them by it decodes each."""
-    return dict(vars(os.environ)["_data"])
-
-
-def _named_variables(before: dict[bytes, bytes], now: dict[bytes, bytes]) -> list[str]:
-    keys = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
-    return [f"environment variable {os.fsdecode(k)}" for k in keys[:3]]
 
 
 def _put_variables(value: dict[bytes, bytes]) -> None:
@@ -57,17 +27,21 @@ def _put_numpy_rng(value: tuple[Any, ...]) -> None:
     np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002
 
 
+def _bytes(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
 def _state(value: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
 
-def _cuda_rng() -> tuple[bytes, ...]:
-    return tuple(s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
+def _cuda_rng() -> list[bytes]:
+    return [*map(_bytes, torch.cuda.get_rng_state_all())] if torch.cuda.is_initialized() else []
 
 
-def _put_cuda_rng(value: tuple[bytes, ...]) -> None:
+def _put_cuda_rng(value: list[bytes]) -> None:
     if value:
-        torch.cuda.set_rng_state_all(list(map(_state, value)))
+        torch.cuda.set_rng_state_all([*map(_state, value)])
 
 
 def _modes() -> tuple[int, int]:
@@ -93,15 +67,16 @@ def _put_saved_hooks(value: Any) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-HOOKS = tuple(n for n in vars(nn_module) if n.startswith("_global_") and isinstance(vars(nn_module)[n], dict))
-"""Hooks on every module of the process."""
+def _module_hooks() -> dict[str, Any]:
+    """Hooks on every module of the process."""
+    tables = vars(nn_module).items()
+    return {name: dict(table) for name, table in tables if name.startswith("_global_") and isinstance(table, dict)}
 
 
-def _put_hooks(value: tuple[dict[int, Any], ...]) -> None:
-    for name, hooks in zip(HOOKS, value, strict=True):
-        table = vars(nn_module)[name]
-        table.clear()
-        table.update(hooks)
+def _put_module_hooks(value: dict[str, Any]) -> None:
+    for name, hooks in value.items():
+        vars(nn_module)[name].clear()
+        vars(nn_module)[name].update(hooks)
 
 
 def _autocast() -> tuple[Any, ...]:
@@ -149,60 +124,58 @@ def _switch(path: str) -> bool | str:
 
 
 def _switches() -> dict[str, bool | str]:
-    out = {path: _switch(path) for path in SWITCHES}
-    return out | {f"backends.cuda.{name}": getattr(torch.backends.cuda, f"{name}_enabled")() for name in SDP}
+    out = {f"torch.{path}": _switch(path) for path in SWITCHES}
+    return out | {f"torch.backends.cuda.{name}": getattr(torch.backends.cuda, f"{name}_enabled")() for name in SDP}
 
 
 def _put_switches(value: dict[str, bool | str]) -> None:
     for path in SWITCHES:
         owner, _, name = path.rpartition(".")
-        if _switch(path) != value[path]:
-            setattr(operator.attrgetter(owner)(torch), name, value[path])
+        if _switch(path) != value[f"torch.{path}"]:
+            setattr(operator.attrgetter(owner)(torch), name, value[f"torch.{path}"])
     for name in SDP:
-        getattr(torch.backends.cuda, f"enable_{name}")(value[f"backends.cuda.{name}"])
+        getattr(torch.backends.cuda, f"enable_{name}")(value[f"torch.backends.cuda.{name}"])
 
 
-WATCHES: tuple[Watch, ...] = (
-    Watch("torch modes", _modes, _put_modes),  # first: an entered mode changes what later entries do
-    Watch("environment variables", _variables, _put_variables, _named_variables),
-    Watch("python RNG", random.getstate, random.setstate, kept=False),
-    Watch("numpy RNG", _numpy_rng, _put_numpy_rng, kept=False),
-    Watch(
-        "torch RNG",
-        lambda: torch.get_rng_state().numpy().tobytes(),
-        lambda value: torch.set_rng_state(_state(value)),
-        kept=False,
-    ),
-    Watch("CUDA RNG", _cuda_rng, _put_cuda_rng, kept=False),
-    Watch("inference mode", torch.is_inference_mode_enabled),
-    Watch("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    Watch(
-        "anomaly mode",
+WATCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
+    "torch modes": (_modes, _put_modes),  # first: an entered mode changes what later entries do
+    "environment variable": (lambda: dict(vars(os.environ)["_data"]), _put_variables),  # as bytes: `environ` decodes each
+    "python RNG": (random.getstate, random.setstate),
+    "numpy RNG": (_numpy_rng, _put_numpy_rng),
+    "torch RNG": (lambda: _bytes(torch.get_rng_state()), lambda v: torch.set_rng_state(_state(v))),
+    "CUDA RNG": (_cuda_rng, _put_cuda_rng),
+    "inference mode": (torch.is_inference_mode_enabled, None),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "anomaly mode": (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda v: torch.set_anomaly_enabled(*v),
     ),
-    Watch("hooks on saved tensors", _saved_hooks, _put_saved_hooks),
-    Watch("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Watch(
-        "default device",
+    "hooks on saved tensors": (_saved_hooks, _put_saved_hooks),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (
         lambda: str(torch.get_default_device()),
         lambda d: torch.set_default_device(None if d == "cpu" else d),
     ),
-    Watch("float32_matmul_precision", matmul_precision, torch.set_float32_matmul_precision),
-    Watch(
-        "deterministic algorithms",
+    "float32_matmul_precision": (matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic algorithms": (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1]),
     ),
-    Watch(
-        "switches",
-        _switches,
-        _put_switches,
-        lambda before, now: [f"switch torch.{name} changed" for name in before if before[name] != now[name]],
-    ),
-    Watch("autocast", _autocast, _put_autocast),
-    Watch("flushing of subnormal numbers", _flushes, torch.set_flush_denormal),
-    Watch("number of threads", torch.get_num_threads, torch.set_num_threads),
-    Watch("hooks on every module", lambda: tuple(dict(vars(nn_module)[n]) for n in HOOKS), _put_hooks),
-)
-"""In the order in which they are put back."""
+    "switch": (_switches, _put_switches),
+    "autocast": (_autocast, _put_autocast),
+    "flushing of subnormal numbers": (_flushes, torch.set_flush_denormal),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "hooks on every module": (_module_hooks, _put_module_hooks),
+}
+"""What a call must leave alone, in the order in which it is put back: one function reads it, one restores what that gave. Without
+the second nothing can undo it. Of a table the entries that changed are named."""
+LEFT = 10
+"""Changes of one kind that are named one by one."""
+
+
+def told(name: str, before: Any, now: Any) -> list[str]:
+    """How a change of an entry is named."""
+    if not isinstance(before, dict) or name == "hooks on every module":
+        return [f"{name} changed"]
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return [f"{name} {os.fsdecode(key)} changed" for key in keys[:LEFT]]

@@ -18,7 +18,6 @@ from parity.registry import NAMES, loss_family, run_case
 FAMILY = loss_family("logprobs")
 CASE = FAMILY.case(3, "fp32", {"V": 11, "H": 5})
 PLAIN = control("control.logprobs.plain")
-KEPT: list = []
 
 
 def right(hidden, weight, ids):
@@ -50,11 +49,6 @@ class Late:
 
 def raised(error):
     raise error
-
-
-def kept_mode():
-    KEPT.append(torch.inference_mode())
-    KEPT[-1].__enter__()
 
 
 LEAVES = {
@@ -121,15 +115,3 @@ def test_a_fault_costs_its_own_implementation_a_verdict_and_nobody_else_anything
     assert own and all(verdict in ("disagree", "crashed") for _, verdict, _, _ in own), own
     assert "harness" not in [blame for *_, blame in own]
     assert after == 0 and all(printed) and not broken
-
-
-def test_a_mode_that_nothing_leaves_costs_the_process(monkeypatch):
-    LEAVES["inference mode"] = lambda h: kept_mode()
-
-    def body():
-        rows = [r.message for r in run_case(CASE, [planted("inference mode"), PLAIN])]
-        return json.dumps([rows, process_state.broken()])
-
-    rows, broken = json.loads(in_a_fork(body))
-    del LEAVES["inference mode"]
-    assert len(broken) and "inference mode changed" in broken[0], (rows, broken)

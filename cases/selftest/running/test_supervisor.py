@@ -261,10 +261,7 @@ def test_a_fork_that_goes_on_and_words_on_every_descriptor_change_nothing(tmp_pa
 
 
 def test_a_world_that_cannot_be_put_back_is_left_for_a_fresh_process(tmp_path):
-    act = (
-        "if calls == 2: torch.ops; globals().setdefault('kept', torch.library.Library('aten', 'IMPL')).impl("
-        "'_log_softmax', lambda x, dim, half: torch.zeros_like(x), 'CPU')"
-    )
+    act = "if calls == 2: globals().setdefault('kept', torch.inference_mode()).__enter__()"
     events = planted(tmp_path, act)
     wrong = [r for r in rows_of(events, "own") if r.verdict not in ("agree", "unsupported")]
     assert [(r.quantity, r.verdict) for r in wrong] == [("protocol", "disagree")], wrong
