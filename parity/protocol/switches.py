@@ -139,7 +139,10 @@ def _put_switches(value: dict[str, bool | str]) -> None:
 
 WATCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "torch modes": (_modes, _put_modes),  # first: an entered mode changes what later entries do
-    "environment variable": (lambda: dict(vars(os.environ)["_data"]), _put_variables),  # as bytes: `environ` decodes each
+    "environment variable": (
+        lambda: dict(vars(os.environ)["_data"]),
+        _put_variables,
+    ),  # as bytes: `environ` decodes each
     "python RNG": (random.getstate, random.setstate),
     "numpy RNG": (_numpy_rng, _put_numpy_rng),
     "torch RNG": (lambda: _bytes(torch.get_rng_state()), lambda v: torch.set_rng_state(_state(v))),

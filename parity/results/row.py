@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from parity.process import NOT_INSTALLED
 
 SCHEMA = 2
-"""Version of the results file that is written; the one before is read too."""
+"""Version of the results file."""
 
 Verdict = Literal[
     "agree", "disagree", "refused", "unsupported", "crashed", "timed-out", "out-of-memory", "nondeterministic"

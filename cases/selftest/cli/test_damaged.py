@@ -22,11 +22,11 @@ ABSURD = [
     {"a": {}}, [1, "a", None], {"min": "a"}, {"not": []},
 ]  # fmt: skip
 ROW = {
-    "schema": 1, "run": "aa", "case": "logprobs-1", "family": "logprobs", "implementation": "a.b", "dtype": "fp32",
+    "case": "logprobs-1", "family": "logprobs", "implementation": "a.b", "dtype": "fp32",
     "device": "cpu", "role": "reference", "verdict": "disagree", "quantity": "logps", "headroom": 2.0, "gates": {"row": 2.0},
     "worst": [{"index": [0, 1], "value": 1.0, "oracle": 2.0, "error": 1.0}], "settings": {"V": 3}, "class": "logic",
 }  # fmt: skip
-HEADER = {"schema": 1, "run": "aa", "header": {"versions": {"torch": "2"}, "device": "cpu", "profile": "pr", "seed": 1}}
+HEADER = {"schema": 2, "run": "aa", "header": {"versions": {"torch": "2"}, "device": "cpu", "profile": "pr", "seed": 1}}
 
 
 def damaged(text: str, rng: random.Random) -> bytes:
@@ -102,17 +102,16 @@ def originals() -> dict[str, tuple[str, list[str]]]:
     """Reader -> the suffix of its files and texts that it reads."""
     cases = [p.read_text() for p in data.frozen_cases()[::7]]
     records = [p.read_text() for p in sorted((data.cases_dir() / "history").glob("*.toml"))[::6]]
-    older = "\n".join(json.dumps(r) for r in (HEADER, ROW, ROW | {"quantity": "grad_hidden"})) + "\n"
     case = {name: ROW[name] for name in ("case", "family", "dtype", "device", "settings")}
     quantities = [{name: ROW[name] for name in ("quantity", "verdict", "headroom", "gates", "worst", "class")}]
     comparison = {"case": ROW["case"], "implementation": "a.b", "role": "reference", "quantities": 2 * quantities}
-    rows = "\n".join(json.dumps(r) for r in (HEADER | {"schema": 2}, case, comparison)) + "\n"
+    rows = "\n".join(json.dumps(r) for r in (HEADER, case, comparison)) + "\n"
     entry = data.ledger_file().read_text().split("[[finding]]")[1:5]
     entries = ["[[finding]]" + e for e in entry]
     return {
         "case": (".json", cases),
         "ledger": (".toml", entries),
-        "report": (".ndjson", [rows, older]),
+        "report": (".ndjson", [rows]),
         "record": (".toml", records),
     }
 

@@ -10,11 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 import parity
+from cases.selftest.results.runs import HEADER, LOSS
 from parity.cli import commands
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.protocol.call import execute
 from parity.registry import family
+from parity.results.report.rows import writer
 from parity.running.chosen import described
 
 LOGPROBS = family("logprobs")
@@ -118,18 +120,11 @@ def test_usage_errors_of_replay_are_no_judgement(words):
     assert CliRunner().invoke(commands.main, words).exit_code == 125
 
 
-def rows_file(folder: Path) -> Path:
-    path = folder / "results.ndjson"
-    header = {"schema": 1, "run": "aa", "header": {"versions": {}, "device": "cpu", "profile": "quick", "seed": 1}}
-    row = {"schema": 1, "run": "aa", "case": "logprobs-1", "family": "logprobs", "implementation": "a.b"}
-    row |= {"dtype": "fp32", "device": "cpu", "role": "reference", "verdict": "agree", "quantity": "logps"}
-    row |= {"headroom": 0.1, "known": None, "class": None, "gate": "x", "variant": None, "blame": None, "message": ""}
-    path.write_text("".join(json.dumps(r) + "\n" for r in (header, row)))
-    return path
-
-
 def test_a_reader_that_stops_reading_changes_nothing(tmp_path):
-    path = rows_file(tmp_path)
+    path = tmp_path / "results.ndjson"
+    with writer(path) as write:
+        write(HEADER)
+        write(LOSS)
     whole = CliRunner().invoke(commands.main, ["report", str(path), "--reports", str(tmp_path / "whole")])
     read, write = os.pipe()
     os.close(read)

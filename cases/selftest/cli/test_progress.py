@@ -3,12 +3,10 @@
 import io
 import time
 
-from msgspec import convert
 from rich.console import Console
 
-from cases.selftest.results.test_report import GRADIENT, LOSS
+from cases.selftest.results.runs import GRADIENT, LOSS, changed
 from parity.cli import progress
-from parity.results.row import Row
 
 
 def made(clock, **options):
@@ -26,7 +24,7 @@ def test_the_figures():
     now[0] = 10.0
     shown([], 11, 400, "lib.a on case-1")
     assert shown.left() == "time left not known yet", "2.75 % is too early"
-    rows = [convert(r, Row) for r in (LOSS, GRADIENT, GRADIENT | {"known": "entry-1"})]
+    rows = [LOSS, GRADIENT, *changed([GRADIENT], known="entry-1")]
     now[0] = 20.0
     shown(rows, 100, 400, "lib.b on case-2")
     assert shown.line() == (

@@ -7,8 +7,20 @@ import subprocess
 
 import pytest
 
-from cases.selftest.results.test_html import EVIL, GOOD, night, row
-from cases.selftest.results.test_report import CRASH, FINDING, HEADER, KNOWN, LONG, UNSUPPORTED, rename, summarise
+from cases.selftest.results.runs import (
+    CRASH,
+    EVIL,
+    FINDING,
+    GOOD,
+    KNOWN,
+    LONG,
+    UNSUPPORTED,
+    about,
+    changed,
+    night,
+    row,
+    summary,
+)
 from parity.results import memory
 from parity.results.report import render
 
@@ -39,10 +51,9 @@ onload = () => { document.title = JSON.stringify([...document.querySelectorAll("
 def test_in_a_browser(tmp_path):
     for day in range(2):
         night(tmp_path / "history", day, GOOD)
-    header = HEADER | {"run": "run1"}
-    long = rename(FINDING, implementation=LONG, message=EVIL * 9, replay="parity replay " + "x" * 300)
-    summary = summarise(header, [*FINDING, *long, *KNOWN, UNSUPPORTED, CRASH, row().to_json()])
-    render.write(summary, render.Ending(1, ["a reason"], folder=tmp_path, past=memory.runs(tmp_path / "history")))
+    long = changed(FINDING, implementation=LONG, message=EVIL * 9, replay="parity replay " + "x" * 300)
+    of_run = summary(*FINDING, *long, *KNOWN, UNSUPPORTED, CRASH, row(), header=about(1))
+    render.write(of_run, render.Ending(1, ["a reason"], folder=tmp_path, past=memory.runs(tmp_path / "history")))
     frames = "".join(f'<iframe src="index.html" width={w} height=900></iframe>' for w in WIDTHS)
     (tmp_path / "probe.html").write_text(PROBE % frames)
     done = subprocess.run(

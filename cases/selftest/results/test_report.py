@@ -1,198 +1,56 @@
-"""What is printed: the pieces, their order, and that nothing a library writes can break a page."""
+"""What reports must hold whatever a run found: one screen, no word cut, nothing that a library writes becomes markup."""
 
+import html.parser
 import io
+import json
 import re
 from xml.etree import ElementTree
 
 import pytest
-from msgspec import convert
+from click.testing import CliRunner
 from rich.console import Console
 
+from cases.selftest.results.runs import (
+    BAD,
+    CRASH,
+    EVIL,
+    FINDING,
+    GOOD,
+    GRADIENT,
+    HEADER,
+    KNOWN,
+    LONG,
+    LOSS,
+    UNSUPPORTED,
+    about,
+    changed,
+    declined,
+    everything,
+    in_order,
+    night,
+    row,
+    summary,
+)
+from cases.selftest.results.test_shown import printed
+from parity.cli import commands
+from parity.results import memory, notify, trend
 from parity.results.header import Header
 from parity.results.report import render
-from parity.results.report import summary as counting
-from parity.results.row import Row
-
-LONG = "some_library.a_fused_linear_policy_loss_with_a_name_that_does_not_fit_into_a_column_of_any_kind"
-HEADER = {
-    "schema": 1,
-    "run": "r1",
-    "header": {
-        "versions": {"torch": "2.13.0", "trl": "1.16.0"},
-        "device": "cpu",
-        "profile": "quick",
-        "seed": 7,
-        "seconds": 12.5,
-        "dimensions": {"policy": {"B": 2, "T": 3, "V": 7, "H": 4, "beta": 0.0, "softcap": None}},
-    },
-}
-BASE = {
-    "case": "policy-0123456789",
-    "family": "policy",
-    "implementation": "lib.loss",
-    "role": "candidate",
-    "against": "trl.GRPOTrainer",
-    "dtype": "bf16",
-    "device": "cpu",
-    "class": None,
-    "blame": None,
-    "known": None,
-    "settings": {"B": 2, "T": 3, "V": 5, "H": 4, "beta": 0.04},
-    "recipe": "fp32",
-    "worst": [],
-    "message": "",
-    "replay": "parity replay reports/findings/policy-0123456789.json --implementation lib.loss",
-}
-LOSS = BASE | {"quantity": "loss", "verdict": "agree", "gate": "scalar", "headroom": 0.2, "gates": {"scalar": 0.2}}
-GRADIENT = BASE | {
-    "quantity": "grad_hidden",
-    "verdict": "disagree",
-    "class": "logic",
-    "blame": "candidate",
-    "gate": "row",
-    "headroom": 85.25,
-    "gates": {"structure": 0.0, "norm": 41.5, "max": 20.0, "row": 85.25, "slope": None},
-    "value": 1.5,
-    "value_oracle": 3.0,
-    "max_abs": 0.5,
-    "dist": 1.25,
-    "allclose": False,
-    "atol": 1e-3,
-    "rtol": 2e-2,
-    "worst": [
-        {
-            "index": [1, 2, 3],
-            "value": None,
-            "oracle": 0.5,
-            "error": None,
-            "sequence": 1,
-            "position": 2,
-            "token": 4711,
-            "masked": True,
-        }
-    ],
-    "message": "0.5 times the oracle, which is 1 ÷ accumulation",
-}
-RELATION = BASE | {
-    "quantity": "relation: masked garbage",
-    "verdict": "disagree",
-    "class": "logic",
-    "blame": "candidate",
-    "gate": "relation",
-    "headroom": None,
-    "gates": {"relation": None},
-    "message": "grad_hidden differs by up to 3",
-}
-PROTOCOL = BASE | {
-    "quantity": "protocol",
-    "verdict": "agree",
-    "gate": "protocol",
-    "headroom": 0.0,
-    "gates": {"protocol": 0.0},
-}
-FINDING = [LOSS, GRADIENT, RELATION, PROTOCOL]
+from parity.results.report.rows import writer
 
 
-def declined(verdict, message, **fields):
-    return (
-        BASE
-        | {"quantity": None, "verdict": verdict, "gate": None, "headroom": None, "gates": {}}
-        | fields
-        | {"message": message}
-    )
-
-
-def rename(rows, **fields):
-    return [r | fields for r in rows]
-
-
-KNOWN = rename([LOSS, GRADIENT | {"known": "trl-chunk-7"}], case="policy-2", implementation="lib.known")
-UNSUPPORTED = declined("unsupported", "no softcap parameter", case="policy-3", implementation="lib.none")
-CRASH = declined("crashed", "RuntimeError: [bold]kernel[/bold] \x1b[31mfailed\x00", case="policy-4")
-
-
-def typed(rows):
-    return [convert(row, Row) for row in rows]
-
-
-def summarise(header, rows):
-    return counting.summarise(convert(header, Header), typed(rows))
-
-
-def text_of(rows, *width):
-    return render.text_of(typed(rows), *width)
-
-
-def everything():
-    return summarise(HEADER, [*FINDING, *KNOWN, UNSUPPORTED, CRASH])
-
-
-def shown(summary, width=100, **options):
-    out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, highlight=False, **options)
-    render.terminal(summary, console, full=True)
-    return out.getvalue()
-
-
-def in_order(text, *pieces):
-    at = -1
-    for piece in pieces:
-        found = text.find(piece, at + 1)
-        assert found >= 0, f"{piece!r} is not after position {at} in\n{text}"
-        at = found
+def shown(of_run, width=100, ending=render.IN_ORDER, full=False):
+    return printed(lambda console: render.terminal(of_run, console, ending, full), width)
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
-def test_the_failure_text_fits_and_names_a_relation_beside_the_table(width):
-    text = text_of(FINDING, width)
-    in_order(text, "disagree  relation: masked garbage", "relation  two calls that must agree exactly do not")
-    in_order(text, "hint     grad_hidden: 0.5 times", "hint     relation: masked garbage: grad_hidden differs")
+def test_everything_fits_and_no_id_is_cut(width):
+    text = render.text_of(FINDING, width)
     assert max(len(line) for line in text.splitlines() if not line.startswith("replay")) <= width
-
-
-def test_what_replay_says_where_nothing_fails():
-    """A line an implementation: how nearly it agrees, or why it was not judged; none without rows."""
-    agreeing = {**LOSS, "verdict": "agree"}
-    declined = {**LOSS, "verdict": "unsupported", "quantity": None, "message": "no fused path"}
-    out = io.StringIO()
-    console = Console(file=out, width=100, color_system=None)
-    for rows in ([agreeing], [declined], [], [GRADIENT, agreeing]):
-        render.render_case(typed(rows), console)
-    first, second, third = out.getvalue().splitlines()[:3]
-    assert first == "agrees      lib.loss · 1 quantity, at most 0.2 of the allowed error (loss, gate scalar)"
-    assert second == "unsupported lib.loss · no fused path"
-    assert third == "class    logic"
-
-
-def test_the_whole_failure_text():
-    assert text_of([LOSS, GRADIENT, PROTOCOL], 100) == (
-        "class    logic\n"
-        "wrong    the candidate lib.loss (the reference trl.GRPOTrainer agrees with float64)\n"
-        "quantity grad_hidden, gate row: 85.25 times the allowed error\n"
-        "sizes    value 1.5 · float64 3 · max |error| 0.5 · torch.dist 1.25 · torch.allclose False at atol\n"
-        "         0.001, rtol 0.02\n"
-        "case     policy-0123456789 · bf16 · cpu\n"
-        "settings BxTxVxH 2x3x5x4, beta=0.04\n"
-        "recipe   fp32\n"
-        "\n"
-        "error ÷ allowed at every gate: above 1 fails\n"
-        "quantity    verdict  scalar structure  norm   max   row slope\n"
-        "loss        agree      0.20\n"
-        "grad_hidden disagree                0 41.50 20.00 85.25     ∞\n"
-        "agree     protocol\n"
-        "norm      the length of the whole error\n"
-        "max       the largest error of one entry\n"
-        "row       the largest error of one row: a token, or a word of the vocabulary\n"
-        "slope     a common factor: all too large, or all too small\n"
-        "\n"
-        "worst entries of grad_hidden\n"
-        "sequence position token id masked?      value float64      error\n"
-        "       1        2     4711     yes not finite     0.5 not finite\n"
-        "\n"
-        "hint     grad_hidden: 0.5 times the oracle, which is 1 ÷ accumulation\n"
-        "\n"
-        "replay   parity replay reports/findings/policy-0123456789.json --implementation lib.loss\n"
-    )
+    table = shown(everything(), width, full=True).split("error ÷ allowed, ")[1].split("not compared")[0]
+    assert max(len(line) for line in table.splitlines()) <= width and "85.25!" in table
+    text = shown(summary(*changed(FINDING, implementation=LONG)), width, full=True)
+    assert f"new 1 · {LONG} · logic" in " ".join(text.split()) and f"\n{LONG}\n" in text.split("error ÷ allowed, ")[1]
 
 
 @pytest.mark.parametrize(
@@ -206,61 +64,22 @@ def test_the_whole_failure_text():
     ],
 )
 def test_who_is_wrong(fields, says):
-    assert says in text_of([GRADIENT | fields], 120)
-
-
-def test_a_crash_has_a_text_too():
-    text = text_of([CRASH])
-    in_order(
-        text, "class    crashed", "wrong ", "quantity none: crashed", "[bold]kernel[/bold]", "replay   parity replay"
-    )
+    assert says in render.text_of(changed([GRADIENT], **fields), 120)
 
 
 def test_a_long_replay_line_stays_one_line():
     line = "parity replay " + "x" * 200 + " --implementation " + LONG
-    assert f"replay   {line}\n" in text_of([GRADIENT | {"replay": line}], 80)
-    s = summarise(HEADER, [GRADIENT | {"replay": line}])
-    assert f"{line}\n" in shown(s, 80)
-
-
-def test_the_summary_in_its_order():
-    text = shown(everything())
-    in_order(
-        text,
-        "trl 1.16.0, torch 2.13.0: 1 unranked known defect seen, 2 new",
-        "new 1 · lib.loss · crashed",
-        "class    crashed",
-        "class    logic",
-        "known defects, unranked",
-        "lib.loss",
-        "lib.known",
-        "known trl-chunk-7 · lib.known · logic in grad_hidden",
-        "unsupported, 1 case: no softcap parameter",
-        "2 compared · 0 agree · 1 known · 1 disagree · 1",
-        "\nnext ",
-    )
-    assert "passed" not in text
+    rows = changed([GRADIENT], replay=line)
+    assert f"replay   {line}\n" in render.text_of(rows, 80) and f"{line}\n" in shown(summary(*rows), 80)
 
 
 def test_a_clean_run_says_what_it_compared():
-    text = shown(summarise(HEADER, [LOSS]))
+    text = shown(summary(LOSS), full=True)
     assert ": 1 compared · 1 agree\n" in text and "no known defects seen, 0 new" in text
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_ids_are_never_cut(width):
-    text = shown(summarise(HEADER, rename(FINDING, implementation=LONG)), width)
-    assert f"new 1 · {LONG} · logic" in " ".join(text.split()) and f"\n{LONG}\n" in text.split("error ÷ allowed, ")[1]
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_table_fits(width):
-    table = shown(everything(), width).split("error ÷ allowed, ")[1].split("not compared")[0]
-    assert max(len(line) for line in table.splitlines()) <= width and "85.25!" in table
-
-
 def test_an_interrupted_run_says_so():
-    s = summarise(HEADER | {"interrupted": True}, [LOSS])
+    s = summary(LOSS, header=Header(run="r1", header=HEADER.header, interrupted=True))
     assert all("interrupted" in text for text in (render.markdown(s), render.page(s), render.junit(s)))
 
 
@@ -268,94 +87,164 @@ def test_colour_adds_nothing_but_colour():
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system="standard", highlight=False)
     render.terminal(everything(), console, full=True)
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
-    assert plain == shown(everything())
+    assert re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()) == shown(everything(), full=True)
 
 
-def test_junit():
-    root = ElementTree.fromstring(render.junit(everything()))
-    cases = {c.get("classname"): c for c in root.iter("testcase")}
-    failure = cases["policy.lib.loss"].find("failure")
-    assert cases["policy.lib.loss"].get("name") == "bf16, cpu"
-    assert "the candidate lib.loss" in failure.get("message") and "crashed" in failure.get("message")
-    in_order(failure.text, "failed", "class    logic", "error ÷ allowed at every gate", BASE["replay"])
-    assert cases["policy.lib.known"].find("skipped").get("message") == "known: trl-chunk-7"
-    assert cases["policy.lib.none"].find("skipped").get("message") == "unsupported: no softcap parameter"
-    assert (root.get("tests"), root.get("failures"), root.get("errors"), root.get("skipped")) == ("3", "1", "0", "2")
-    crashed = ElementTree.fromstring(render.junit(summarise(HEADER, [CRASH, *KNOWN])))
+def test_what_crashed_and_was_not_judged_is_an_error_of_junit():
+    crashed = ElementTree.fromstring(render.junit(summary(CRASH, *KNOWN)))
     assert (crashed.get("errors"), crashed.get("failures"), crashed.get("skipped")) == ("1", "0", "1")
 
 
-def test_html_escapes():
-    evil = "<script>alert('x')</script> & \"more\""
-    page = render.page(summarise(HEADER, rename(FINDING, message=evil, implementation=evil, case=evil, replay=evil)))
-    assert "<script" not in page
-    assert "&lt;script&gt;" in page
+def test_nothing_from_a_file_becomes_markup():
+    rows = changed(FINDING, message=EVIL, implementation=EVIL, case=EVIL, replay=EVIL)
+    page = render.page(summary(*rows))
+    assert "<script" not in page and "&lt;script&gt;" in page
     assert not re.search(r"https?://", page), "nothing is fetched"
-
-
-def test_html_says_the_same():
-    in_order(
-        render.page(everything()),
-        "1 unranked known defect seen, 2 new",
-        "trl 1.16.0, torch 2.13.0",
-        "2 compared on CPU, none on CUDA: 2 compared · 0 agree · 1 known · 1 disagree",
-        "Known defects of this stack",
-        "parity replay trl-chunk-7",
-        "New findings",
-        "logic in grad_hidden",
-        "the candidate lib.loss",
-        "85.25",
-        "4711",
-        "1 ÷ accumulation",
-        BASE["replay"],
-        "Known findings",
-        "trl-chunk-7",
-        "no softcap parameter",
-    )
-
-
-def test_markdown():
-    text = render.markdown(everything())
-    in_order(
-        text,
-        "## Numerical parity: trl 1.16.0, torch 2.13.0: 1 unranked known defect seen, 2 new",
-        "2 compared · 0 agree · 1 known · 1 disagree",
-        "### New findings",
-        "**logic in grad\\_hidden** · `lib.loss`",
-        f"`{BASE['replay']}`",
-        "### Known defects",
-        "`parity replay trl-chunk-7`",
-        "| policy | `lib.known` | bf16 (cpu) |",
-        "### Not compared",
-    )
-
-
-def test_markdown_escapes():
-    evil = "a|b `c` <img src=x> [d](e)\nnew"
-    text = render.markdown(summarise(HEADER, [declined("unsupported", evil)]))
+    text = render.markdown(summary(declined("unsupported", "a|b `c` <img src=x> [d](e)\nnew")))
     (cell,) = [line for line in text.splitlines() if line.startswith("| policy")]
-    assert len(re.findall(r"(?<!\\)\|", cell)) == 9
-    assert "<img" not in text
+    assert len(re.findall(r"(?<!\\)\|", cell)) == 9 and "<img" not in text
 
 
 def test_a_crash_is_not_given_the_reason_of_what_was_unsupported():
-    rows = [declined("unsupported", "no bias parameter"), declined("crashed", "boom") | {"case": "policy-2"}]
-    text = render.markdown(summarise(HEADER, rows))
+    rows = [declined("unsupported", "no bias parameter"), declined("crashed", "boom", case="policy-2")]
+    text = render.markdown(summary(*rows))
     (cell,) = [line for line in text.splitlines() if line.startswith("| policy")]
-    assert "CRASHED" in cell
-    assert "no bias" not in cell
+    assert "CRASHED" in cell and "no bias" not in cell
 
 
 def test_markdown_fits_a_comment():
-    rows = [
-        GRADIENT | {"case": f"policy-{k}", "implementation": f"lib.loss{k}", "message": "x" * 300} for k in range(150)
-    ]
-    text = render.markdown(summarise(HEADER, rows))
-    assert len(text) < 65_536
-    assert "… and 90 more." in text
+    rows = [changed([GRADIENT], case=f"p-{k}", implementation=f"lib.loss{k}", message="x" * 300)[0] for k in range(150)]
+    text = render.markdown(summary(*rows))
+    assert len(text) < 65_536 and "… and 90 more." in text
 
 
-def test_files_are_written(tmp_path):
-    render.write(everything(), render.Ending(folder=tmp_path))
+def test_a_green_run_hides_no_severe_defect():
+    """Those of the shipped ledger, in a user's words and by severity; a part counts once, a convention not at all."""
+    ids = ("cce-gradient-filter", "trl-grpo-entropy-minus-inf", "trl-entropy-minus-inf", "gc-overwrite")
+    rows = [changed([GRADIENT], known=id, case=f"policy-{id}", replay="")[0] for id in ids]
+    of_run, results = summary(LOSS, *rows), "elsewhere/x.ndjson"
+    in_order(
+        shown(of_run, ending=render.Ending(results=results)),
+        "1 high, 1 low known defects seen, 0 new",
+        "high: default or common settings",
+        "Generation replaces it",
+        "Fix: `apply`. Since: trl 0.22.0 on.",
+        "parity replay gc-overwrite\n",
+        "low: extremes",
+        "parity replay trl-entropy-minus-inf\n",
+        "convention: ",
+        "the run ended with 0: nothing new disagrees",
+        "next     parity report elsewhere/x.ndjson -v\n",
+    )
+    for other in (render.markdown(of_run), render.page(of_run)):
+        in_order(other, "1 high, 1 low known", "nothing new disagrees", "Generation replaces it", "gc-overwrite")
+
+
+def test_devices_are_counted_apart():
+    """An implementation on CUDA is a line of its own and no comparison on the CPU."""
+    gpu = changed([LOSS, *changed([LOSS], case="c2")], device="cuda")
+    text = shown(summary(LOSS, *gpu))
+    in_order(text, "lib.loss (cpu)", "1 compared on CPU, 2 on CUDA")
+    assert "lib.loss (cuda)" in text
+
+
+def test_cells_tell_new_from_known():
+    rows = [GRADIENT, KNOWN[1], *changed([GRADIENT], implementation="lib.huge", headroom=1e33)]
+    table = shown(summary(*rows)).split("error ÷ allowed, at worst")[1]
+    lines = {line.split()[0]: line.split()[1] for line in table.splitlines() if line.startswith("lib.")}
+    assert (lines["lib.loss"], lines["lib.known"], lines["lib.huge"]) == ("85.25!", "(85.25)", ">1000!")
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Ninety implementations, half of them idle for two reasons, forty new findings, as many known ones."""
+    rows = changed([CRASH], message="x " * 300, implementation=LONG[:70])
+    for k in range(45):
+        rows += changed([LOSS], implementation=f"lib.loss{k}", family=f"family{k % 9}")
+        rows += changed([UNSUPPORTED], implementation=f"lib.idle{k}", message=f"reason {'ab'[k % 2]} " + "long " * 20)
+    for k in range(40):
+        rows += changed([GRADIENT], implementation=f"lib.new{k}", case=f"new-{k}")
+        rows += changed([GRADIENT], implementation=f"lib.old{k}", case=f"old-{k}", known=f"an-entry-of-the-ledger-{k}")
+    return summary(*rows)
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_it_fits_one_screen_and_breaks_no_word(large, width):
+    text = shown(large, width, render.Ending(1, ["a reason " * 30] * 9))
+    lines = text.splitlines()
+    assert 30 < len(lines) <= 60
+    assert max(len(line) for line in lines if "parity replay" not in line) <= min(width, 110)
+    assert LONG[:70] in text and "lib.new0" in text
+    assert text.count("\nidle  ") == 1 and "45 implementations compared nothing" in text
+    in_order(text, "more new findings: parity report reports/results.ndjson -v", "more implementations: parity report")
+
+
+def test_notes_leave_room_for_the_findings():
+    """A user's twenty functions have a note each: what is new is shown, notes are counted."""
+    rows = changed([GRADIENT], implementation="my_kernel.py:wrong")
+    for k in range(20):
+        rows += changed([UNSUPPORTED], implementation=f"my_kernel.py:f{k}", message=f"f{k} has no parameter bias")
+        rows += changed([LOSS], implementation=f"my_kernel.py:f{k}", case=f"other-{k}")
+    text = shown(summary(*rows))
+    in_order(text, "\nnew 1 · my_kernel.py:wrong", "which it has not: bias", "more notes: parity report")
+    assert "more new finding" not in text
+
+
+def test_how_much_is_printed(tmp_path):
+    results = tmp_path / "results.ndjson"
+    with writer(results) as write:
+        for record in (HEADER, *FINDING, *KNOWN, UNSUPPORTED, CRASH):
+            write(record)
+
+    def said(*words):
+        return CliRunner().invoke(commands.main, ["report", str(results), *words]).output
+
+    assert said("-q") == (
+        "trl 1.16.0, torch 2.13.0: 1 unranked known defect seen, 2 new · "
+        "the run ended with 1: something disagrees that no ledger entry covers\n"
+    )
+    found = json.loads(said("--json"))
+    assert [f["row"]["verdict"] for f in found["new"]] == ["crashed", "disagree"]
+    assert found["known"][0]["row"]["known"] == "trl-chunk-7" and found["compared"] == {"cpu": 2}
+    in_order(said("-v"), "2 new", "worst entries of grad_hidden", "not compared, and why", "\nnext ")
+    assert "cannot be used together" in said("-v", "-q")
     assert all((tmp_path / name).stat().st_size > 500 for name in ("junit.xml", "summary.md", "index.html"))
+
+
+class Links(html.parser.HTMLParser):
+    """Targets within the page, and ids."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.targets, self.ids = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        if tag == "a":
+            self.targets.append(found["href"])
+        self.ids += [found["id"]] if "id" in found else []
+
+
+def test_every_link_has_its_heading():
+    found = Links(render.page(everything()))
+    assert len(found.targets) > 5 and len(found.ids) == len(set(found.ids))
+    assert {t.removeprefix("#") for t in found.targets} <= set(found.ids)
+
+
+def test_a_finding_not_drawn_again_is_not_called_fixed_while_its_implementation_fails(tmp_path):
+    side = row(quantity="grad_weight", headroom=1.3, verdict="disagree", case="policy-2")
+    night(tmp_path, 0, [*GOOD, *BAD, side], 1)
+    night(tmp_path, 1, now := [*GOOD, *BAD], 1)
+    past, still = memory.runs(tmp_path), "not seen; its implementation still fails"
+    text = render.page(summary(*now, header=about(1)), render.Ending(1, past=past))
+    assert "fixed</a>" not in text.split("<nav>")[0] and still in text
+    assert still in notify.body(trend.of("run1", past))
+    night(tmp_path, 2, GOOD)
+    text = render.page(summary(*GOOD, header=about(2)), render.Ending(past=memory.runs(tmp_path)))
+    assert '<p>1 finding <a href="#fixed">fixed</a> since the run before.</p>' in text.split("<nav>")[0]
+
+
+def test_a_run_that_was_not_kept_says_nothing_of_others(tmp_path):
+    night(tmp_path, 0, GOOD)
+    assert 'id="fixed"' not in render.page(summary(LOSS), render.Ending(past=memory.runs(tmp_path)))

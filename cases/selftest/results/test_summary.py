@@ -3,45 +3,10 @@
 import math
 
 import pytest
-from msgspec import convert
 
-from parity.results.header import About, Header
+from cases.selftest.results.runs import row, summary
 from parity.results.report import wording
 from parity.results.report.findings import headroom
-from parity.results.report.summary import summarise
-from parity.results.row import Row
-
-HEADER = Header(run="r1", header=About())
-
-
-def row(case="c1", quantity="loss", verdict="agree", implementation="lib.loss", **fields):
-    fails = verdict in ("disagree", "nondeterministic")
-    settings = {"B": 2, "T": 3, "V": 7, "H": 4} | fields.pop("settings", {})
-    base = {
-        "case": case,
-        "family": "policy",
-        "implementation": implementation,
-        "role": "candidate",
-        "quantity": quantity,
-        "dtype": "fp32",
-        "device": "cpu",
-        "verdict": verdict,
-        "class": "logic" if fails else None,
-        "blame": "candidate" if fails else None,
-        "gate": "norm" if quantity else None,
-        "headroom": (4.0 if fails else 0.25) if quantity else None,
-        "gates": {"norm": 4.0 if fails else 0.25} if quantity else {},
-        "known": None,
-        "settings": settings,
-        "worst": [],
-        "message": "",
-        "replay": f"parity replay {case}",
-    }
-    return convert(base | fields, Row)
-
-
-def summary(*rows):
-    return summarise(HEADER, rows)
 
 
 def test_every_case_counts_once():
@@ -109,7 +74,7 @@ def test_nothing_compared_is_never_agreement():
 
 
 def test_a_failure_without_a_size_is_infinite():
-    s = summary(row("a", "relation: x2", "disagree", headroom=None, gate="relation", gates={"relation": None}))
+    s = summary(row("a", "relation: x2", "disagree", headroom=None, gate="relation"))
     assert headroom(s.findings[0].worst) == math.inf
     assert headroom(s.lines[0].worst) == math.inf
     assert wording.at(s.findings[0].lead) == "relation: x2"
@@ -151,7 +116,7 @@ def test_a_finding_is_what_its_failure_starts_in(rows, roots):
 
 
 def test_the_table_names_the_root():
-    relation = row("a", "relation: x2", "disagree", headroom=None, gate="relation", gates={"relation": None})
+    relation = row("a", "relation: x2", "disagree", headroom=None, gate="relation")
     (line,) = summary(relation, row("a", "loss", "disagree")).lines
     assert wording.at(line.worst) == "loss, gate norm"
 
@@ -171,12 +136,15 @@ def test_the_smallest_case_speaks():
     )
     assert s.findings[0].lead.case == "small"
     assert s.findings[0].cases == 3
-    s = summary(row("small", verdict="disagree"), row("big", verdict="disagree", settings={"V": 99}, minimised=True))
+    s = summary(
+        row("small", verdict="disagree"),
+        row("big", verdict="disagree", settings={"V": 99}, minimised=True),
+    )
     assert s.findings[0].lead.case == "big", "a minimised case comes with its file"
 
 
 def test_logic_in_one_case_is_logic():
-    s = summary(row("a", verdict="disagree", **{"class": "precision"}), row("b", verdict="disagree"))
+    s = summary(row("a", verdict="disagree", cls="precision"), row("b", verdict="disagree"))
     (finding,) = s.findings
     assert (finding.lead.cls, finding.classes) == ("logic", {"precision": 1, "logic": 1})
 
@@ -199,9 +167,29 @@ ALONE = "; not known whose fault: no reference ran this case"
 def test_one_cause_is_one_finding_whatever_pass_it_ended_and_whoever_ran_beside_it():
     """Three findings were made of it, and the smallest case said that nobody is to blame."""
     s = summary(
-        row("a", None, "crashed", message=f"{DIED}, in its forward pass{ALONE}", settings={"V": 2}),
-        row("b", None, "crashed", message=f"{DIED}, in its backward pass", settings={"V": 9}, blame="candidate"),
-        row("c", None, "crashed", message=f"{DIED}, in its forward pass", settings={"V": 8}, blame="candidate"),
+        row(
+            "a",
+            None,
+            "crashed",
+            message=f"{DIED}, in its forward pass{ALONE}",
+            settings={"V": 2},
+        ),
+        row(
+            "b",
+            None,
+            "crashed",
+            message=f"{DIED}, in its backward pass",
+            settings={"V": 9},
+            blame="candidate",
+        ),
+        row(
+            "c",
+            None,
+            "crashed",
+            message=f"{DIED}, in its forward pass",
+            settings={"V": 8},
+            blame="candidate",
+        ),
         row("d", None, "crashed", message="the process ended (exit code 7), in its forward pass", blame="candidate"),
     )
     finding = next(f for f in s.findings if f.cases == 3)
@@ -266,7 +254,7 @@ def test_reasons_are_counted():
 
 
 def test_nothing_at_all():
-    s = summarise(Header(run="r", header=About()), [])
+    s = summary()
     assert not s.counts and wording.headline(s) == "no known defects seen, 0 new"
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from parity.decoding import convert, decode, json_of, of_schema, short
 from parity.errors import UsageError
 from parity.results.header import Header, Last, Parted
-from parity.results.row import DECLINED, SCHEMA, SIZE, VALUE, Row, finite
+from parity.results.row import DECLINED, SCHEMA, Row
 
 Record: TypeAlias = Header | Row | Parted | Last
 OF_CASE = ("family", "dtype", "device", "seed", "settings", "features", "shard", "frozen")
@@ -135,18 +135,6 @@ def _kept(row: Row) -> dict[str, Any]:
     return data
 
 
-def _rounded(row: Row) -> Row:
-    """A row of schema 1 with the digits that it would have now."""
-    sizes = {name: finite(getattr(row, name)) for name in ("headroom", "max_abs", "dist", "atol", "rtol", "slope")}
-    values = {name: finite(getattr(row, name), VALUE) for name in ("value", "value_oracle", "value_reference")}
-    gates = {name: finite(size) for name, size in row.gates.items()}
-    digits = {"value": VALUE, "oracle": VALUE, "error": SIZE}
-    worst = [
-        {n: finite(x, digits.get(n, 17)) if isinstance(x, float) else x for n, x in one.items()} for one in row.worst
-    ]
-    return replace(row, gates=gates, worst=worst, **sizes, **values)
-
-
 def _derived(data: Mapping[str, Any]) -> dict[str, Any]:
     """What fields of a row are where its lines do not say so."""
     replay = f"parity replay {data['case']} --implementation {data.get('implementation')}"
@@ -226,9 +214,6 @@ def _take(line: bytes, where: str, header: Header, rows: list[Row], cases: dict[
         quantities = convert(list[dict[str, Any]], data.pop("quantities"), where)
         whole = {"run": header.run} | cases[name] | data
         rows += [convert(Row, _derived(whole | one) | whole | one, where) for one in quantities]
-    elif "verdict" in data:  # a file of schema 1: a line for each row
-        kept = _kept(_rounded(convert(Row, data, where)))
-        rows.append(convert(Row, {"run": header.run} | _derived(kept) | kept, where))
     else:
         cases[convert(str, data.get("case"), where)] = data
 
@@ -237,7 +222,7 @@ def _header(line: bytes, where: str) -> Header:
     data = json_of(line, where)
     if not isinstance(data, dict) or not isinstance(data.get("header"), dict):
         raise UsageError(f"{where}: expected the header row {{schema, run, header}} of a results file")
-    of_schema(data, 1 if data.get("schema") is not True and data.get("schema") == 1 else SCHEMA, where, "a header")
+    of_schema(data, SCHEMA, where, "a header")
     found: Header = convert(Header, data, where)
     return found
 
