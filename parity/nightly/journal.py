@@ -1,4 +1,4 @@
-"""What a night has done so far, as a file: it goes on after it was killed, and others see how it stands."""
+"""How the last night stands, as a file for others to see. What it did is in its run's results file and in the history."""
 
 from __future__ import annotations
 
@@ -8,31 +8,24 @@ import fcntl
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import field
 
 from parity.decoding import convert, json_of, save_json, text_of
 from parity.errors import UsageError
-from parity.nightly.proof import Proof
-from parity.results.memory import CommandOutcome
 
 FILE, LOCK = "night.json", "night.lock"
 
 
 class Journal(msgspec.Struct, kw_only=True):
-    """A night. `began`: seconds since the epoch; `kept`: the id of its long run, once that has ended and is in the history."""
+    """A night. `began`: seconds since the epoch; `blind`: the proofs of life that failed; `kept`: the id of its long run, once
+    that has ended and is in the history."""
 
-    seed: int
-    device: str
     profile: str
-    families: list[str]
-    implementations: list[str]
     began: float
-    proofs: list[Proof] = field(default_factory=list)
+    blind: list[str] = field(default_factory=list)
     kept: str = ""
-    steps: list[CommandOutcome] = field(default_factory=list)
     exit_code: int | None = None
 
     def save(self, reports: Path) -> None:
@@ -48,27 +41,18 @@ class Journal(msgspec.Struct, kw_only=True):
     @classmethod
     def read(cls, reports: Path) -> Journal:
         """The night that was written last. Raises UsageError where there is none, or none that can be read."""
-        found: Journal = convert(
-            cls, json_of(text_of(reports / FILE, "night"), str(reports / FILE)), str(reports / FILE)
-        )
+        path = reports / FILE
+        found: Journal = convert(cls, json_of(text_of(path, "night"), str(path)), str(path))
         return found
 
     @classmethod
-    def again(cls, reports: Path, **given: Any) -> Journal:
-        """The night that was killed; `given`: what the command line says of it, or its default, None and empty.
-
-        Raises:
-            UsageError: where it came to its end, and for an option that was another one then.
-        """
+    def again(cls, reports: Path) -> Journal:
+        """The night that was killed; the time between does not count. Raises UsageError where it came to its end."""
         found, path = cls.read(reports), reports / FILE
         if found.exit_code is not None:
             raise UsageError(f"{path}: that night has ended, with exit code {found.exit_code}: start a new one")
-        for name, value in given.items():
-            then = getattr(found, name)
-            if value and value != then:
-                raise UsageError(f"{path}: that night had {name} {then}, not {value}: leave the option out")
         ended = max(p.stat().st_mtime for p in (path, reports / "results.ndjson") if p.exists())
-        found.began += time.time() - ended  # the time between does not count
+        found.began += time.time() - ended
         return found
 
 
@@ -101,5 +85,4 @@ def standing(reports: Path, profile: str, kept: Collection[str]) -> tuple[str, s
         return "", "" if night.kept in kept else lost
     if night.exit_code is None:
         return "", f"{which} died, or was stopped, in its long run or before"
-    why = [str(one) for one in night.proofs if not one.holds]
-    return "", f"{which} ended with {night.exit_code}: {'; '.join(why) or 'nothing compared'}"
+    return "", f"{which} ended with {night.exit_code}: {'; '.join(night.blind) or 'nothing compared'}"

@@ -1,7 +1,7 @@
 """One night: proof of life, the long run, the other commands, what changed since the night before, one exit code.
 
 The exit code is the gravest of its parts: 3 before 1 before 4, as for `parity run`. Everything is kept in the reports folder:
-results.ndjson, night.json (what is done), issue.md, and one file of sums in history/.
+results.ndjson, night.json (how it stands), issue.md, and one file of sums in history/.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from parity.results.report.wording import count
 from parity.running import outcome
 from parity.running import run as running
 from parity.running.provenance import resolve_device
-from parity.running.state import has
 
 UNSLOTH = "2026.10.9"
 """Release of unsloth-zoo that a night judges, in an environment of its own: it does not install beside the newest TRL."""
@@ -64,97 +63,104 @@ class Night:
 
 def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, trend.Change | None]:
     """The night from proof to page; the exit code, and what changed since the run before (None: there is no whole run)."""
+    history = night.reports / "history"
     with running.locked(night.reports, journal.LOCK):
-        book = _begun(night)
-        say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {book.seed} · {book.device}")
+        if night.resume:
+            book, seed = Journal.again(night.reports), night.seed
+        else:
+            book = Journal(profile=night.profile, began=time.time())
+            seed = secrets.randbits(31) if night.seed is None else night.seed
+        device = resolve_device(night.device)
+        say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {seed or 'as it was'} · {device}")
         book.save(night.reports)
-        prepare(book.device, threads=1)
-        book.proofs = book.proofs or proof(book.device, book.seed)
-        for one in book.proofs:
+        prepare(device, threads=1)
+        for one in [] if seed is None or night.resume else proof(device, seed):
             say(str(one))
-        if not all(one.holds for one in book.proofs):
+            book.blind += [] if one.holds else [str(one)]
+        if book.blind:
             say("the harness does not see a planted mistake: nothing that it says tonight would mean anything")
             return book.end(night.reports, outcome.NOTHING), None
         damaged: list[str] = []
-        past = memory.runs(night.reports / "history", damaged.append)
-        jobs = [CUDA, *night.others] if book.device == "cuda" and night.others else list(night.others)
+        past = memory.runs(history, damaged.append)
+        jobs = [CUDA, *night.others] if device == "cuda" and night.others else list(night.others)
         jobs = [job for job in jobs if job[1][0] != "pytest" or Path(job[1][-1]).is_dir()]  # a wheel has no tests
-        result = _long_run(night, book, past, max(LEAST, 1.0 - sum(share for *_, share in jobs)), say, progress)
+        ended = next((one for one in past if night.resume and one.id == book.kept), None)
+        share = max(LEAST, 1.0 - sum(share for *_, share in jobs))
+        result = _long_run(night, seed, book, ended, share, say, progress)
         result.reasons += [line for line in damaged if line not in result.reasons]
         for reason in result.reasons:
             say(reason)
         if result.exit_code in (outcome.INTERRUPTED, outcome.TERMINATED):
             say("the night was stopped: parity nightly --resume goes on")
             return result.exit_code, None
-        summary = summarise(result.header, result.rows)
-        # Killed from here on, the night is not green.
-        memory.keep(memory.of(summary, result.exit_code, result.reasons, ended=False), night.reports / "history")
+        summary, done = summarise(result.header, result.rows), [*ended.steps] if ended else []
+
+        def keep() -> None:
+            """Killed from here on, the night is not green, and goes on with the next command."""
+            memory.keep(memory.of(summary, result.exit_code, result.reasons, ended=False, steps=done), history)
+
+        keep()
         book.kept = summary.run
         book.save(night.reports)
-        _commands(night, book, jobs, say)
-        changed = _changed(book, past, summary, result)
-        memory.keep(changed.run, night.reports / "history")
+        for step in _commands(night, book, jobs, {one.name for one in done}, say):
+            done.append(step)
+            keep()
+        changed = _changed(done, past, summary, result)
+        memory.keep(changed.run, history)
         (night.reports / "issue.md").write_text(notify.body(changed), encoding="utf-8")
         return book.end(night.reports, changed.run.exit_code), changed
 
 
-def _begun(night: Night) -> Journal:
-    if night.resume:
-        given: dict[str, Any] = {name: list(getattr(night, name)) for name in ("families", "implementations")}
-        given |= {n: v for n in ("seed", "device", "profile") if (v := getattr(night, n)) != getattr(Night, n)}
-        return Journal.again(night.reports, **given)
-    return Journal(
-        seed=secrets.randbits(31) if night.seed is None else night.seed,
-        device=resolve_device(night.device),
-        profile=night.profile,
-        families=list(night.families),
-        implementations=list(night.implementations),
-        began=time.time(),
-    )
-
-
 def _long_run(
-    night: Night, book: Journal, past: Sequence[memory.Run], share: float, say: Callable[[str], None], progress: Any
+    night: Night,
+    seed: int | None,
+    book: Journal,
+    ended: memory.Run | None,
+    share: float,
+    say: Callable[[str], None],
+    progress: Any,
 ) -> running.RunResult:
     """The run of tonight's seed: begun, gone on with, or where it had ended when the night was killed, read."""
-    path = night.reports / "results.ndjson"
-    ended = next((one for one in past if night.resume and one.id == book.kept), None)
-    if ended is not None:
-        return running.read_back(path, ended.exit_code, ended.reasons)
     options = running.Options(
-        profile=book.profile,
-        families=tuple(book.families),
-        implementations=tuple(book.implementations),
+        profile=book.profile if night.profile == Night.profile else night.profile,
+        families=night.families,
+        implementations=night.implementations,
         device=night.device,
-        seed=book.seed,
+        seed=seed,
         ledger=night.ledger,
         reports=night.reports,
         confirm=True,
         ray=night.ray,
         max_time=share * max(1.0, night.max_time - (time.time() - book.began)),
-        resume=path if night.resume and has(path, book.seed, book.profile) else None,
+        resume=night.reports / "results.ndjson" if night.resume else None,
     )
-    return running.execute(options, progress, say)
+    if ended is None:
+        return running.execute(options, progress, say)
+    running.again(options)  # as it was asked for then
+    return running.read_back(night.reports / "results.ndjson", ended.exit_code, ended.reasons)
 
 
-def _commands(night: Night, book: Journal, jobs: Sequence[Job], say: Callable[[str], None]) -> None:
+def _commands(
+    night: Night, book: Journal, jobs: Sequence[Job], done: Set[str], say: Callable[[str], None]
+) -> Iterator[memory.CommandOutcome]:
     """The other commands that are not done yet, each in its share of the time that is left."""
-    done = {step.name for step in book.steps}
     for number, (name, words, share) in enumerate(jobs):
         if name not in done:
             left = night.max_time - (time.time() - book.began)
             limit = max(left * share / sum(one[2] for one in jobs[number:]), 0.0)
             say(f"{name}: at most {limit / 60:.0f} min")
-            book.steps.append(steps.part(name, words, night.reports, limit))
-            book.save(night.reports)
-            say(f"{name}: {book.steps[-1].verdict}, {book.steps[-1].seconds / 60:.0f} min")
+            step = steps.part(name, words, night.reports, limit)
+            yield step
+            say(f"{name}: {step.verdict}, {step.seconds / 60:.0f} min")
 
 
-def _changed(book: Journal, past: Sequence[memory.Run], summary: Summary, result: running.RunResult) -> trend.Change:
+def _changed(
+    done: Sequence[memory.CommandOutcome], past: Sequence[memory.Run], summary: Summary, result: running.RunResult
+) -> trend.Change:
     """The night beside those before it, with its exit code: the gravest of its parts, 3 where it compared less than usual."""
-    code = worst([result.exit_code, *(step.counts for step in book.steps)])
-    reasons = [*result.reasons, *(f"{s.name}: {s.verdict}" for s in book.steps if s.counts or not s.whole)]
-    found = trend.change(memory.of(summary, code, [*dict.fromkeys(reasons)], steps=book.steps), past)
+    code = worst([result.exit_code, *(step.counts for step in done)])
+    reasons = [*result.reasons, *(f"{s.name}: {s.verdict}" for s in done if s.counts or not s.whole)]
+    found = trend.change(memory.of(summary, code, [*dict.fromkeys(reasons)], steps=done), past)
     if not found.missing or code not in (outcome.AGREE, outcome.NEW, outcome.STALE):
         return found
     why = f"compared less than usual: {count(len(found.missing), 'implementation')}"

@@ -141,14 +141,6 @@ def joined(paths: Sequence[Path]) -> RunResult:
     return whole
 
 
-def has(path: Path, seed: int, profile: str) -> bool:
-    """Whether a results file is of a run with this seed and profile."""
-    with contextlib.suppress(UsageError):
-        about = read(path)[0].header
-        return (about.seed, about.profile) == (seed, profile)
-    return False
-
-
 @contextlib.contextmanager
 def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
     """A folder of reports for one run, or night, at a time: two would write their rows under one header.

@@ -191,11 +191,11 @@ def test_a_night_that_was_killed_goes_on(played, tmp_path, monkeypatch):
     monkeypatch.setattr(
         supervisor, "run", lambda plans, queue, *_: iter(()) if not queue.left else pytest.fail("again")
     )
-    with pytest.raises(UsageError, match="that night had seed 7, not 8"):
+    with pytest.raises(UsageError, match="its run had seed 7, not 8"):
         run(resume=True, seed=8)
     code, title, asked = run(resume=True)
     assert code == 0 and "green" in title and [words[0] for words in asked] == ["upstream"]
-    assert rows_of(tmp_path) == expected and json.loads((tmp_path / "night.json").read_text())["seed"] == 7
+    assert rows_of(tmp_path) == expected and read(tmp_path / "results.ndjson")[0].header.seed == 7
 
 
 def test_a_night_on_a_cluster_needs_ray(played, monkeypatch):

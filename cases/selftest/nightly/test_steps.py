@@ -1,6 +1,5 @@
 """A night's other commands: their time, what counts of a cut one, their exit codes."""
 
-import json
 import os
 import signal
 import sys
@@ -9,10 +8,11 @@ import time
 
 import pytest
 
+from cases.selftest.results.runs import row
 from parity.nightly import steps
 from parity.process import Terminated
 from parity.results.header import About, Header
-from parity.results.row import Row
+from parity.results.report.rows import writer
 
 
 def test_a_step_ends_with_its_time(tmp_path, monkeypatch):
@@ -58,17 +58,10 @@ time.sleep(60)
 def test_a_run_shows_all_that_it_found_killed_before_its_report_or_not(tmp_path, monkeypatch, killed):
     """The page of an upgrade check said that something was wrong, and then 24 lines of progress; another one lacked the first two
     of five findings, which its report had more than 24 lines before its end."""
-    where = {
-        "family": "policy",
-        "case": "policy-1",
-        "dtype": "fp32",
-        "device": "cpu",
-        "replay": "parity replay policy-1",
-    }
-    wrong = {"quantity": "loss", "verdict": "disagree", "cls": "logic", "gate": "scalar", "headroom": 9.0}
-    row = Row(implementation="lib.loss", gates={"scalar": 9.0}, settings={"B": 1}, run="r", **where, **wrong)
-    head = Header(run="r", header=About(profile="pr", plan={"policy drawn 0": 9}, ends=True))
-    kept = "".join(json.dumps(one.to_json()) + "\n" for one in (head, row))
+    with writer(tmp_path / "kept") as write:
+        write(Header(run="r", header=About(profile="pr", plan={"policy drawn 0": 9}, ends=True)))
+        write(row(verdict="disagree", headroom=9.0))
+    kept = (tmp_path / "kept").read_text()
     program = f"""
 import pathlib, sys, time
 folder = pathlib.Path(sys.argv[sys.argv.index("--reports") + 1])
