@@ -3,6 +3,7 @@
 import datetime
 import functools
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -151,12 +152,16 @@ def with_versions(command: Callable[..., None]) -> Callable[..., None]:
             raise UsageError(
                 "--ray and --with cannot be used together: other releases are installed on this machine only"
             )
-        from parity.versions.inside import run_inside
+        from parity.process import WITH
+        from parity.versions.environment import Environment
 
         words = sys.argv[1:]
         values = {n + 1 for n, word in enumerate(words) if word == "--with"}
         kept = [w for n, w in enumerate(words) if n not in values and w != "--with" and not w.startswith("--with=")]
-        run_inside(specs, kept)
+        made = Environment.of(specs)
+        say(made.described)
+        sys.stdout.flush()
+        made.become(["python", "-m", "parity", *kept], {WITH: shlex.join(w for one in specs for w in ("--with", one))})
 
     said = "use this version, installed in a separate environment"
     return click.option("--with", "specs", multiple=True, metavar="PKG==VER", help=said)(here_or_inside)

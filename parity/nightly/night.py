@@ -71,7 +71,9 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
             book = Journal(profile=night.profile, began=time.time())
             seed = secrets.randbits(31) if night.seed is None else night.seed
         device = resolve_device(night.device)
-        say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {seed or 'as it was'} · {device}")
+        say(
+            f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {seed or 'as it was'} · {device}"
+        )
         book.save(night.reports)
         prepare(device, threads=1)
         for one in [] if seed is None or night.resume else proof(device, seed):

@@ -73,7 +73,7 @@ def take() -> Names:
 @functools.lru_cache(maxsize=1)
 def _owners(modules: int) -> list[tuple[str, Any]]:
     """(name, module or class) of everything that is watched; looked for anew where the number of modules is another."""
-    out = [(name, sys.modules[name]) for name in OPERATIONS if name in sys.modules]
+    out: list[tuple[str, Any]] = [(name, sys.modules[name]) for name in OPERATIONS if name in sys.modules]
     out += [(f"{c.__module__}.{c.__qualname__}", c) for c in CLASSES]
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and name.partition(".")[0] in UNDER_TEST:

@@ -78,6 +78,12 @@ class Environment:
         """The versions that matter, on one line: torch 2.13.0+cpu, trl 0.27.2, …"""
         return ", ".join(f"{name} {self.versions[name]}" for name in ("torch", *PARTNERS) if name in self.versions)
 
+    @property
+    def described(self) -> str:
+        """On one line: versions, and which partner does not import."""
+        failing = [f"{name} does not import ({reason})" for name, reason in self.imports.items() if reason]
+        return "; ".join([f"with {self.partners}", *failing])
+
     def run(
         self,
         argv: Sequence[str],

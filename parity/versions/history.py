@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -42,21 +43,40 @@ _Texts = Annotated[tuple[_Text, ...], Meta(min_length=1)]
 RECALLED, MISSED, UNUSABLE = 0, 1, 3
 
 
-@dataclass(frozen=True)
-class Record:
-    """One failure; `bad` and `good` hold, per release, the specs of its environment; `file` is the case's."""
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """One failure: the fields of its file, which are explained above, and `path`, where that is."""
 
-    id: str
-    what: str
-    package: str
-    bad: tuple[tuple[str, ...], ...]
-    good: tuple[tuple[str, ...], ...]
-    check: CaseCheck
-    expect: str = "disagree"
-    then: str = "agree"
+    what: _Text
+    package: _Text
+    bad: _Texts
+    good: _Texts
+    case: _Text
+    implementation: _Text
     link: str = ""
-    file: Path = Path()
-    moves: tuple[str, ...] = ()
+    quantities: _Texts = ("*",)
+    expect: Literal["disagree", "refused", "crashed"] = "disagree"
+    then: Literal["agree", "refused"] = "agree"
+    moves: tuple[_Text, ...] = ()
+    path: str = ""
+
+    @property
+    def id(self) -> str:
+        return Path(self.path).stem
+
+    @property
+    def file(self) -> Path:
+        """The case's."""
+        return Path(self.path).with_name(self.case)
+
+    @cached_property
+    def check(self) -> CaseCheck:
+        """Its case, implementation and quantities."""
+        failure = "crashed" if self.expect == "crashed" else "disagree"
+        return CaseCheck(self.id, Case.load(self.file), self.implementation, self.quantities, failure)
+
+    def specs(self, side: _Texts) -> list[tuple[str, ...]]:
+        """The specs of each environment of a side, `bad` or `good`."""
+        return [(f"{self.package}=={version}", *others) for version, *others in map(str.split, side)]
 
 
 @dataclass(frozen=True)
@@ -88,43 +108,20 @@ def load(ids: Sequence[str] = ()) -> list[Record]:
     return [_read(found[name]) for name in (ids or found)]
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    """A record's file; its fields are explained above."""
-
-    what: _Text
-    package: _Text
-    bad: _Texts
-    good: _Texts
-    case: _Text
-    implementation: _Text
-    link: str = ""
-    quantities: _Texts = ("*",)
-    expect: Literal["disagree", "refused", "crashed"] = "disagree"
-    then: Literal["agree", "refused"] = "agree"
-    moves: tuple[_Text, ...] = ()
-
-
 def _read(path: Path) -> Record:
-    raw: _File = convert(_File, toml_of(text_of(path, "record"), str(path), "record"), str(path))
-    file = path.parent / raw.case
-    failure = "crashed" if raw.expect == "crashed" else "disagree"
-    check = CaseCheck(path.stem, Case.load(file), raw.implementation, raw.quantities, failure)
-    bad, good = (tuple(_specs(raw.package, text) for text in side) for side in (raw.bad, raw.good))
-    if unmoved := [name for name in raw.moves if name not in check.case.settings]:
+    raw = toml_of(text_of(path, "record"), str(path), "record")
+    found: Record = convert(Record, raw | {"path": str(path)}, str(path))
+    settings = found.check.case.settings
+    if unmoved := [name for name in found.moves if name not in settings]:
         raise UsageError(f"{path}: moves names {', '.join(unmoved)}, which its frozen case leaves at default")
-    return Record(path.stem, raw.what, raw.package, bad, good, check, raw.expect, raw.then, raw.link, file, raw.moves)
-
-
-def _specs(package: str, text: str) -> tuple[str, ...]:
-    version, *others = text.split()
-    return (f"{package}=={version}", *others)
+    return found
 
 
 def recall(records: Sequence[Record], say: Callable[[str], None], device: str = "cpu") -> list[Recheck]:
     """Runs every record on each of its releases, one process an environment; `say` gets each result as text."""
     wanted: dict[tuple[str, ...], list[tuple[Record, bool]]] = {}
     for record in records:
-        for specs, bad in [*((s, True) for s in record.bad), *((s, False) for s in record.good)]:
+        for specs, bad in [(s, bad) for bad in (True, False) for s in record.specs(record.bad if bad else record.good)]:
             wanted.setdefault(specs, []).append((record, bad))
     out: list[Recheck] = []
     for specs, asked in wanted.items():

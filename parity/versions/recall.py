@@ -131,9 +131,10 @@ def side_by_side(record: Record) -> Sides:
     def version(specs: tuple[str, ...]) -> Version:
         return Version(specs[0].partition("==")[2])
 
-    pairs = [(bad, good) for good in record.good for bad in record.bad if version(bad) < version(good)]
+    wrong, right = record.specs(record.bad), record.specs(record.good)
+    pairs = [(bad, good) for good in right for bad in wrong if version(bad) < version(good)]
     if not pairs:
-        return min(record.bad, key=version), max(record.good, key=version)
+        return min(wrong, key=version), max(right, key=version)
     newest = max((bad for bad, _ in pairs), key=version)
     return newest, min((good for bad, good in pairs if bad == newest), key=version)
 

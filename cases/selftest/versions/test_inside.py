@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from parity.cli.commands import main
-from parity.versions import inside
+from parity.versions import environment
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 from parity.versions.history import folder
@@ -26,7 +26,7 @@ def made():
 
 
 def parity(*arguments, cwd):
-    variables = {**os.environ, "PYTHONPATH": str(Path(inside.__file__).parents[3])}
+    variables = {**os.environ, "PYTHONPATH": str(Path(environment.__file__).parents[3])}
     command = [sys.executable, "-m", "parity", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=variables, check=False)
 
@@ -35,7 +35,7 @@ def test_a_case_is_replayed_with_the_other_version_and_its_exit_code_passed_on(m
     case = str(folder() / "tool-mask.json")
     done = parity("replay", case, "--implementation", "trl.GRPOTrainer.liger", "--with", ASKED, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    assert "trl 0.28.0" in done.stderr.splitlines()[0] and inside.described(made) == done.stderr.splitlines()[0]
+    assert "trl 0.28.0" in done.stderr.splitlines()[0] and made.described == done.stderr.splitlines()[0]
     assert "disagree" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("replay ")]
     assert line.endswith(f"--implementation trl.GRPOTrainer.liger --with {ASKED}")
@@ -49,7 +49,7 @@ class Unusable:
 
 @pytest.mark.parametrize(("command", "code"), [("run", 3), ("audit", 3), ("replay", 125)])
 def test_an_environment_that_cannot_be_made_is_one_line_and_no_judgement(monkeypatch, command, code):
-    monkeypatch.setattr(inside, "Environment", Unusable)
+    monkeypatch.setattr(environment, "Environment", Unusable)
     words = [command, *(["one-token"] if command == "replay" else []), "--with", "trl==99.9"]
     monkeypatch.setattr("sys.argv", ["parity", *words])
     done = CliRunner().invoke(main, words)
@@ -78,7 +78,7 @@ def test_the_process_becomes_the_command_and_the_environment_is_in_use(tmp_path)
         "made = Environment(pathlib.Path(sys.argv[1]), {}, {}, None)\n"
         "made.become(['python', 'a', 'b c'], {'EXTRA': 'x'})"
     )
-    variables = {**os.environ, "PYTHONPATH": str(Path(inside.__file__).parents[2])}
+    variables = {**os.environ, "PYTHONPATH": str(Path(environment.__file__).parents[2])}
     command = [sys.executable, "-c", program, str(tmp_path / "made")]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
     out, _ = started.communicate(timeout=120)
