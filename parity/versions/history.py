@@ -121,8 +121,9 @@ def recall(records: Sequence[Record], say: Callable[[str], None], device: str = 
     """Runs every record on each of its releases, one process an environment; `say` gets each result as text."""
     wanted: dict[tuple[str, ...], list[tuple[Record, bool]]] = {}
     for record in records:
-        for specs, bad in [(s, bad) for bad in (True, False) for s in record.specs(record.bad if bad else record.good)]:
-            wanted.setdefault(specs, []).append((record, bad))
+        for bad, side in ((True, record.bad), (False, record.good)):
+            for specs in record.specs(side):
+                wanted.setdefault(specs, []).append((record, bad))
     out: list[Recheck] = []
     for specs, asked in wanted.items():
         for finding in _in_environment(specs, asked, device):
