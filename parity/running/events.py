@@ -33,10 +33,10 @@ class Started(_Event, frozen=True):
 
 
 class Judged(_Event, frozen=True):
-    """A row; `lost`: of an implementation that took the process down, told by the supervisor."""
+    """A row; `lost`: of an implementation that took the process down, as how many losses that counts (`ShardQueue.hold`)."""
 
     row: Row
-    lost: bool = False
+    lost: int = 0
 
 
 class Checked(_Event, frozen=True):

@@ -1,6 +1,5 @@
 """A run on a Ray cluster: a shard is a task of Ray, which runs it again elsewhere when its node dies."""
 
-import collections
 import contextlib
 import functools
 import json
@@ -70,11 +69,11 @@ class Nodes:
         """
         ray, run_shard = self.ray, self.ray.remote(**self.needs, max_retries=AGAIN, max_calls=0)(on_node)
         running: dict[Any, Shard] = {}
-        losses, excluded, begun = collections.Counter[str](), set[str](), time.monotonic()
+        begun = time.monotonic()
         try:
             while True:
                 while len(running) < (self.wanted or max(1, self._room())) and (shard := shards.take()):
-                    told = replace(shard, exclude=tuple(sorted(excluded)))
+                    told = replace(shard, exclude=tuple(shards.excluded))
                     running[run_shard.options(name=shard.name).remote(settings, head, os.getcwd(), timeouts, told)] = (
                         shard
                     )
@@ -87,19 +86,18 @@ class Nodes:
                 for one in ray.wait(list(running), timeout=1.0)[0]:
                     shard, seconds = running.pop(one), None
                     try:
-                        events, out = ray.get(one)
+                        events = ray.get(one)
                     except ray.exceptions.RayTaskError as error:
                         if isinstance(error.cause, UsageError):
                             raise UsageError(f"--ray: {error.cause}") from None
                         raise
                     except ray.exceptions.RayError as error:
-                        events, out = [Lost(f"{shard.name}: {str(error).strip().splitlines()[-1].strip()}")], []
+                        events = [Lost(f"{shard.name}: {str(error).strip().splitlines()[-1].strip()}")]
                     for event in events:
                         if isinstance(event, Judged) and event.lost:
-                            losses[event.row.implementation] += 1
+                            shards.hold(event.row.implementation, event.lost)
                         seconds = event.seconds if isinstance(event, ShardDone) else None
                         yield shard, event
-                    excluded |= {*out, *(name for name, count in losses.items() if count >= supervisor.THRICE)}
                     shards.back(shard, seconds)
         finally:
             for one in running:
@@ -119,8 +117,8 @@ class Nodes:
 
 def on_node(
     settings: dict[str, Any], head: Header, folder: str, timeouts: tuple[float, float], shard: Shard
-) -> tuple[list[Event], list[str]]:
-    """The events of a shard, and the implementations that are left out by now.
+) -> list[Event]:
+    """The events of a shard.
 
     Raises:
         UsageError: where a run on this node would have another header.
@@ -138,7 +136,7 @@ def on_node(
     for event in events:
         if isinstance(event, Lost) and event.refused:
             raise UsageError(event.message)
-    return events, watch.excluded
+    return events
 
 
 @functools.cache
@@ -146,4 +144,4 @@ def _watching(settings: str, gpu: str | None) -> supervisor.Watch:
     """Of a process of Ray that sees this GPU: a worker, which keeps what it has imported and drawn, and its watcher."""
     told = json.loads(settings)
     told["memory"] = plan.memory(plan.CORES) if told["device"] == "cpu" else None
-    return supervisor.Watch(ShardQueue([]), [supervisor.Worker(told)])
+    return supervisor.Watch(ShardQueue([]), [told])

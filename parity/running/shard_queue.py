@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 from parity.running.plan import Shard
 
+THRICE = 3
+"""Losses of workers to one implementation after which it is left out."""
 SECONDS = {"frozen": 0.6, "frozen logprobs": 2.2, "checks": 0.7, "drawn": 0.2, "besides": 6.0, "finding": 20.0}
 """CPU seconds of a case by kind, or by kind and family, as they were measured (profile pr, 25 November 2026)."""
 
@@ -45,6 +47,7 @@ class ShardQueue:
         self.out: dict[str, Shard] = {}
         self.deadline, self._more = deadline, more
         self._spent = collections.defaultdict[str, float](float)
+        self._losses = collections.Counter[str]()
         self.left = by_yield(shards) if deadline is None else sorted(shards, key=lambda s: s.kind != "frozen")
 
     def take(self, has: Sequence[tuple[str, int]] = ()) -> Shard | None:
@@ -76,3 +79,12 @@ class ShardQueue:
         del self.out[shard.name]
         if seconds is not None:
             self._spent[shard.family] += seconds - expected(shard)
+
+    def hold(self, implementation: str, times: int = 1) -> None:
+        """One more loss of a worker to this implementation, or as many."""
+        self._losses[implementation] += times
+
+    @property
+    def excluded(self) -> list[str]:
+        """Implementations that are left out of all further shards."""
+        return sorted(name for name, count in self._losses.items() if count >= THRICE)

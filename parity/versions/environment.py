@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 
 import parity
 from parity.errors import UsageError
-from parity.running.cpu_limit import run as run_within
+from parity.running.child import run as run_within
 from parity.versions import build
 from parity.versions.client import EnvironmentUnusable, cache_root
 from parity.versions.releases import Release, parse_all
@@ -99,7 +99,7 @@ class Environment:
 
         Its scripts come first on PATH. `settings` are added to the process environment, `stdin` is what it reads.
         Nothing is checked: the caller reads `returncode`. `cpu_limit`: seconds of CPU time, of it and its children
-        together; LimitExceeded beyond them, or after `clock` seconds, by default `cpu_limit.BACKSTOP` times as many.
+        together; LimitExceeded beyond them, or after `clock` seconds, by default `child.BACKSTOP` times as many.
         """
         how: dict[str, Any] = {"env": self._variables(settings), "cwd": cwd, "errors": "replace"}
         with self._claimed():

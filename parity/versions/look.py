@@ -21,13 +21,13 @@ from parity.registry import facts, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.row import Row
 from parity.running.capabilities import nearest
-from parity.running.cpu_limit import LimitExceeded
+from parity.running.child import LimitExceeded
 from parity.upstream import trl
 from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment
 
 CPU_LIMIT = 600.0
-"""Seconds of CPU time of a probe, its children included; on the clock `cpu_limit.BACKSTOP` times as many."""
+"""Seconds of CPU time of a probe, its children included; on the clock `child.BACKSTOP` times as many."""
 ROW, CONFIG = "parity-row ", "parity-config "
 
 
@@ -62,7 +62,7 @@ def look(
     Failing rows carry the id of the ledger entry that they fall under, in `known`.
     One thread, without repeated calls and relations: the same cases, the same rows, wherever it runs.
     EnvironmentUnusable when the process dies, with its last line, or is ended: after `CPU_LIMIT` seconds of CPU time, or
-    `clock` on the clock, by default `cpu_limit.BACKSTOP` times as many; the message says which.
+    `clock` on the clock, by default `child.BACKSTOP` times as many; the message says which.
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations)}
     stdin = json.dumps(plan | {"config": config, "near": near, "device": device})

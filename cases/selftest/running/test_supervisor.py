@@ -1,13 +1,11 @@
 """An implementation that hangs or takes the process down is a verdict, and the run goes on."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,9 +14,7 @@ from msgspec.structs import replace
 from fixtures import warm
 from parity import data
 from parity.case.case import Case
-from parity.running import child as child_module
-from parity.running import cpu_limit, supervisor
-from parity.running.child import Child
+from parity.running import shard_queue, supervisor
 from parity.running.events import Event, Judged, Lost, ShardDone, Started
 from parity.running.plan import Shard
 from parity.running.shard_queue import ShardQueue
@@ -32,9 +28,6 @@ def followed(plan: dict, count: int, timeout: float) -> list[Event]:
     return [event for _, event in supervisor.run([plan], ShardQueue([shard]), timeout, 120.0)]
 
 
-SHARD = Shard(family="logprobs", kind="drawn", count=1, of=1, seed=1)
-
-
 def test_a_sleeper_is_timed_out_once_and_the_others_go_on(tmp_path):
     own = [f"fixtures/kernels.py:{name}" for name in ("hangs", "right")]
     events = followed(plan_of(tmp_path, own, ["trl.selective_log_softmax"]), 12, 4.0)
@@ -42,56 +35,6 @@ def test_a_sleeper_is_timed_out_once_and_the_others_go_on(tmp_path):
     message = next(row.message for row in rows_of(events, "hangs") if row.verdict == "timed-out")
     assert re.search(r"no answer for .*; in .*fixtures/kernels\.py:\d+ hangs, in its forward pass", message), message
     assert [r.verdict for r in rows_of(events, "right")].count("agree") >= 5
-
-
-@pytest.mark.parametrize(
-    ("program", "backstop", "message", "sleeps"),
-    [
-        ("while True: pass", 1000.0, r"no answer for \d+ s, [12] s of them CPU time", False),
-        ("import time; time.sleep(60)", 1000.0, r"no answer for 2 s, 0 s of them CPU time", True),
-    ],
-    ids=["computes", "sleeps"],
-)
-def test_a_silent_worker_has_its_cpu_time_and_then_the_clock(monkeypatch, program, backstop, message, sleeps):
-    """Under a limit of 1 s: one that computes at 1 s of CPU time, however late; one that sleeps at 2 s of the clock."""
-    monkeypatch.setattr(cpu_limit, "BACKSTOP", backstop)
-    with subprocess.Popen([sys.executable, "-S", "-c", program]) as process:
-        try:
-            worker = supervisor.Worker({}, SHARD, SimpleNamespace(process=process), last=time.monotonic())
-            while not (told := supervisor.silent(worker, 1.0))[0]:
-                time.sleep(0.1)
-            assert re.fullmatch(message, told[0]) and told[1] is sleeps
-        finally:
-            process.kill()
-
-
-def test_one_that_computes_now_and_then_has_its_time_on_the_clock(monkeypatch):
-    """A tenth of a core: no sleeper, and ended at three times the limit all the same."""
-    monkeypatch.setattr(cpu_limit, "BACKSTOP", 3.0)
-    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: clock))
-    monkeypatch.setattr(cpu_limit, "cpu_time", lambda pid: clock / 10)
-    monkeypatch.setattr(cpu_limit, "starved", lambda pid: 0.0)
-    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
-        clock = 0.0
-        worker = supervisor.Worker({}, SHARD, SimpleNamespace(process=process), last=0.0)
-        said = {}
-        for clock in (0.0, 1.5, 2.5, 3.5):
-            said[clock] = supervisor.silent(worker, 1.0)
-    nothing = ("", False)
-    assert said == {0.0: nothing, 1.5: nothing, 2.5: nothing, 3.5: ("no answer for 4 s, 0 s of them CPU time", False)}
-
-
-def test_waiting_for_a_core_is_no_hang(monkeypatch):
-    """One of ten on a core, silent for 600 s; at a low priority, of 600 s in which it got 6."""
-    spent = iter([0.0, 60.0])
-    monkeypatch.setattr(cpu_limit, "cpu_time", lambda pid: next(spent))
-    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
-        worker = supervisor.Worker({}, SHARD, SimpleNamespace(process=process), last=time.monotonic() - 600)
-        assert supervisor.silent(worker, 180.0) == ("", False)
-        spent, waited = iter([0.0, 6.0]), iter([10.0, 500.0])
-        monkeypatch.setattr(cpu_limit, "starved", lambda pid: next(waited))
-        worker.computed = None
-        assert supervisor.silent(worker, 180.0) == ("", False)
 
 
 FAULTS = """
@@ -169,7 +112,7 @@ def test_one_that_always_dies_is_crashed_and_no_row_stands_twice(tmp_path):
     events = planted(tmp_path, "if calls > 1: os._exit(0)")
     assert "crashed" in {r.verdict for r in rows_of(events, "own")}
     assert {r.verdict for r in rows_of(events, "right")} == {"agree"}
-    assert sum(r.verdict == "crashed" for r in rows_of(events, "own")) <= supervisor.THRICE
+    assert sum(r.verdict == "crashed" for r in rows_of(events, "own")) <= shard_queue.THRICE
     assert "exit code 0" in next(r.message for r in rows_of(events, "own") if r.verdict == "crashed")
     nothing_twice(events)
 
@@ -220,31 +163,6 @@ def test_a_process_that_ends_outside_a_call_blames_nobody_and_says_so():
     assert row.blame is None and row.message.endswith("; not known whose fault: no call of it was running")
     row = supervisor.lost_row(replace(at, implementation="trl.selective_log_softmax"), "crashed", "", "cpu", "call")
     assert row.blame == "reference"
-
-
-WORDS = """
-import os, sys
-sys.path.append({root!r})
-from parity import process
-channel, nonce, _ = os.environ[process.WATCHED].split(":")
-process.under_watch()
-process.tell(number=1)
-words = f'{{nonce}} {{os.getpid() + 1}} 2|aa {{os.getpid()}} 3|{{nonce}} 4|5|[6]'
-os.write(int(channel), words.replace("|", "\\n").encode() + b"\\n")
-if os.fork() == 0:
-    process.tell(number=7)
-    while True:
-        os.write(int(channel), b"8\\n")
-process.tell(number=9)
-os._exit(3)
-"""
-
-
-def test_words_of_others_are_no_events_and_nobody_waits_for_a_fork_that_goes_on(monkeypatch):
-    monkeypatch.setattr(child_module, "GRACE", 0.5)
-    child = Child([sys.executable, "-S", "-c", WORDS.format(root=os.getcwd())], stderr=subprocess.DEVNULL)
-    assert [json.loads(event)["number"] for event in child.events(60.0)] == [1, 9]
-    assert child.how == "exit code 3"
 
 
 def test_a_fork_that_goes_on_and_words_on_every_descriptor_change_nothing(tmp_path):

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from parity.running import cpu_limit
+from parity.running import child
 
 SECONDS = 300.0
 """CPU seconds of a script: a busy machine makes none of them wrong."""
@@ -33,10 +33,8 @@ def ran(text: str, seconds: float = SECONDS, first: Path | None = None) -> Ran:
         file.write_text(text, encoding="utf-8")
         command = [sys.executable, file.name]
         try:
-            done = cpu_limit.run(
-                command, cpu=seconds, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
-        except cpu_limit.LimitExceeded as error:
+            done = child.run(command, cpu=seconds, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        except child.LimitExceeded as error:
             return Ran(124, "", str(error))
     failed = done.returncode == 1 and "Traceback (most recent call last)" in done.stderr
     return Ran(FAULT if failed else done.returncode, done.stdout, done.stderr)
