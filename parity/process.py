@@ -48,10 +48,13 @@ def installed(distribution: str) -> str | None:
 
 
 def scratch_folder(name: str) -> str:
-    """A new folder for this process, in that of its run, which goes when the run ends however this process does."""
+    """A new folder for this process, in that of its run, which goes when the run ends however this process does; whoever has
+    removed that one costs nobody else's results."""
     import tempfile
 
-    return tempfile.mkdtemp(prefix=f"parity-{name}-", dir=os.environ.get(SCRATCH))
+    if folder := os.environ.get(SCRATCH):
+        os.makedirs(folder, exist_ok=True)
+    return tempfile.mkdtemp(prefix=f"parity-{name}-", dir=folder)
 
 
 def elsewhere() -> str:

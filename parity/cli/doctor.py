@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from parity import recording
 from parity.implementations.implementation import Implementation
+from parity.process import installed, interpreter
 from parity.registry import load
 from parity.rollouts import vllm_engine
 from parity.running import gpu
@@ -27,7 +29,7 @@ def diagnose(console: Console) -> bool:
             console.print(f"  {line}", soft_wrap=True, markup=False)
 
     device = resolve_device("auto")
-    problems = [gpu.unusable(), *((gpu.no_triton(), gpu.unsafe_lock()) if device == "cuda" else ())]
+    problems = [gpu.unusable(), *((gpu.no_triton(), unsafe_lock()) if device == "cuda" else ())]
     ready: list[Implementation] = []
     blocked: dict[str, list[str]] = {}
     for item in load().values():
@@ -52,6 +54,31 @@ def diagnose(console: Console) -> bool:
         part(tool, f"{'found' if found else f'missing: install {tool}'}; for {purpose}")
     part("environments", f"in {environments_root()}; those unused for 30 days go when another is made")
     return bool(ready)
+
+
+def unsafe_lock() -> str | None:
+    """Whether cut-cross-entropy's kernels, as Triton compiles them, release a lock too early; None where they do not.
+
+    With cut-cross-entropy 25.1.1 they do under Triton 3.2 to 3.8, and not under 3.9.
+    """
+    for name in ("triton", "cut_cross_entropy"):
+        if importlib.util.find_spec(name) is None:
+            return None
+    try:
+        if released_in_time(gpu.printed(interpreter("parity.upstream.cce_lock:main"))):
+            return None
+    except (TimeoutError, ChildProcessError) as error:
+        return f"cut-cross-entropy's locks were not looked at: {error}"
+    triton, cce = installed("triton"), installed("cut-cross-entropy")
+    return (
+        f"cut-cross-entropy {cce} compiled by Triton {triton} releases its locks before all stores are done: on CUDA its "
+        "gradients and log-probs may lose additions; Triton 3.9 compiles it rightly"
+    )
+
+
+def released_in_time(order: str) -> bool:
+    """Whether every release (x) waits (|) for the stores (s) before it; letters of `parity.upstream.cce_lock`."""
+    return re.search("s[^|]*x", order) is None and "s" in order and "x" in order
 
 
 def _device_text(device: str) -> str:

@@ -136,7 +136,7 @@ def _write(
     from parity.registry import family, load
     from parity.results import recorded
     from parity.results.ledger_edit import append, entry
-    from parity.running.find import find
+    from parity.sampling.find import find
 
     libraries = {i.id: i.library for i in load().values()}
     entries = []

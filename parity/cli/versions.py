@@ -77,7 +77,7 @@ def bisect_command(
     from packaging.utils import canonicalize_name
 
     from parity.registry import select
-    from parity.running.find import find as find_case
+    from parity.sampling.find import find as find_case
     from parity.versions import history
     from parity.versions.case_check import CaseCheck, only_implementation
     from parity.versions.search import check_ends, search

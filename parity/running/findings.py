@@ -10,8 +10,8 @@ from parity.decoding import save_json
 from parity.results.header import Part
 from parity.results.report import wording
 from parity.results.row import Row
-from parity.running.find import case_of
 from parity.running.plan import Shard, Sought, signature_of
+from parity.sampling.find import case_of
 
 AGAIN = 3
 """Cases of a finding that a fresh process is given: one that shows it there is enough."""

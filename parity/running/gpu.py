@@ -2,8 +2,6 @@
 
 import contextlib
 import glob
-import importlib.metadata
-import importlib.util
 import os
 import re
 import signal
@@ -51,7 +49,7 @@ def unusable() -> str | None:
 def no_triton() -> str | None:
     """Why Triton cannot compile here: one kernel is compiled and run in a process of its own; None where it can."""
     try:
-        _printed(interpreter("parity.running.one_kernel:main"))
+        printed(interpreter("parity.running.one_kernel:main"))
     except TimeoutError as error:
         return f"Triton compiles no kernel here: {error}"
     except ChildProcessError as error:
@@ -62,7 +60,7 @@ def no_triton() -> str | None:
     return None
 
 
-def _printed(command: Sequence[str]) -> str:
+def printed(command: Sequence[str]) -> str:
     """What a process that may use Triton's compiler prints.
 
     Raises:
@@ -77,31 +75,6 @@ def _printed(command: Sequence[str]) -> str:
         said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), None)
         raise ChildProcessError(said.strip()[:200] if said else f"exit code {done.returncode}")
     return done.stdout
-
-
-def unsafe_lock() -> str | None:
-    """Whether cut-cross-entropy's kernels, as Triton compiles them, release a lock too early; None where they do not.
-
-    With cut-cross-entropy 25.1.1 they do under Triton 3.2 to 3.8, and not under 3.9.
-    """
-    for name in ("triton", "cut_cross_entropy"):
-        if importlib.util.find_spec(name) is None:
-            return None
-    try:
-        if released_in_time(_printed(interpreter("parity.upstream.cce_lock:main"))):
-            return None
-    except (TimeoutError, ChildProcessError) as error:
-        return f"cut-cross-entropy's locks were not looked at: {error}"
-    triton, cce = (importlib.metadata.version(name) for name in ("triton", "cut-cross-entropy"))
-    return (
-        f"cut-cross-entropy {cce} compiled by Triton {triton} releases its locks before all stores are done: on CUDA its "
-        "gradients and log-probs may lose additions; Triton 3.9 compiles it rightly"
-    )
-
-
-def released_in_time(order: str) -> bool:
-    """Whether every release (x) waits (|) for the stores (s) before it; letters of `parity.upstream.cce_lock`."""
-    return re.search("s[^|]*x", order) is None and "s" in order and "x" in order
 
 
 def visible() -> list[str]:

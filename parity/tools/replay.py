@@ -14,8 +14,8 @@ from parity.process import prepare
 from parity.registry import facts, family, run_case, select
 from parity.results.ledger import Entry, Ledger
 from parity.results.row import Row
-from parity.running.find import find, followed
 from parity.running.provenance import resolve_device
+from parity.sampling.find import find, followed
 
 AGREES, DISAGREES, NO_JUDGEMENT = 0, 1, 125
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.results.row import Row
-from parity.running.find import followed
+from parity.sampling.find import followed
 from parity.versions.bisect import Measurement
 from parity.versions.environment import Environment
 from parity.versions.look import rows

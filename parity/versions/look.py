@@ -20,8 +20,8 @@ from parity.process import environment, prepare
 from parity.registry import facts, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.row import Row
-from parity.running.capabilities import nearest
 from parity.running.child import LimitExceeded
+from parity.sampling.capabilities import nearest
 from parity.upstream import trl
 from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment

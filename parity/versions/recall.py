@@ -20,8 +20,8 @@ from parity.case.case import Case
 from parity.results.report import measured
 from parity.results.report.rows import read
 from parity.results.row import Row
-from parity.running.find import case_of
 from parity.running.run import FIXED_SEED
+from parity.sampling.find import case_of
 from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment
 from parity.versions.history import Record

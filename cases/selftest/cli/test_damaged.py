@@ -13,7 +13,7 @@ from parity.registry import family
 from parity.results.ledger import Ledger
 from parity.results.report.rows import read
 from parity.results.report.summary import summarise
-from parity.running import find
+from parity.sampling import find
 from parity.versions import history
 
 SEED, FILES = 20261122, 2000

@@ -12,6 +12,7 @@ from packaging.version import Version
 
 from cases.cuda import test_contexts, test_faults, test_large
 from fixtures.pretended_cuda import pretended
+from parity.cli import doctor
 from parity.implementations.implementation import Implementation
 from parity.registry import load
 from parity.running import gpu
@@ -125,7 +126,7 @@ def test_an_addition_that_a_broken_lock_loses_is_seen(lost, monkeypatch):
     ids=["Triton 3.9", "Triton 3.2 to 3.8", "a wait that comes too late", "nothing compiled"],
 )
 def test_a_lock_that_is_released_too_early(order, late):
-    assert gpu.released_in_time(order) is late
+    assert doctor.released_in_time(order) is late
 
 
 @pytest.mark.skipif(
@@ -133,7 +134,7 @@ def test_a_lock_that_is_released_too_early(order, late):
 )
 def test_the_locked_addition_as_compiled_here():
     """Its source has no barrier before the release (a later version has)."""
-    said = gpu.unsafe_lock()
+    said = doctor.unsafe_lock()
     assert said is None if Version(version("triton")) >= Version("3.9") else "lose additions" in said
 
 

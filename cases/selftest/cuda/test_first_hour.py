@@ -10,7 +10,7 @@ from parity.cli.commands import main as cli
 from parity.nightly import cuda_first
 from parity.results.memory import CommandOutcome
 from parity.results.row import Row
-from parity.running.find import find
+from parity.sampling.find import find
 
 ROOT = Path(__file__).parents[3]
 

@@ -3,6 +3,7 @@
 import pytest
 
 from parity.errors import UsageError
+from parity.registry import NAMES
 from parity.running.plan import Options, demanded, planned, slices, workers
 
 
@@ -47,3 +48,17 @@ def test_what_is_required(item, id, device):
 def test_a_device_that_is_none():
     with pytest.raises(UsageError, match="device must be cpu or cuda"):
         demanded("trl.f:tpu")
+
+
+def test_one_dtype_leaves_out_frozen_cases_of_others():
+    frozen = planned(Options(profile="pr", dtypes=("fp32",)), "cpu", 0).settings["frozen"]
+    assert {case["dtype"] for _, case, _ in frozen} == {"fp32"} and len(frozen) > 10
+
+
+def test_profile_quick_leaves_frozen_cases_of_whole_trainers_to_the_others():
+    families = {
+        profile: {case["family"] for _, case, _ in planned(Options(profile=profile), "cpu", 0).settings["frozen"]}
+        for profile in ("quick", "pr")
+    }
+    assert families["quick"] == set(NAMES)
+    assert families["pr"] > families["quick"]

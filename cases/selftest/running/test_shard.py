@@ -11,11 +11,9 @@ from msgspec.structs import replace
 
 from parity import data
 from parity.case.case import Case
-from parity.case.drawing import cases, draws
 from parity.case.profiles import Profile
-from parity.compare import stale_cache
 from parity.implementations.implementation import Implementation, require
-from parity.registry import NAMES, from_file, load, loss_family, select
+from parity.registry import from_file, load, select
 from parity.results import recorded
 from parity.results.ledger import Ledger
 from parity.results.ledger_edit import toml
@@ -23,8 +21,8 @@ from parity.running import shard as shard_module
 from parity.running.events import At, Checked, Confirmed, Judged, Started
 from parity.running.findings import Findings
 from parity.running.outcome import judge_run
-from parity.running.plan import DTYPES, Options, Shard, planned
-from parity.running.shard import HIDDEN, TOKENS, VOCABULARIES, Session, second_pass, selected
+from parity.running.plan import Options, Shard
+from parity.running.shard import Session
 
 KERNELS = "fixtures/kernels.py"
 FIRST = ["logprobs-a3d28913ce", "logprobs-bc0ceaa0e2", "logprobs-8631b982f2"]
@@ -302,42 +300,6 @@ def test_what_was_measured_elsewhere_says_nothing(known):
     assert not [row for row in known(small, gave)[0] if row.new]
 
 
-def test_one_dtype_leaves_out_frozen_cases_of_others():
-    frozen = planned(Options(profile="pr", dtypes=("fp32",)), "cpu", 0).settings["frozen"]
-    assert {case["dtype"] for _, case, _ in frozen} == {"fp32"} and len(frozen) > 10
-
-
-def test_profile_quick_leaves_frozen_cases_of_whole_trainers_to_the_others():
-    families = {
-        profile: {case["family"] for _, case, _ in planned(Options(profile=profile), "cpu", 0).settings["frozen"]}
-        for profile in ("quick", "pr")
-    }
-    assert families["quick"] == set(NAMES)
-    assert families["pr"] > families["quick"]
-
-
-def test_a_share_of_the_float32_cases_runs_with_tf32_products_on_cuda():
-    plain = [Case("logprobs", seed, "fp32", {"V": 5}) for seed in range(200)]
-    again = [c for case in plain for c in second_pass(case, "cuda")]
-    assert 30 < len(again) < 70
-    assert all(c.settings == {"V": 5, "context": "tf32"} for c in again)
-    others = [Case("logprobs", 1, "bf16", {}), Case("logprobs", 1, "fp32", {"context": "autocast"})]
-    assert not [c for case in others for c in second_pass(case, "cuda")]
-    assert not [c for case in plain for c in second_pass(case, "cpu", long=True)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_share_of_the_small_cases_has_a_real_vocabulary_in_long_profiles_on_cuda(name):
-    fam = loss_family(name)
-    drawn = list(draws(cases(fam, ("bf16",), "nightly"), f"real/{name}", 200))
-    real = [c for case in drawn for c in second_pass(case, "cuda", long=True)]
-    assert real and {c.settings["V"] for c in real} <= set(VOCABULARIES)
-    for case in real:
-        s = fam.full_settings(case)
-        assert fam.sizes(s)[0] <= TOKENS and s.H <= HIDDEN
-    assert not [c for case in drawn for c in second_pass(case, "cuda")]
-
-
 def test_what_an_implementation_extends_runs_before_it(tmp_path, monkeypatch):
     """So that what that one does right on the same case is not inherited as known."""
     own, _ = session("right", tmp_path)
@@ -347,29 +309,6 @@ def test_what_an_implementation_extends_runs_before_it(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_module, "run_case", lambda case, chosen, *_: order.extend(i.id for i in chosen) or ())
     list(own._run(Case("logprobs", 1, "fp32", {}), [dataclasses.replace(first, extends="later"), later], None, False))
     assert order == ["later", first.id]
-
-
-def test_a_costly_implementation_gets_every_case_that_tests_what_it_alone_does():
-    seeking = Implementation("a.b", "logprobs", "candidate", lambda x: {}, every=1 << 30, seeks=frozenset({"rare"}))
-    found = list(draws(cases(loss_family("logprobs"), ("fp16",), "pr"), "seeks", 100))
-    theirs = [case for case in found if selected(seeking, case, 1, "cpu")]
-    assert [case for case in found if "rare" in case.settings] == theirs
-    assert 1 < len(theirs) < 30
-
-
-def test_a_share_of_a_share_is_drawn_from_all_of_it() -> None:
-    """Costly implementations get some cases, some of these with repeated calls, and some of those a second case behind them:
-    by hashes of the same id, no one of which decides another."""
-    found = list(draws(cases(loss_family("logprobs"), DTYPES, "pr"), "shares a", 600))
-    for name in ("liger.cross_entropy", "fixes.selective_log_probs.kept", "trl.logprob_entropy_kernel", "mine"):
-        one = dataclasses.replace(load()["liger.cross_entropy"], id=name, every=4, interpreted=False)
-        theirs = [case for case in found if selected(one, case, 1, "cpu")]
-        again = [case for case in theirs if shard_module.repeated(one, case, 1)]
-        assert len(theirs) / 40 < len(again) < len(theirs) / 8, name
-        often = [case for case in found if shard_module.repeated(dataclasses.replace(one, every=1), case, 4)]
-        assert (
-            len(often) / 16 < sum(not stale_cache.number(case) % stale_cache.ONE_IN for case in often) < len(often) / 4
-        ), name
 
 
 @pytest.mark.parametrize(("whole", "drifts"), [(True, True), (False, True), (False, False)])

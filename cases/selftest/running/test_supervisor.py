@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from fixtures import warm
 from parity import data
 from parity.case.case import Case
+from parity.process import SCRATCH, scratch_folder
 from parity.running import shard_queue, supervisor
 from parity.running.events import Event, Judged, Lost, ShardDone, Started
 from parity.running.plan import Shard
@@ -264,6 +265,11 @@ def test_a_worker_writes_to_no_file_that_has_a_name(tmp_path):
     worker = supervisor.Worker(plan_of(tmp_path, []))
     with worker.errors, worker.place:
         assert all(os.fstat(file.fileno()).st_nlink == 0 for file in (worker.errors, worker.place))
+
+
+def test_a_folder_of_a_run_that_is_gone_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "gone"))
+    assert Path(scratch_folder("own")).parent == tmp_path / "gone"
 
 
 def test_a_fork_has_the_temporary_folder_that_its_environment_names(tmp_path):

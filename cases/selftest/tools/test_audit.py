@@ -20,7 +20,7 @@ from parity.fixes import FusedLinearGRPOLoss
 from parity.implementations.implementation import Implementation, Outputs, require
 from parity.implementations.user import from_function
 from parity.registry import NAMES, family, loss_family
-from parity.running.find import find
+from parity.sampling.find import find
 from parity.tools.audit import NEW, NOTHING, Answer, Pairs, answer, exit_code, markdown, pair
 
 HONEST = {name: originals(name)[0].implementation for name in ("policy", "logprobs")}

@@ -12,8 +12,8 @@ from parity.errors import Unsupported, UsageError
 from parity.judge.gates import Judgement
 from parity.registry import family, run_case, select
 from parity.running.events import Started
-from parity.running.find import find
 from parity.running.supervisor import lost_row
+from parity.sampling.find import find
 from parity.tools.replay import exit_code
 from parity.trainers import catalogue
 from parity.trainers.check import CHECKS, CheckCall, Quantity, check, holds, pairwise, summed

@@ -14,8 +14,8 @@ from parity.errors import UsageError
 from parity.implementations.user import loaded
 from parity.registry import family, from_file, run_case, select
 from parity.results.ledger import Ledger
-from parity.running.find import find
 from parity.running.shard import Session
+from parity.sampling.find import find
 
 FILE = "fixtures/trainers.py"
 GRPO = family("grpo-trainer")

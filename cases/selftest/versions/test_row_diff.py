@@ -6,7 +6,7 @@ import pytest
 
 from parity.case.case import Case
 from parity.results.row import Row
-from parity.running.find import find
+from parity.sampling.find import find
 from parity.versions import compare, row_diff
 from parity.versions.look import Look
 

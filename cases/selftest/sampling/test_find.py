@@ -8,7 +8,7 @@ from parity.errors import UsageError
 from parity.results.header import About, Header
 from parity.results.report.rows import writer
 from parity.results.row import Row
-from parity.running.find import find
+from parity.sampling.find import find
 
 CASE = Case("logprobs", 3, "bf16", {"V": 5})
 ROW = {

@@ -16,10 +16,10 @@ from parity.protocol.call import execute
 from parity.registry import load, loss_families, loss_family, oracle_of, run_case, select
 from parity.results.ledger import Ledger
 from parity.running import shard as shard_module
-from parity.running.capabilities import besides, nearest, refusal
 from parity.running.events import Judged
 from parity.running.plan import DTYPES, Options, Shard, planned
 from parity.running.shard import Session
+from parity.sampling.capabilities import besides, nearest, refusal
 
 LARGEST = 400
 """Blocks of logits of a case that the kernels are shown here."""
