@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import psutil
@@ -111,8 +111,8 @@ class Sought(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
     @property
-    def signature(self) -> tuple[str, str, str | None]:
-        """As `signature_of` has it."""
+    def signature(self) -> "Signature":
+        """Of the one that is minimised."""
         return self.implementation, *self.subjects[0]
 
 
@@ -154,10 +154,12 @@ class Plan(msgspec.Struct, kw_only=True):
     announcement: str = ""
 
 
-def signature_of(row: Row) -> tuple[str, str, str | None] | None:
-    """What makes two failing rows the same finding; None for a row that is not a new failure."""
-    if not row.new:
-        return None
+Signature: TypeAlias = tuple[str, str, str | None]
+"""Implementation, subject and class: what makes two failing rows the same finding."""
+
+
+def signature_of(row: Row) -> Signature:
+    """That of a failing row."""
     return row.implementation, row.subject, row.cls
 
 
@@ -232,6 +234,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         shards += [Shard(family=name, kind="checks", seed=seed, start=s, count=n) for s, n in slices(total, CHECKS)]
     count, why = workers(options.workers, len(shards))
     gpus = gpu.visible() if device == "cuda" else []
+    reserve = min(profile.minimise_seconds, (options.max_time or 0.0) / 10)  # for findings, once no more is drawn
     settings: dict[str, Any] = {
         "device": device,
         "threads": 1,
@@ -243,7 +246,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         "findings": str(options.findings),
         "frozen": frozen,
         "memory": memory(count) if device == "cpu" else None,
-        "deadline": None if options.max_time is None else time.time() + options.max_time,
+        "deadline": None if options.max_time is None else time.time() + options.max_time - reserve,
     }
     extra = [
         {"gpu": gpus[n % len(gpus)], "wait": gpu.START_APART * n} if gpus else {"gpu": None, "wait": 0.0}

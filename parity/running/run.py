@@ -68,9 +68,9 @@ def execute(
             before.rewrite(path)
         state = before or RunResult(head)
         state.options = options
-        found = Findings(state.rows, profile, len(plan.extra), options.max_time, options.confirm, options.findings)
+        found = Findings(state.rows, profile, len(plan.extra), options.confirm, options.findings)
         found.seconds *= options.minimise
-        deadline = found.deadline(plan.settings)
+        deadline = plan.settings["deadline"]
 
         def tell(now: str, stage: str) -> None:
             progress(state.rows, state.done, of, now, stage, None if deadline is None else deadline - time.time())
@@ -144,8 +144,6 @@ def _follow(
                 news = () if found.fresh else found.news(state.rows[-1:])
                 if event.row.minimised is True:
                     found.freeze(state.rows[-1])
-                if event.lost:
-                    found.lost(state.rows[-1])
             case Checked():
                 part.checked[event.entry] = event.stale
             case Confirmed():

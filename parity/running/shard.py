@@ -157,7 +157,7 @@ class Session:
             shown: set[tuple[str, str | None]] = set()
             for case in found:
                 if not shown.issuperset(sought.subjects):
-                    shown |= {s[1:] for row in self._again(case, sought, True) if (s := signature_of(row))}
+                    shown |= {(row.subject, row.cls) for row in self._again(case, sought, True) if row.new}
             self.emit(Confirmed([subject for subject in sought.subjects if subject in shown]))
             if sought.subjects[0] not in shown:
                 return

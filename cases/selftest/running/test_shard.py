@@ -59,7 +59,7 @@ def numbers(events):
 def looked_for(own, events, shard, **limits):
     """The findings of a shard that was run, and the shards in which they are looked for again."""
     found = [replace(row, shard=shard.name) for row in rows(events)]
-    findings = Findings(found, dataclasses.replace(own.profile, **limits), 1, None)
+    findings = Findings(found, dataclasses.replace(own.profile, **limits), 1)
     return found, findings, findings.sought([shard], {})
 
 
