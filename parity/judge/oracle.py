@@ -35,12 +35,14 @@ class Oracle:
         draw: draws replicas.
         kind: (quantity, replicas) -> the fields of `Unit` besides exact, replicas and compute.
         seed: of the replicas.
+        size: entries of a replica's largest tensor, or of what takes as long to make, where no quantity is as large.
     """
 
     exact: Quantities
     draw: Draw
     kind: Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, Any]]
     seed: int
+    size: int = 0
     _replicas: dict[tuple[Recipe, int, bool, bool, frozenset[str] | None], Quantities] = dataclasses.field(
         default_factory=dict, repr=False
     )
@@ -106,4 +108,4 @@ class Oracle:
                 for name, value in values.items()
             }
 
-        return escalate(judge_with, ladder(max(x.numel() for x in self.exact.values())), certain=CERTAIN)
+        return escalate(judge_with, ladder(max(self.size, *(x.numel() for x in self.exact.values()))), certain=CERTAIN)

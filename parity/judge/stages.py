@@ -138,15 +138,19 @@ def log_softmax_again(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
     return torch.where(RUNNING[-1].noise.each(own) > 0, own, logps)
 
 
-@contextlib.contextmanager
-def of_teacher(part: Literal["softmax", "elementwise"]) -> Iterator[None]:
+def of_teacher(part: Literal["softmax", "elementwise"]) -> contextlib.AbstractContextManager[None]:
     """What an oracle computes of a teacher alone, without gradient: rounded as the recipe's `teacher_<part>` says.
 
     "softmax" is the way from its logits to its log-probs, "elementwise" what is computed of its log-probs. An exact run
     rounds nothing.
     """
+    return in_dtype(getattr(RUNNING[-1].recipe, f"teacher_{part}") if RUNNING else None)
+
+
+@contextlib.contextmanager
+def in_dtype(dtype: str | None) -> Iterator[None]:
+    """What a definition computes in `dtype` whatever the recipe, log-softmax included; None: as the recipe says."""
     mode = RUNNING[-1] if RUNNING else None
-    dtype = None if mode is None else getattr(mode.recipe, f"teacher_{part}")
     if mode is None or dtype is None:
         yield
         return

@@ -105,7 +105,6 @@ def _forget_to_sync(trainer: Any) -> None:
 
 def _judged(folder: Path, batch: Any, parameters: Any) -> tuple[bool, str]:
     def at_the_step(model: Any) -> Any:
-        # the model may be in float64; loading copies into its dtype
         model.load_state_dict({n: v for n, v in parameters.items() if n in model.state_dict()}, strict=False)
         return model
 
@@ -114,9 +113,9 @@ def _judged(folder: Path, batch: Any, parameters: Any) -> tuple[bool, str]:
     d = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"])[mask]
     ratios = batch["importance_sampling_ratio"][mask]
     return v.agrees, (
-        f"{'agrees' if v.agrees else 'DISAGREES'}, {v.gates[v.worst]:.2g} of what {v.worst} allows; |log-ratio| at most "
-        f"{float(d.abs().max()):.1e}, ratios {float(ratios.min()):.6f} to {float(ratios.max()):.6f}, their mean "
-        f"{v.found.mean_ratio:.6f}"
+        f"{'agrees' if v.agrees else 'DISAGREES'}, {v.judgements[v.worst].headroom:.2g} of what {v.worst} allows; "
+        f"|log-ratio| at most {float(d.abs().max()):.1e}, ratios {float(ratios.min()):.6f} to {float(ratios.max()):.6f}, "
+        f"their mean {float(ratios.mean()):.6f}"
     )
 
 

@@ -1,15 +1,11 @@
-"""An engine's log-probs against the trainer's, in units of the trainer's own error.
+"""An engine's log-probs against their definition: the trainer's model in float64, and replicas of it in the trainer's dtype.
 
-The unit is not chosen: the trainer scores the same tokens in its dtype, and with the same weights in float64; the
-difference is its rounding. An engine that computes the same function differs from it by the rounding of both, √2 of one if
-the two are alike; `FACTOR` grants an engine twice the trainer's error. Five gates, all of which must hold. The mean ratio
-is none of them: by E_s[π/s] = 1 it is 1 for every trainer, right or wrong.
+The mean ratio judges nothing: by E_s[π/s] = 1 it is 1 for every trainer, right or wrong.
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,72 +13,25 @@ import torch
 from torch import Tensor
 
 from parity.errors import UsageError
-from parity.judge.recipe import DTYPES, NAMES
+from parity.judge.gates import Judgement, failed
+from parity.judge.operations import as_definition
+from parity.judge.recipe import DTYPES, EAGER, NAMES
+from parity.judge.stages import in_dtype
 from parity.recording import Recording
 from parity.rollouts import engine_models
-from parity.rollouts.trainer_scores import Sampling, Trainer
+from parity.rollouts.trainer_scores import Rows, Sampling, Trainer, predictions
+from parity.trainers.definitions.training_step import measured
 
-FACTOR = 2 * math.sqrt(2)
-POSITION = 1.5
-"""A stretch holds a quarter of the tokens, and late ones read more rounded context: their rms may be so much larger."""
-STRETCHES = 4
+PRODUCTS = 1 << 40
+"""Parameters times tokens that are judged, about: of more than that, rows at even distances. Statistics are of all rows."""
+ALIKE = 0.1
+"""Share of what a dtype's rounding is allowed, three times its rms, from which a difference is as large as that rounding."""
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 DEFINITIONS = {
     "truncated": "at the temperature, over what top-p and top-k keep: the distribution that was sampled from",
     "full": "at the temperature, over the whole vocabulary: what TRL's trainer computes",
 }
 """What a sampler's log-probs may be meant to be."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Of the log-ratios d, trainer minus sampler in nats.
-
-    Attributes:
-        tokens, sequences: the tokens judged, and the rows that have one.
-        unscored, cut: tokens that the sampler has no log-prob for; that the trainer's top-p or top-k excludes.
-        quantiles: of |d|, at `QUANTILES`.
-        rms, mean: √mean d², mean d.
-        mean_ratio: mean exp(d), which judges nothing.
-        by_position: "1-8" -> rms of the tokens there, of at least 30.
-    """
-
-    tokens: int
-    sequences: int
-    unscored: int
-    cut: int
-    quantiles: tuple[float, ...]
-    rms: float
-    mean: float
-    mean_ratio: float
-    by_position: Mapping[str, float]
-
-
-def statistics(d: Tensor, mask: Tensor) -> Statistics:
-    """`Statistics` of d (B, T) under the mask (B, T): NaN where the sampler has none, infinite where the trainer excludes it."""
-    scored = mask & ~d.isnan()
-    finite = scored & d.isfinite()
-    values = d[finite]
-    n = max(len(values), 1)
-    nothing = (math.nan,) * len(QUANTILES)
-    return Statistics(
-        tokens=len(values),
-        sequences=int(finite.any(-1).sum()),
-        unscored=int((mask & d.isnan()).sum()),
-        cut=int((scored & ~d.isfinite()).sum()),
-        quantiles=tuple(values.abs().quantile(d.new_tensor(QUANTILES)).tolist()) if len(values) else nothing,
-        rms=rms(values),
-        mean=float(values.sum() / n),
-        mean_ratio=float(values.exp().sum() / n),
-        by_position=_by_position(d, finite),
-    )
-
-
-def _by_position(d: Tensor, finite: Tensor) -> dict[str, float]:
-    width = d.shape[1]
-    ends = sorted({round(width * k / STRETCHES) for k in range(STRETCHES + 1)})
-    parts = {f"{a + 1}-{b}": d[:, a:b][finite[:, a:b]] for a, b in itertools.pairwise(ends)}
-    return {label: rms(values) for label, values in parts.items() if len(values) >= 30}
 
 
 def rms(values: Tensor) -> float:
@@ -97,60 +46,50 @@ class Verdict:
 
     Attributes:
         definition: of `DEFINITIONS`: what its log-probs are held to be.
-        gates: gate -> error ÷ allowed; above 1 disagrees.
-        unit: rms of the trainer's own error, nats.
-        found: the statistics.
+        judgements: quantity of `_defined` -> its judgement.
+        log_ratios: of the sampled tokens, trainer minus sampler in nats; NaN where the sampler has none, infinite where the
+            trainer's top-p or top-k excludes the token.
         fits: other explanation -> rms of the sampler's log-probs against it, best first.
-        coarser: a dtype whose rounding is as large as the difference, where that is coarser than the trainer's.
+        explanation: what explains a disagreement: it has at most half the rms, or is another dtype's rounding.
     """
 
     definition: str
-    gates: Mapping[str, float]
-    unit: float
-    found: Statistics
+    judgements: Mapping[str, Judgement]
+    log_ratios: Tensor
     fits: Mapping[str, float]
-    coarser: str | None
+    explanation: str | None
 
     @property
     def agrees(self) -> bool:
-        """Whether every gate holds."""
-        return all(h <= 1.0 for h in self.gates.values())
+        """Whether every quantity agrees."""
+        return all(j.agrees for j in self.judgements.values())
 
     @property
     def worst(self) -> str:
-        """The gate with the largest error ÷ allowed."""
-        return max(self.gates, key=lambda name: self.gates[name])
-
-    @property
-    def explanation(self) -> str | None:
-        """What explains a disagreement: it has at most half the rms, or the size of another dtype's rounding. Else None."""
-        name = min(self.fits, key=lambda n: self.fits[n], default=None)
-        if name is not None and self.fits[name] <= 0.5 * self.found.rms:
-            return name
-        return self.coarser and f"as far apart as the arithmetic of {self.coarser}"
+        """The quantity with the largest error ÷ allowed."""
+        return max(self.judgements, key=lambda name: self.judgements[name].headroom)
 
     def text(self, recording: Recording) -> str:
         """The judgement, gate by gate, and the statistics; a line each."""
-        s = self.found
         lines = [
             recording.line(),
             f"  {'agrees' if self.agrees else 'DISAGREES'} as log-probs {DEFINITIONS[self.definition]}",
-            "  error ÷ allowed: " + ", ".join(f"{n} {h:.2f}" for n, h in self.gates.items()),
+            "  error ÷ allowed: " + ", ".join(f"{n} {j.headroom:.2f}" for n, j in self.judgements.items()),
         ]
         if not self.agrees:
             cause = self.explanation or "nothing that was tried: other weights, or another computation"
             lines.append(f"  fails by {self.worst}; what fits better: {cause}")
             lines += [f"    rms {value:.2e} against: {name}" for name, value in self.fits.items()]
-        quantiles = ", ".join(f"{100 * q:g} % {v:.2e}" for q, v in zip(QUANTILES, s.quantiles, strict=True))
-        return "\n".join(
-            [
-                *lines,
-                f"  {s.tokens} tokens, {s.unscored} not scored, {s.cut} that the trainer's top-p or top-k excludes",
-                f"  |log-ratio|: {quantiles}; rms {s.rms:.2e}, mean {s.mean:+.1e}; the trainer's own error {self.unit:.1e}",
-                f"  mean ratio {s.mean_ratio:.6f}, which judges nothing",
-                "  rms by position: " + ", ".join(f"{n} {v:.1e}" for n, v in s.by_position.items()),
+        d = self.log_ratios[self.log_ratios.isfinite()]
+        cut, unscored = int(self.log_ratios.isinf().sum()), int(self.log_ratios.isnan().sum())
+        lines.append(f"  {len(d)} tokens, {unscored} not scored, {cut} that the trainer's top-p or top-k excludes")
+        if len(d):
+            quantiles = zip(QUANTILES, d.abs().quantile(d.new_tensor(QUANTILES)).tolist(), strict=True)
+            lines += [
+                "  |log-ratio|: " + ", ".join(f"{100 * q:g} % {v:.2e}" for q, v in quantiles) + f"; rms {rms(d):.2e}",
+                f"  mean ratio {float(d.exp().mean()):.6f}, which judges nothing",
             ]
-        )
+        return "\n".join(lines)
 
 
 def judge(recording: Recording, trainer: Trainer, definition: str = "truncated") -> Verdict:
@@ -158,21 +97,116 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
     f, rows, width = recording.facts, recording.rows(), recording.completion_ids.shape[1]
     sampling = (float(f["temperature"]), float(f["top_p"]), int(f["top_k"]))
     asked = (sampling[0], 1.0, 0) if definition == "full" else sampling
-    mask, sampler = recording.mask, recording.sampler_logps.double()
-    mine, exact = trainer.score(rows, width, asked).truncated, trainer.exact(rows, width, asked).truncated
-    found = statistics(mine - sampler, mask)
-    impossible = not found.tokens or bool((mask & (sampler > 1e-4)).any())
-    gates = _gates(found, mine - exact, mask, impossible)
-    fits: dict[str, float] = {}
-    coarser = None
-    if any(h > 1.0 for h in gates.values()):
-        fits = explanations(recording, trainer, sampling, mine)
-        for dtype in (torch.bfloat16, torch.float16):
-            if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps:
-                error = dataclasses.replace(trainer, dtype=dtype).score(rows, width, asked).truncated - exact
-                same = all(h <= 1.0 for h in _gates(found, error, mask, impossible).values())
-                coarser = NAMES[dtype] if same and found.rms * FACTOR > rms(error[mask]) else coarser
-    return Verdict(definition, gates, rms((mine - exact)[mask]), found, fits, coarser)
+    mask, sampler = recording.mask, recording.sampler_logps
+    mine = trainer.score(rows, width, asked).truncated
+    found = (mine - sampler.double())[mask]
+    model = trainer.in_float64()
+    scored = mask & ~sampler.isnan() & (torch.arange(len(rows)) % _every(model, rows) == 0)[:, None]
+    if not bool(scored.any()):
+        return Verdict(definition, {"log-probs": failed("no token has a log-prob")}, found, {}, None)
+    define = _defined(model, rows, scored, asked, sampler[scored].double())
+    products = sum(m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear))
+    oracle = dataclasses.replace(measured(model, define), size=int(scored.sum()) * products)
+    values = _values(oracle.exact, sampler[scored], asked[1])
+    judgements = oracle.judge(values, EAGER.resolve(NAMES[trainer.dtype]))
+    if all(j.agrees for j in judgements.values()):
+        return Verdict(definition, judgements, found, {}, None)
+    fits = explanations(recording, trainer, sampling, mine)
+    best = next(iter(fits))
+    if fits[best] <= 0.5 * rms(found):
+        return Verdict(definition, judgements, found, fits, best)
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps:
+            again = oracle.judge(values, EAGER.resolve(NAMES[dtype]))
+            if all(j.agrees for j in again.values()) and again["log-probs"].gates["norm"] > ALIKE:
+                explanation = f"as far apart as the arithmetic of {NAMES[dtype]}"
+                return Verdict(definition, judgements, found, fits, explanation)
+    return Verdict(definition, judgements, found, fits, None)
+
+
+def _every(model: Any, rows: Rows) -> int:
+    """One row in so many is judged."""
+    tokens = sum(len(prompt) + len(completion) for prompt, completion in rows)
+    return math.ceil(tokens * sum(p.numel() for p in model.parameters()) / PRODUCTS)
+
+
+def _defined(
+    model: Any, rows: Rows, scored: Tensor, sampling: Sampling, sampler: Tensor
+) -> Callable[[Any], dict[str, Tensor]]:
+    """The definition of the log-probs of the `scored` tokens (B, T), (n,) each; float32 from the logits on.
+
+    log-probs: log p - log K at the temperature, K the mass of the kept tokens. mean: of these, 0-dim. Of what is kept beside
+    the sampled token, the likeliest are: outranked is by how much the next is likelier than the sampled one, at most 0. kept:
+    the share of K in what top-k leaves, at least top-p; without one: the same without the least likely, less than top-p.
+    """
+    temperature, top_p, top_k = sampling
+    with torch.no_grad(), as_definition():
+        _, ids, logits = zip(*predictions(model, rows, scored), strict=True)
+        token, exact = torch.cat(ids)[:, None], (torch.cat(logits) / temperature).log_softmax(-1)
+    order = exact.argsort(dim=-1, descending=True, stable=True)[:, : top_k or None]
+    if top_p < 1:
+        kept = _kept(exact.gather(-1, order), exact.gather(-1, token), sampler, top_p)
+    else:
+        kept = torch.full_like(token, order.shape[-1] - 1)
+    marginal = order.gather(-1, kept)
+    last = torch.where((order == token).cumsum(-1).gather(-1, kept) > 0, marginal, token)
+
+    def define(model: Any) -> dict[str, Tensor]:
+        logits = torch.cat([z for _, _, z in predictions(model, rows, scored)])
+        with in_dtype("fp32"):
+            logps = (logits / temperature).log_softmax(-1)
+            own = logps.gather(-1, token)
+            if top_p >= 1 and not top_k:
+                return {"log-probs": own[:, 0], "mean": own.mean()}
+            masses = torch.nn.functional.pad(logps.gather(-1, order).exp().cumsum(-1), (1, 0))
+            before = masses.gather(-1, kept)
+            mass = before + logps.gather(-1, last).exp()
+            out = {"log-probs": own - mass.log(), "outranked": logps.gather(-1, marginal) - own}
+            if top_p < 1:
+                out |= {"kept": mass / masses[:, -1:], "without one": before / masses[:, -1:]}
+            return {name: value[:, 0] for name, value in out.items()} | {"mean": out["log-probs"].mean()}
+
+    return define
+
+
+def _kept(inside: Tensor, own: Tensor, sampler: Tensor, top_p: float) -> Tensor:
+    """How many tokens an engine kept before the last one, (n, 1), read from its log-probs (n,) of the sampled tokens.
+
+    `inside` (n, k): exact log-probs, likeliest first; `own` (n, 1): of the sampled token.
+
+    Where the mass of the likeliest tokens is near top-p, rounding decides what is kept, and with it every log-prob at that
+    position: either set is right. The set is taken that the smallest errors of logits explain, where these are independent
+    and alike, their standard deviation ε. With p = q·K, to first order, a log-prob within the set is then off by
+    ε·√(1 - 2q + Σq²), the log-odds of the set's mass K by ε·√(Σp²/K² + Σ'p²/(1 - K)²), Σ' over the tokens outside, and the
+    difference of two log-probs by ε·√2.
+    """
+    total = inside.logsumexp(-1, keepdim=True)
+    mass, rest = _sums(inside - total)
+    squares, other_squares = _sums(2 * (inside - total))
+    logp, alike = own - total - mass, (squares - 2 * mass).exp()
+    far = (math.log(top_p / (1 - top_p)) - mass + rest) / (alike + (other_squares - 2 * rest).exp()).sqrt()
+    far[:, -1] = -torch.inf  # all of them
+    noise = (1 - 2 * logp.exp() + alike).clamp(min=torch.finfo(torch.float32).eps ** 2).sqrt()
+    explained = [
+        (logp - sampler[:, None]).abs() / noise,
+        far,
+        torch.nn.functional.pad(-far[:, :-1], (1, 0), value=-torch.inf),
+        (inside - own) / math.sqrt(2),
+    ]
+    return torch.stack(explained).amax(0).argmin(-1, keepdim=True)
+
+
+def _sums(logs: Tensor) -> tuple[Tensor, Tensor]:
+    """The logarithm of the sum of exp(logs) up to each entry of a row, and behind it."""
+    behind = logs.flip(-1).logcumsumexp(-1).flip(-1)[:, 1:]
+    return logs.logcumsumexp(-1), torch.nn.functional.pad(behind, (0, 1), value=-torch.inf)
+
+
+def _values(exact: Mapping[str, Tensor], sampler: Tensor, top_p: float) -> dict[str, Tensor]:
+    """What an engine says, and of a limit what keeps it and is nearest to the exact value."""
+    bounds = {"kept": (top_p, None), "without one": (None, top_p), "outranked": (None, 0.0)}
+    out = {name: exact[name].clamp(*bounds[name]).float() for name in exact if name in bounds}
+    return {"log-probs": sampler, "mean": sampler.double().mean().float(), **out}
 
 
 def judged(recording: Recording, model: str | None, adapter: Path | None, support: str) -> Verdict:
@@ -196,33 +230,6 @@ def judged(recording: Recording, model: str | None, adapter: Path | None, suppor
     if adapter is not None:
         trainer = dataclasses.replace(trainer, change=adapted)
     return judge(recording, trainer, support)
-
-
-def _gates(found: Statistics, error: Tensor, mask: Tensor, impossible: bool) -> dict[str, float]:
-    """Error ÷ allowed of each gate; `error` (B, T) is the trainer's own.
-
-    size: rms d. tail: 99 % quantile of |d|. position: the largest rms of a stretch of positions. mean: |mean d|, allowed
-    three standard errors with a sequence as one sample, its tokens being as dependent as can be, or three times the
-    trainer's own. support: tokens that the trainer's top-p or top-k excludes, allowed three more than three times as many
-    as its own rounding excludes; and log-probs that are none, above 0.
-    """
-    own = error[mask & error.isfinite()]
-    unit, tail = rms(own), float(own.abs().quantile(0.99)) if len(own) else 0.0
-    center = abs(float(own.mean())) if len(own) else 0.0
-    excluded = int((mask & ~error.isfinite()).sum())
-    return {
-        "size": _over(found.rms, FACTOR * unit),
-        "tail": _over(found.quantiles[2], FACTOR * tail),
-        "position": _over(max(found.by_position.values(), default=found.rms), FACTOR * unit * POSITION),
-        "mean": _over(abs(found.mean), 3 * max(center, unit / math.sqrt(max(found.sequences, 1)))),
-        "support": math.inf if impossible else found.cut / (3 * excluded + 3),
-    }
-
-
-def _over(value: float, allowed: float) -> float:
-    if value == 0.0:
-        return 0.0
-    return value / allowed if allowed > 0.0 and not math.isnan(value) else math.inf
 
 
 def explanations(recording: Recording, trainer: Trainer, sampling: Sampling, mine: Tensor) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The trainer's log-probs of recorded tokens: as it computes them, and the same weights in float64."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Scores:
         return torch.where(self.kept > 0, self.full - self.kept.log(), -torch.inf)
 
 
-def score(model: Any, rows: Rows, width: int, sampling: Sampling, batch: int = BATCH) -> Scores:
+def score(model: Any, rows: Rows, width: int, sampling: Sampling) -> Scores:
     """Log-probs of the completions of `rows` by `model`, zero behind a row's end.
 
     Temperature, then top-k, then top-p, as vLLM and transformers have it. Logits leave the model in its own dtype; the
@@ -41,31 +41,31 @@ def score(model: Any, rows: Rows, width: int, sampling: Sampling, batch: int = B
     """
     temperature, top_p, top_k = sampling
     full, kept = torch.zeros(len(rows), width, dtype=torch.float64), torch.ones(len(rows), width, dtype=torch.float64)
-    for first in range(0, len(rows), batch):
-        part = rows[first : first + batch]
-        for i, logits in enumerate(_logits(model, part)):
-            if bool(logits.isnan().any()):
-                raise UsageError(f"row {first + i}: the trainer's logits are NaN")
-            ids = torch.tensor(part[i][1], dtype=torch.long)
-            logps = (logits.double() / temperature).log_softmax(-1)
-            full[first + i, : len(ids)] = logps.gather(-1, ids[:, None])[:, 0]
-            kept[first + i, : len(ids)] = kept_mass(logps, ids, top_p, top_k)
+    lengths = torch.tensor([len(completion) for _, completion in rows])
+    with torch.no_grad():
+        for place, ids, logits in predictions(model, rows, torch.arange(width) < lengths[:, None]):
+            broken = logits.isnan().any(-1)
+            if bool(broken.any()):
+                raise UsageError(f"row {int(place[0][broken][0])}: the trainer's logits are NaN")
+            logps = (logits.cpu().double() / temperature).log_softmax(-1)
+            full[place] = logps.gather(-1, ids[:, None])[:, 0]
+            kept[place] = kept_mass(logps, ids, top_p, top_k)
     return Scores(full, kept)
 
 
-def _logits(model: Any, rows: Rows) -> list[Tensor]:
-    """Of each row the logits that predict its completion, (T_i, V); padded at the left as TRL pads prompts."""
-    width = max(len(p) + len(c) for p, c in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.long)
-    for i, (prompt, completion) in enumerate(rows):
-        whole = torch.tensor(prompt + completion)
-        ids[i, width - len(whole) :], mask[i, width - len(whole) :] = whole, 1
-    device = model.device
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad():
-        out = model(input_ids=ids.to(device), attention_mask=mask.to(device), position_ids=positions.to(device)).logits
-    return [out[i, width - len(c) - 1 : width - 1].cpu() for i, (_, c) in enumerate(rows)]
+def predictions(model: Any, rows: Rows, wanted: Tensor) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, Tensor]]:
+    """Of the `wanted` tokens of completions (B, T), a batch of rows at a time: place (row and position), ids (n,) and the logits
+    that predict them (n, V). A row stands at the left of its batch, where it needs no mask."""
+    for first in range(0, len(rows), BATCH):
+        part = [p + c for p, c in rows[first : first + BATCH]]
+        ids = torch.zeros(len(part), max(map(len, part)), dtype=torch.long)
+        for i, tokens in enumerate(part):
+            ids[i, : len(tokens)] = torch.tensor(tokens)
+        row, position = wanted[first : first + BATCH].nonzero(as_tuple=True)
+        if len(row):
+            at = torch.tensor([len(p) for p, _ in rows[first : first + BATCH]])[row] + position
+            logits = model(input_ids=ids.to(model.device)).logits
+            yield (row + first, position), ids[row, at], logits[row, at - 1]
 
 
 def kept_mass(logps: Tensor, ids: Tensor, top_p: float, top_k: int) -> Tensor:
@@ -103,11 +103,6 @@ class Trainer:
         """`score` of the model."""
         return score(self.change(engine_models.loaded(self.folder, self.dtype)), rows, width, sampling)
 
-    def exact(self, rows: Rows, width: int, sampling: Sampling) -> Scores:
-        """`score` of the same rounded weights in float64 arithmetic.
-
-        A row stands alone: transformers masks padding with the lowest float64 and takes the softmax in float32, where a
-        position that sees only padding is NaN, and so is whatever reads it.
-        """
-        model = self.change(engine_models.loaded(self.folder, self.dtype).double())
-        return score(model, rows, width, sampling, batch=1)
+    def in_float64(self) -> Any:
+        """The model with the same rounded weights, for arithmetic in float64."""
+        return self.change(engine_models.loaded(self.folder, self.dtype).double())

@@ -13,8 +13,20 @@ from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
 from parity.rollouts import engine_models
-from parity.rollouts.judge import judge, statistics
+from parity.rollouts.judge import judge
 from parity.rollouts.trainer_scores import Scores, Trainer, kept_mass, score
+
+ROWS = 8
+"""Of a recording of 64, where replicas are drawn: each costs a pass of the model."""
+
+
+def short(name):
+    found = recording.named(name)
+    return dataclasses.replace(found, **{n: x[:ROWS] for n, x in found.tensors().items()})
+
+
+def mean_ratio(verdict):
+    return float(verdict.log_ratios[verdict.log_ratios.isfinite()].exp().mean())
 
 
 def trainer_of(found):
@@ -34,15 +46,17 @@ def test_the_shipped_recordings():
 
 @pytest.mark.parametrize("name", ["gemma2-fp32-t0.7-p1", "qwen2-bf16-t1-p1", "llama-fp32-t0.7-p0.8"])
 def test_a_real_engine_agrees(name):
-    found = recording.named(name)
+    found = short(name)
     verdict = judge(found, trainer_of(found))
     assert verdict.agrees, verdict.text(found)
-    assert verdict.found.tokens > 1000 and max(verdict.gates.values()) > 0.2  # the unit is of the right size
+    assert (
+        len(verdict.log_ratios) > 100 and verdict.judgements[verdict.worst].headroom > 0.1
+    )  # the unit is of the right size
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda c: c.__name__)
 def test_every_control_is_red(control):
-    found = recording.named("gemma2-bf16-t0.7-p0.8")
+    found = short("gemma2-bf16-t0.7-p0.8")
     verdict = judge(*control(found, trainer_of(found)))
     assert not verdict.agrees
     expected = {
@@ -52,13 +66,15 @@ def test_every_control_is_red(control):
     }
     assert verdict.explanation == expected.get(control.__name__)
     if control.__name__ in ("stale_weights", "adapter_not_merged"):
-        assert abs(verdict.found.mean_ratio - 1) < 0.02  # a gate on the mean ratio would have passed them
+        assert abs(mean_ratio(verdict) - 1) < 0.05  # a gate on the mean ratio would have passed them
 
 
 def test_small_updates_are_seen_in_float32():
-    found = recording.named("llama-fp32-t0.7-p0.8")
+    found = short("llama-fp32-t0.7-p0.8")
     verdict = judge(*stale_weights(found, trainer_of(found)))
-    assert not verdict.agrees and verdict.found.quantiles[2] < 0.1  # weights 0.1 % apart: no ratio looks wrong
+    assert (
+        not verdict.agrees and verdict.log_ratios.abs().quantile(0.99) < 0.1
+    )  # weights 0.1 % apart: no ratio looks wrong
 
 
 def test_the_ratio_to_the_whole_vocabulary_is_the_kept_mass():
@@ -73,8 +89,9 @@ def test_the_ratio_to_the_whole_vocabulary_is_the_kept_mass():
     assert float(ratio[mask].mean()) == pytest.approx(float(scores.kept[mask].mean()), rel=1e-5)
     assert 0.8 < float(scores.kept[mask].mean()) < 0.99
     assert torch.allclose((scores.full - scores.truncated)[mask], scores.kept[mask].log(), rtol=0, atol=1e-14)
+    found = short("llama-fp32-t0.7-p0.8")
     verdict = judge(found, trainer_of(found), "full")
-    assert not verdict.agrees and 0.8 < verdict.found.mean_ratio < 0.99
+    assert not verdict.agrees and 0.8 < mean_ratio(verdict) < 0.99
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, 0), (1.0, 5), (0.6, 7), (0.05, 0), (1.0, 0)])
@@ -91,18 +108,8 @@ def test_the_kept_tokens_are_those_of_transformers(top_p, top_k):
         assert torch.allclose(scores.truncated, truncated[:, token], rtol=0, atol=1e-12)
 
 
-def test_statistics_by_hand():
-    d = torch.tensor([[0.0, 0.2, float("nan")], [-0.2, -torch.inf, 9.0]], dtype=torch.float64)
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    s = statistics(d, mask)
-    assert (s.tokens, s.unscored, s.cut) == (3, 1, 1)
-    assert s.mean == pytest.approx(0.0) and s.rms == pytest.approx((0.08 / 3) ** 0.5)
-    r = torch.tensor([0.0, 0.2, -0.2]).double().exp()
-    assert s.quantiles[-1] == pytest.approx(0.2) and s.mean_ratio == pytest.approx(float(r.mean()))
-
-
-def test_the_command():
-    path = str(data.rollouts_dir() / "llama-fp32-t0.7-p0.8")
+def test_the_command(tmp_path):
+    path = str(recording.save(short("llama-fp32-t0.7-p0.8"), tmp_path))
     done = CliRunner().invoke(main, ["rollouts", "judge", path])
     assert done.exit_code == 0 and "agrees" in done.output and "says nothing of its GPU kernels" in done.output
     done = CliRunner().invoke(main, ["rollouts", "judge", path, "--support", "full"])
@@ -111,16 +118,16 @@ def test_the_command():
 
 def test_an_engine_of_a_coarser_dtype_is_named():
     """What vLLM's dtype "auto" makes of float32 weights."""
-    found = recording.named("gemma2-bf16-t0.7-p1")
+    found = short("gemma2-bf16-t0.7-p1")
     verdict = judge(found, Trainer(engine_models.folder_of(found.facts["model"]), torch.float32))
     assert not verdict.agrees and verdict.explanation == "as far apart as the arithmetic of bf16"
 
 
 def test_damaged_log_probs_are_red():
-    found = recording.named("llama-fp32-t0.7-p0.8")
+    found = short("llama-fp32-t0.7-p0.8")
     wrong = dataclasses.replace(found, sampler_logps=found.sampler_logps + 1e-4)
     verdict = judge(wrong, trainer_of(found))
-    assert verdict.gates["mean"] > 1
+    assert not verdict.judgements["mean"].agrees
 
 
 def test_a_trainer_whose_logits_are_nan_is_an_error():
@@ -132,3 +139,48 @@ def test_a_trainer_whose_logits_are_nan_is_an_error():
 
     with pytest.raises(UsageError, match="row 0: the trainer's logits are NaN"):
         judge(found, dataclasses.replace(trainer_of(found), change=broken))
+
+
+def test_a_token_outside_the_support_is_named():
+    """One of the least likely tokens of each row in the place of the last: top-p excludes it."""
+    found = short("llama-fp32-t0.7-p0.8")
+    model = trainer_of(found).in_float64()
+    ids = found.completion_ids.clone()
+    for row, (prompt, completion) in enumerate(found.rows()):
+        before = torch.tensor([prompt + completion[:-1]])
+        ids[row, len(completion) - 1] = model(input_ids=before).logits[0, -1].argmin()
+    verdict = judge(dataclasses.replace(found, completion_ids=ids), trainer_of(found))
+    assert not verdict.judgements["outranked"].agrees and verdict.log_ratios.isinf().sum() == ROWS
+
+
+def test_either_set_is_right_where_rounding_decides_what_top_p_keeps():
+    """At token 24 of row 19 the likeliest token has 0.8098 of the exact mass, and vLLM kept the second beside it; at token 17 of
+    row 4 it kept one that three others outrank by less than rounding. With another value there, no set would explain it."""
+    for name, row, position in (("qwen2-bf16-t0.7-p0.8", 19, 24), ("gemma2-bf16-t0.7-p0.8", 4, 17)):
+        found = recording.named(name)
+        found = dataclasses.replace(found, **{n: x[row : row + 1] for n, x in found.tensors().items()})
+        exact = score(trainer_of(found).in_float64(), found.rows(), 32, (0.7, 0.8, 0))
+        assert abs(float(exact.truncated[0, position] - found.sampler_logps[0, position])) > 0.2
+        verdict = judge(found, trainer_of(found))
+        assert verdict.agrees, verdict.text(found)
+        moved = found.sampler_logps.clone()
+        moved[0, position] -= 0.5
+        assert not judge(dataclasses.replace(found, sampler_logps=moved), trainer_of(found)).agrees
+
+
+@pytest.mark.parametrize("top_k", [3, 5])
+def test_top_k_is_judged_where_it_was_sampled_from(top_k):
+    """A sampler in float32 beside the trainer's model; a token behind the last that is kept is excluded."""
+    found = short("llama-fp32-t1-p1")
+    folder = engine_models.folder_of(found.facts["model"])
+    scores = score(engine_models.loaded(folder, torch.float32), found.rows(), 32, (1.0, 1.0, top_k))
+    inside = dataclasses.replace(
+        found,
+        facts={**found.facts, "top_k": top_k},
+        sampler_logps=torch.where(scores.kept > 0, scores.truncated, torch.nan).float(),
+    )
+    verdict = judge(inside, trainer_of(found))
+    assert verdict.agrees and "outranked" in verdict.judgements, verdict.text(inside)
+    outside = dataclasses.replace(inside, sampler_logps=scores.full.float())
+    verdict = judge(outside, trainer_of(found))
+    assert not verdict.judgements["outranked"].agrees and not verdict.judgements["log-probs"].agrees
