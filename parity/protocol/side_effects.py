@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -187,39 +186,6 @@ def accumulation(implementation: Implementation, inputs: Inputs) -> list[str]:
         return found
     kept = " with retain_graph=True" if "retain_graph" in outcome.message or "second time" in outcome.message else ""
     return [f"a second backward{kept} fails: {outcome.message}"]
-
-
-@within("stage", "protocol")
-def unneeded(implementation: Implementation, inputs: Inputs) -> list[str]:
-    """A loss that uses one of several outputs: no upstream gradient of the others gives what one of zeros gives.
-
-    Autograd hands None to a hand-written backward that asks for it (`set_materialize_grads`).
-    """
-    found: list[str] = []
-
-    def run() -> Outcome:
-        for used in inputs.cotangents:
-            nothing = {n: g if n == used else torch.zeros_like(g) for n, g in inputs.cotangents.items()}
-            given = []
-            for cotangents in ({used: nothing[used]}, nothing):
-                with surroundings(implementation, dataclasses.replace(inputs, cotangents=cotangents)) as x:
-                    outputs = forward(implementation, x)
-                    if len(differentiated(x, outputs)) < len(cotangents):
-                        return Outcome("ran")
-                    backward(x, outputs)
-                given.append(gradients(x))
-            alone, beside = given
-            for name, one in alone.items():
-                other = beside[name]
-                one = torch.zeros_like(other) if one is None and other is not None else one  # of no path to the leaf
-                if one is not None and other is not None and other.isfinite().all() and not _close_bits(one, other):
-                    found.append(f"{name} of {used} alone differs from {name} of {used} with zeros for the rest")
-        return Outcome("ran")
-
-    if len(inputs.cotangents) < 2 or inputs.context == "compile":  # each number of outputs compiles anew, for seconds
-        return []
-    outcome = guarded(implementation, run, inputs)
-    return found if outcome.verdict == "ran" else [f"a backward of some outputs alone fails: {outcome.message}"]
 
 
 @within("stage", "relations")

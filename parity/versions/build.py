@@ -5,7 +5,6 @@ or ran out of disk leaves nothing that could be taken for an environment.
 """
 
 import contextlib
-import csv
 import fcntl
 import importlib.metadata
 import json
@@ -19,8 +18,8 @@ from typing import IO
 
 from packaging.utils import canonicalize_name
 
-from parity.decoding import save_json, saved
-from parity.versions.client import EnvironmentUnusable, UvFailed, cache_root, one_line, uv
+from parity.decoding import save_json
+from parity.versions.client import EnvironmentUnusable, UvFailed, one_line, uv
 from parity.versions.resolve import Lock
 
 BUILDING, TRASH = ".building-", ".trash-"
@@ -91,8 +90,7 @@ def build(root: Path, lock: Lock, settings: Mapping[str, str], manifest: Path) -
         except UvFailed:
             uv(sync)
         _link(lock.linked, site_packages(fresh))
-        imports = _imports(fresh, lock, settings)
-        save_json(fresh / manifest, {"lock": lock, "imports": imports})
+        save_json(fresh / manifest, {"lock": lock, "imports": probe(fresh, settings)})
         discard(root)
         fresh.rename(root)
     except OSError as error:
@@ -101,7 +99,7 @@ def build(root: Path, lock: Lock, settings: Mapping[str, str], manifest: Path) -
         discard(fresh)
 
 
-def probe(root: Path, lock: Lock, settings: Mapping[str, str]) -> dict[str, str | None]:
+def probe(root: Path, settings: Mapping[str, str]) -> dict[str, str | None]:
     """Imports what the environment is for, in it: package -> None, or the import's own error on one line."""
     present = {canonicalize_name(name) for name in installed(root)}
     wanted = {name: statement for name, statement in PROBES.items() if name in present}
@@ -119,18 +117,6 @@ def probe(root: Path, lock: Lock, settings: Mapping[str, str]) -> dict[str, str 
         return dict.fromkeys(wanted, reason)
 
 
-def _imports(root: Path, lock: Lock, settings: Mapping[str, str]) -> dict[str, str | None]:
-    """The probes' outcome; good news is kept beside the lock, so that a rebuild needs no second look."""
-    kept = cache_root() / "locks" / f"{lock.digest}.imports.json"
-    known: dict[str, str | None] | None = saved(dict[str, str | None], kept)
-    if known is not None:
-        return known
-    found = probe(root, lock, settings)
-    if not any(found.values()):
-        save_json(kept, found)
-    return found
-
-
 def clean(variables: Mapping[str, str]) -> dict[str, str]:
     """A process environment without what would let packages in from outside."""
     foreign = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "CONDA_PREFIX")
@@ -141,29 +127,6 @@ def installed(root: Path) -> dict[str, str]:
     """Distribution name (normalised) -> version, as importlib.metadata reads them in the environment."""
     found = importlib.metadata.distributions(path=[str(site_packages(root))])
     return {canonicalize_name(one.metadata["Name"]): one.version for one in found if one.metadata["Name"]}
-
-
-def damage(root: Path, lock: Lock) -> str | None:
-    """What is wrong with the files of an environment: a missing package, a missing or truncated file; None if whole."""
-    if not (root / "bin" / "python").exists():
-        return "its python is gone"
-    site = site_packages(root)
-    found = installed(root)
-    for name, version in lock.pins.items():
-        if found.get(name) != version:
-            return f"{name} is {found.get(name, 'missing')} instead of {version}"
-    for record in site.glob("*.dist-info/RECORD"):
-        if record.parent.is_symlink():
-            continue
-        with open(record, newline="", errors="replace") as file:
-            for row in csv.reader(file):
-                try:
-                    size = os.stat(os.path.join(site, row[0])).st_size
-                except OSError:
-                    return f"{row[0]} is gone"
-                if len(row) == 3 and row[2] and int(row[2]) != size:
-                    return f"{row[0]} has {size} bytes instead of {row[2]}"
-    return next((f"{name} is linked and gone" for name in lock.linked if name not in found), None)
 
 
 def discard(root: Path) -> None:

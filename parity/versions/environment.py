@@ -174,7 +174,9 @@ def _find_or_make(locked: Lock) -> Environment:
 
 
 def _whole(root: Path, locked: Lock) -> Environment | None:
-    return _read(root) if root.is_dir() and build.damage(root, locked) is None else None
+    """The environment at `root`, where it has its Python and every package of the lock."""
+    made = _read(root) if (root / "bin" / "python").exists() else None
+    return made if made and made.versions.items() >= locked.pins.items() else None
 
 
 def _name(locked: Lock) -> str:

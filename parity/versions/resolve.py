@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -92,23 +92,9 @@ def lock(specs: Sequence[Release], hold: Sequence[Release] = ()) -> Lock:
     request = [[str(spec) for spec in specs], [str(spec) for spec in hold], _surroundings()]
     kept = cache_root() / "locks" / f"{_digest(request)}.json"
     known: Lock | None = saved(Lock, kept)
-    if known and not _provisional(known, kept):
-        return known
-    try:
-        made = _resolve(specs, hold)
-    except UvFailed:
-        if known is None:
-            raise
-        made = known
-    save_json(kept, made)
-    return made
-
-
-def _provisional(known: Lock, kept: Path) -> bool:
-    """Whether the era was not over when the lock was made, a day ago or more: partners may have been released since."""
-    made = datetime.fromtimestamp(kept.stat().st_mtime, UTC)
-    over = known.before is not None and datetime.fromisoformat(known.before) < made
-    return not over and datetime.now(UTC) - made > timedelta(days=1)
+    if known is None:
+        save_json(kept, known := _resolve(specs, hold))
+    return known
 
 
 def _resolve(specs: Sequence[Release], hold: Sequence[Release]) -> Lock:

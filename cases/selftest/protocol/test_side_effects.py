@@ -75,21 +75,6 @@ def test_honest_code_leaks_nothing_and_holds_every_relation(base, dtype):
         assert all(holds for holds, _ in found.values()), found
 
 
-def test_state_that_a_call_leaves_to_the_next():
-    seen = []
-
-    def call(x):
-        seen.append(1)
-        out = PLAIN.call(x)
-        return {"logps": out["logps"] + (0.0 if len(seen) == 1 else 1e-3)}
-
-    implementation = wrong(call)
-    x, other = inputs(), inputs(seed=4)
-    first = execute(implementation, x)
-    found = side_effects.repeated(implementation, x, other, first)
-    assert found == ["logps differs when called again after other values in the same tensors"]
-
-
 class Once(torch.autograd.Function):
     """Halves its saved gradient each time it is asked."""
 
@@ -271,24 +256,6 @@ def test_another_way_without_gradients_may_round_otherwise():
 
 def raising(x):
     raise ZeroDivisionError("a bug")
-
-
-@pytest.mark.parametrize(
-    ("call", "quantity", "verdict"),
-    [
-        (PLAIN.call, "protocol", "agree"),
-        (leaving(damage("ids")).call, "protocol", "disagree"),
-        (lambda x: PLAIN.call(x.replace(hidden=x.hidden.detach())), "grad_hidden", "disagree"),
-        (raising, None, "crashed"),
-    ],
-)
-def test_rows_say_so(call, quantity, verdict):
-    case = LOGPROBS.case(3, "fp32", {"V": 11, "H": 5})
-    rows = {r.quantity: r for r in run_case(case, [wrong(call)])}
-    assert rows[quantity].verdict == verdict
-    if verdict == "disagree":
-        assert rows[quantity].cls == "logic"
-        assert rows[quantity].blame == "candidate"
 
 
 def test_tf32_is_a_call_context_that_is_left_again():
