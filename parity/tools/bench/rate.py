@@ -1,26 +1,26 @@
-"""Comparisons per CPU second by family, of this tree and of other revisions of it, beside two fixed yardsticks.
+"""Comparisons per CPU second by family, beside two fixed yardsticks.
 
-`python -m parity.tools.bench.rate [--against REVISION …] [--profile quick] [--family NAME …] > docs/measured/rate.md`
+`python -m parity.tools.bench.rate [--profile quick] [--family NAME …] > docs/measured/rate.md`
 
 A comparison is one implementation on one case, forward and backward, held against float64. CPU time is that of `parity run`
 with all its processes, imports and the frozen cases included; what g++ compiles, too.
 """
 
 import argparse
-import json
 import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from parity.registry import NAMES
 from parity.results.report import measured
-from parity.results.row import JUDGED
+from parity.results.report.findings import about_run
+from parity.results.report.rows import read
+from parity.results.row import Row
 
 ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = (
@@ -32,7 +32,6 @@ YARDSTICKS = {"import of torch": "import torch", "8 products of 1,024 x 1,024 ma
 def main() -> int:
     """Measure and print the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", action="append", default=[], metavar="REVISION")
     parser.add_argument("--profile", default="quick")
     parser.add_argument("--family", action="append", default=[])
     args = parser.parse_args()
@@ -46,10 +45,10 @@ def main() -> int:
     print(
         f"| profile {args.profile} | revision | comparisons | CPU seconds | per CPU second |\n|---|---|---:|---:|---:|"
     )
+    describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=7"]
+    revision = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
     for family in args.family or NAMES:
-        for revision in ("", *args.against):
-            with tree(revision) as (root, name):
-                print(row(family, name, *rate(root, family, args.profile)), flush=True)
+        print(row(family, revision, *rate(ROOT, family, args.profile)), flush=True)
     return 0
 
 
@@ -75,40 +74,12 @@ def rate(root: Path, family: str, profile: str, run: Callable[[list[str], Path],
         seconds = run([sys.executable, "-m", "parity", *words, "--results", str(results)], root)
         if not results.exists():
             sys.exit(f"{root}: parity {' '.join(words)} wrote no results")
-        with results.open() as lines:
-            return compared(lines), seconds
+        return compared(read(results)[1]), seconds
 
 
-def compared(lines: Iterable[str]) -> int:
-    """Implementation-cases with a judged quantity in a results file, of any revision."""
-    found = map(json.loads, lines)
-    return len(
-        {
-            (r["case"], r["implementation"])
-            for r in found
-            if any(q.get("verdict") in JUDGED for q in r.get("quantities", [r])) and not r["case"].startswith("pooled")
-        }
-    )
-
-
-@contextmanager
-def tree(revision: str) -> Iterator[tuple[Path, str]]:
-    """A checkout of a revision, or this tree itself; and its name."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    if not revision:
-        yield ROOT, git("describe", "--always", "--dirty=+", "--abbrev=7")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        git("worktree", "add", "--detach", f"{folder}/tree", revision)
-        try:
-            yield Path(folder) / "tree", revision
-        finally:
-            git("worktree", "remove", "--force", f"{folder}/tree")
+def compared(rows: Iterable[Row]) -> int:
+    """Implementation-cases with a judged quantity."""
+    return len({(r.case, r.implementation) for r in rows if r.judged and not about_run(r)})
 
 
 if __name__ == "__main__":
