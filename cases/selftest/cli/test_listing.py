@@ -1,5 +1,7 @@
 """`parity list` and `doctor`: tables that fit a terminal, values for the shell."""
 
+import re
+
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
@@ -18,6 +20,7 @@ def test_ids_are_whole_and_lines_fit():
     assert done.exit_code == 0 and max(map(len, lines)) <= 80
     ids = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
     assert set(ids) == set(registry.load()) and len(ids) > 50
+    assert re.search(r"^  trl.GRPOTrainer +reference +trl \d", done.output, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from click.testing import CliRunner
 
 from parity import data
 from parity.cli.commands import main
-from parity.errors import UsageError
 from parity.results.ledger import Ledger
 from parity.results.report.render import ledger_page
 from parity.results.report.stack import Stack, is_mended, releases
@@ -71,21 +70,6 @@ def test_severe_ones_come_first_and_conventions_apart_at_the_end():
         "cce-gradient-filter",
         "unsloth-kl-capped",
     }
-
-
-@pytest.mark.parametrize(
-    ("added", "says"),
-    [('severity = "grave"', "severity"), ("[finding.user]\nrnk = 1", "rnk")],
-    ids=["severity", "user"],
-)
-def test_a_ledger_with_an_unknown_word_is_refused(tmp_path, added, says):
-    entry = LEDGER.entries[0]
-    (tmp_path / "case.json").write_text("{}")
-    required = {"id": "x", "family": entry.family, "reason": "r", "date": "2026-11-20", "case": "case.json"}
-    lines = [f'{k} = "{v}"' for k, v in required.items()] + ['implementations = ["a"]', 'quantities = ["b"]', added]
-    (tmp_path / "ledger.toml").write_text("[[finding]]\n" + "\n".join(lines))
-    with pytest.raises(UsageError, match=says):
-        Ledger.load(tmp_path / "ledger.toml")
 
 
 def test_findings_shows_what_is_wrong_in_the_installed_libraries(tmp_path, monkeypatch):

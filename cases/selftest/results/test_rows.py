@@ -1,11 +1,6 @@
 """The results file: strict, written as it goes, readable after a kill, and one line of error where it is not."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -205,31 +200,6 @@ def test_append_goes_on_after_a_kill(tmp_path):
     header, rows = read(path)
     assert [r.case for r in rows] == ["policy-1", "policy-9"]
     assert header.interrupted is UNSET
-
-
-def test_a_killed_process_keeps_what_it_had(tmp_path):
-    path = tmp_path / "results.ndjson"
-    code = f"""
-        from msgspec import convert
-        from parity.results.header import Header
-        from parity.results.report.rows import writer
-        from parity.results.row import Row
-        with writer({str(path)!r}) as add:
-            add(convert({HEADER.to_json()!r}, Header))
-            for number in range(100_000):
-                add(convert({OBJECT!r} | {{"case": str(number)}}, Row))
-                print(flush=True)
-    """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, cwd=os.getcwd())
-    for _ in range(51):
-        process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    header, rows = read(path)
-    assert header.run == "r1"
-    assert len(rows) >= 50
-    assert all(replace(row, case=ROW.case) == ROW for row in rows)
 
 
 def comparison(**changed):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from cases.selftest.controls.correct import control
 from cases.selftest.mutants.mutant import mutants, originals
 from parity.case.inputs import Inputs
 from parity.case.probe import Probe
@@ -268,8 +267,3 @@ def test_the_command_on_a_users_own_function(tmp_path, monkeypatch):
     (case,) = Path("reports/findings").glob("*.json")
     case, implementation = find(case.stem)
     assert (case.settings["delta"], implementation) == (1.8, "own.py:loss")
-
-
-def test_a_control_that_the_audit_never_faults():
-    for label in ("temperature", "ratio=token", "loss_type=dapo", "mode"):
-        assert asked(control("control.policy.reordered"), label).answer == "honoured"

@@ -34,7 +34,7 @@ class Line:
 
     `worst` is the judged row of largest headroom; where something fails anew, the worst of its root quantities; known findings
     left out where anything else was judged. `known`: ledger ids of what it fails. `reason`: the commonest for what was not
-    compared. `verdict`: where nothing was, the commoner of refused and unsupported. `judged`: quantity -> its rows.
+    compared. `verdict`: where nothing was, the commoner of refused and unsupported.
     """
 
     implementation: str
@@ -46,7 +46,6 @@ class Line:
     known: tuple[str, ...]
     verdict: str
     reason: str
-    judged: Mapping[str, Sequence[Row]]
 
     @property
     def new(self) -> bool:
@@ -168,9 +167,7 @@ def _lines(everything: Iterable[ImplementationCase]) -> Iterable[Line]:
     for (family, device, _, implementation, _, dtype), found in sorted(groups.items()):
         cases = [c for c in found if not about_run(c.first)]
         failing = [r for c in found for r in c.failing]
-        judged = collections.defaultdict[str, list[Row]](list)
-        for row in (r for c in found for r in c.rows if r.judged):
-            judged[row.subject].append(row)
+        judged = [r for c in found for r in c.rows if r.judged]
         common = max(_reasons(cases), key=lambda r: r.count, default=None)
         verdict = _verdict(failing)
         if not failing and not judged:
@@ -178,11 +175,10 @@ def _lines(everything: Iterable[ImplementationCase]) -> Iterable[Line]:
         yield Line(
             *(implementation, family, dtype, device),
             counts=_counted(cases),
-            worst=worst([r for of_one in judged.values() for r in of_one]),
+            worst=worst(judged),
             known=tuple(sorted({r.known for r in failing if r.known})),
             verdict=verdict,
             reason=common.message if common else "",
-            judged=judged,
         )
 
 
