@@ -19,14 +19,20 @@ FILE, LOCK = "night.json", "night.lock"
 
 
 class Journal(msgspec.Struct, kw_only=True):
-    """A night. `began`: seconds since the epoch; `blind`: the proofs of life that failed; `kept`: the id of its long run, once
-    that has ended and is in the history."""
+    """A night. `began`: seconds since the epoch; `paused`: seconds between a kill and going on; `blind`: the proofs of life that
+    failed; `kept`: the id of its long run, once that has ended and is in the history."""
 
     profile: str
     began: float
+    paused: float = 0.0
     blind: list[str] = field(default_factory=list)
     kept: str = ""
     exit_code: int | None = None
+
+    @property
+    def spent(self) -> float:
+        """Seconds that it has had."""
+        return time.time() - self.began - self.paused
 
     def save(self, reports: Path) -> None:
         """Keep it, whole or not at all."""
@@ -47,12 +53,14 @@ class Journal(msgspec.Struct, kw_only=True):
 
     @classmethod
     def again(cls, reports: Path) -> Journal:
-        """The night that was killed; the time between does not count. Raises UsageError where it came to its end."""
+        """The night that was killed. Raises UsageError where it came to its end, or had not begun its long run."""
         found, path = cls.read(reports), reports / FILE
         if found.exit_code is not None:
             raise UsageError(f"{path}: that night has ended, with exit code {found.exit_code}: start a new one")
-        ended = max(p.stat().st_mtime for p in (path, reports / "results.ndjson") if p.exists())
-        found.began += time.time() - ended
+        results = reports / "results.ndjson"
+        if not results.exists() or (written := results.stat().st_mtime) < found.began:
+            raise UsageError(f"{path}: that night was killed before its long run: start a new one")
+        found.paused += time.time() - max(written, path.stat().st_mtime)
         return found
 
 

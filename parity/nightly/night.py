@@ -133,7 +133,7 @@ def _long_run(
         reports=night.reports,
         confirm=True,
         ray=night.ray,
-        max_time=share * max(1.0, night.max_time - (time.time() - book.began)),
+        max_time=share * max(1.0, night.max_time - book.spent),
         resume=night.reports / "results.ndjson" if night.resume else None,
     )
     if ended is None:
@@ -148,7 +148,7 @@ def _commands(
     """The other commands that are not done yet, each in its share of the time that is left."""
     for number, (name, words, share) in enumerate(jobs):
         if name not in done:
-            left = night.max_time - (time.time() - book.began)
+            left = night.max_time - book.spent
             limit = max(left * share / sum(one[2] for one in jobs[number:]), 0.0)
             say(f"{name}: at most {limit / 60:.0f} min")
             step = steps.part(name, words, night.reports, limit)

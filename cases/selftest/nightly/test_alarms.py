@@ -56,6 +56,10 @@ def test_a_night_that_died_in_its_long_run_alarms_at_once(played, tmp_path, monk
         with pytest.raises(UsageError, match=f"process {os.getpid()} writes its reports there"):
             run()
     assert told(tmp_path)[0] == 3
+    results = tmp_path / "results.ndjson"
+    os.utime(results, (0, 0))
+    with pytest.raises(UsageError, match="killed before its long run: start a new one"):
+        run(resume=True)
     (tmp_path / "night.json").write_text("{")
     code, title = told(tmp_path)
     assert code == 3 and "night.json" in title
