@@ -212,13 +212,16 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     known = loss_families()
     families = [f for f in wanted or known if f in known and f in have]
     checked = catalogue.chosen(wanted, have)
-    frozen = [f for f in frozen_cases(ledger_path) if profile.frozen_whole or f[1]["family"] in known]
-    frozen = [f for f in frozen if not options.dtypes or f[1]["dtype"] in options.dtypes]
+    frozen = {name: Frozen.load(path).case for name, path in sorted(Ledger.load(ledger_path).files().items())}
+    if not profile.frozen_whole:
+        frozen = {name: case for name, case in frozen.items() if case.family in known}
+    if options.dtypes:
+        frozen = {name: case for name, case in frozen.items() if case.dtype in options.dtypes}
     if options.only:
-        frozen = [(name, case, remarks | {"recorded": []}) for name, case, remarks in frozen if name in options.only]
+        frozen = {name: case for name, case in frozen.items() if name in options.only}
     shards: list[Shard] = []
     for name in (*families, *checked):
-        total = sum(case["family"] == name for _, case, _ in frozen)
+        total = sum(case.family == name for case in frozen.values())
         shards += [Shard(family=name, kind="frozen", seed=seed, start=s, count=n) for s, n in slices(total, FROZEN)]
     for name in families if not options.only else ():
         for index, of in enumerate(streams(cases_drawn(name, options.profile), device)):
@@ -244,7 +247,8 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         "families": [name for name in options.families if ".py:" in name],
         "ledger": str(ledger_path),
         "findings": str(options.findings),
-        "frozen": frozen,
+        "frozen": [*frozen],
+        "measuring": bool(options.only),
         "memory": memory(count) if device == "cpu" else None,
         "deadline": None if options.max_time is None else time.time() + options.max_time - reserve,
     }
@@ -280,29 +284,6 @@ def workers(wanted: int | None, shards: int) -> tuple[int, str]:
 def memory(count: int) -> int:
     """Bytes for each of so many workers: its share of what is free."""
     return max(MEMORY, psutil.virtual_memory().available // count)
-
-
-def frozen_cases(ledger_path: Path) -> list[tuple[str, Any, dict[str, Any]]]:
-    """(name, case JSON, remarks) of the shipped frozen cases and of the cases that the ledger names."""
-    out = []
-    for name, path in sorted(frozen_files(ledger_path).items()):
-        found = Frozen.load(path)
-        out.append(
-            (
-                name,
-                found.case.to_json(),
-                {"implementations": found.implementations, "fast": found.fast, "recorded": found.recorded},
-            )
-        )
-    return out
-
-
-def frozen_files(ledger_path: Path) -> dict[str, Path]:
-    """The files of the shipped frozen cases and of the cases that the ledger names, by name."""
-    paths = {p.name: p for p in data.frozen_cases()}
-    for entry in Ledger.load(ledger_path).entries:
-        paths.setdefault(Path(entry.case).name, ledger_path.parent / entry.case)
-    return paths
 
 
 def _digest(path: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from hypothesis.errors import Flaky
 from msgspec.structs import replace
 
-from parity.case.case import Case
+from parity.case.case import Case, Frozen
 from parity.case.drawing import batch, batches, cases
 from parity.case.profiles import Profile, cases_drawn, streams
 from parity.compare.result_rows import replay_line
@@ -39,7 +39,7 @@ STREAMS = 4
 
 @dataclasses.dataclass
 class Session:
-    """What a worker needs for its shards."""
+    """What a worker needs for its shards. `measuring`: whatever frozen cases gave when they were measured."""
 
     implementations: Sequence[Implementation]
     profile_name: str
@@ -50,7 +50,8 @@ class Session:
     findings_dir: Path
     emit: Callable[[Event], None]
     deadline: float | None = None
-    frozen: Sequence[tuple[str, Case, Mapping[str, Any]]] = ()
+    frozen: Mapping[str, Frozen] = dataclasses.field(default_factory=dict)
+    measuring: bool = False
     streams: dict[tuple[str, int], Stream] = dataclasses.field(default_factory=dict)
 
     def run(self, shard: Shard) -> int:
@@ -78,7 +79,7 @@ class Session:
                 shard.start :
             ]
         every: Sequence[Any] = (
-            [one for one in self.frozen if one[1].family == shard.family]
+            [one for one in self.frozen.items() if one[1].case.family == shard.family]
             if shard.kind == "frozen"
             else catalogue.cases(shard.family, self.profile_name, shard.seed)
         )
@@ -93,12 +94,11 @@ class Session:
                 del self.streams[old]
         return self.streams[key]
 
-    def _frozen(self, one: tuple[str, Case, Mapping[str, Any]], shard: Shard) -> None:
+    def _frozen(self, one: tuple[str, Frozen], shard: Shard) -> None:
         """A frozen case, every implementation of its family on it, or those that the file names and a user's own."""
-        name, case, extra = one
-        only = extra.get("implementations")
+        name, of_file = one
+        case, only, thorough = of_file.case, of_file.implementations, not of_file.fast
         chosen = [i for i in self._of(case) if only is None or i.id in only or i.is_function]
-        thorough = not extra.get("fast", False)
         rows = []
         for row in self._run(case, chosen, shard, thorough and self.profile.frozen_whole):
             rows.append(row)
@@ -259,8 +259,8 @@ class Session:
     def recorded(self) -> dict[str, list[tuple[str, Recorded]]]:
         """Id of a frozen case -> what it gave when it was measured, each with the name of its file."""
         out = collections.defaultdict[str, list[tuple[str, Recorded]]](list)
-        for name, case, extra in self.frozen:
-            out[case.id] += [(Path(name).stem, one) for one in recorded.read(extra.get("recorded", ()), name)]
+        for name, one in self.frozen.items() if not self.measuring else ():
+            out[one.case.id] += [(Path(name).stem, gave) for gave in recorded.read(one.recorded, name)]
         return out
 
 

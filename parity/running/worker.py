@@ -59,7 +59,7 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
         limit_memory(plan.get("memory"))
         keep_memory()
 
-        from parity.case.case import Case
+        from parity.case.case import Frozen
         from parity.case.profiles import PROFILES
         from parity.protocol import faults
         from parity.registry import resolved, select
@@ -81,17 +81,20 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
             os._exit(0)
         tell(**msgspec.to_builtins(event))
 
+    ledger = Ledger.load(Path(plan["ledger"]))
+    files = ledger.files()
     session = Session(
         implementations=known,
         profile_name=plan["profile"],
         profile=PROFILES[plan["profile"]],
         dtypes=plan["dtypes"],
         device=plan["device"],
-        ledger=Ledger.load(Path(plan["ledger"])),
+        ledger=ledger,
         findings_dir=Path(plan["findings"]),
         emit=emit,
         deadline=plan.get("deadline"),
-        frozen=[(name, Case.from_json(case), extra) for name, case, extra in plan["frozen"]],
+        frozen={name: Frozen.load(files[name]) for name in plan["frozen"]},
+        measuring=plan.get("measuring", False),
     )
     faults.keep_place(file)
     file.close()

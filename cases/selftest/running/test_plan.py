@@ -2,8 +2,11 @@
 
 import pytest
 
+from parity import data
+from parity.case.case import Frozen
 from parity.errors import UsageError
 from parity.registry import NAMES
+from parity.results.ledger import Ledger
 from parity.running.plan import Options, demanded, planned, slices, workers
 
 
@@ -50,15 +53,18 @@ def test_a_device_that_is_none():
         demanded("trl.f:tpu")
 
 
+def frozen(**options):
+    """The frozen cases of a run with these options."""
+    files = Ledger.load(data.ledger_file()).files()
+    return [Frozen.load(files[name]).case for name in planned(Options(**options), "cpu", 0).settings["frozen"]]
+
+
 def test_one_dtype_leaves_out_frozen_cases_of_others():
-    frozen = planned(Options(profile="pr", dtypes=("fp32",)), "cpu", 0).settings["frozen"]
-    assert {case["dtype"] for _, case, _ in frozen} == {"fp32"} and len(frozen) > 10
+    of_one = frozen(profile="pr", dtypes=("fp32",))
+    assert {case.dtype for case in of_one} == {"fp32"} and len(of_one) > 10
 
 
 def test_profile_quick_leaves_frozen_cases_of_whole_trainers_to_the_others():
-    families = {
-        profile: {case["family"] for _, case, _ in planned(Options(profile=profile), "cpu", 0).settings["frozen"]}
-        for profile in ("quick", "pr")
-    }
+    families = {profile: {case.family for case in frozen(profile=profile)} for profile in ("quick", "pr")}
     assert families["quick"] == set(NAMES)
     assert families["pr"] > families["quick"]

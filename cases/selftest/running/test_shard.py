@@ -10,7 +10,7 @@ from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
 from parity import data
-from parity.case.case import Case
+from parity.case.case import Case, Frozen
 from parity.case.profiles import Profile
 from parity.implementations.implementation import Implementation, require
 from parity.registry import from_file, load, select
@@ -231,7 +231,7 @@ def test_an_entry_that_covers_nothing_is_named_with_its_line(tmp_path, change, s
         ledger=Ledger.load(path),
         findings_dir=tmp_path / "findings",
         emit=events.append,
-        frozen=[(fields["case"], case, {"fast": True})],
+        frozen={fields["case"]: Frozen(case, fast=True)},
     )
     own.run(Shard(family="logprobs", kind="frozen", count=1, seed=1))
     assert [e.stale for e in events if isinstance(e, Checked)] == [stale]
@@ -252,7 +252,7 @@ def known(tmp_path):
     def ran(*records):
         own, events = session("scaled", tmp_path)
         own.ledger = Ledger.load(path)
-        own.frozen = [("mine.json", case, {"fast": True, "recorded": [to_builtins(one) for one in records]})]
+        own.frozen = {"mine.json": Frozen(case, fast=True, recorded=tuple(to_builtins(one) for one in records))}
         own.run(Shard(family="logprobs", kind="frozen", count=1, seed=1))
         assert [e.stale for e in events if isinstance(e, Checked)] == [False]
         return [row for row in rows(events) if row.failing], path
@@ -328,7 +328,7 @@ def test_a_short_run_repeats_calls_of_a_frozen_case_where_nothing_else_shows_wha
     fields |= {"case": "mine.json"}
     path = tmp_path / "ledger.toml"
     path.write_text(toml(fields))
-    own.ledger, own.frozen = Ledger.load(path), [("mine.json", case, {})]
+    own.ledger, own.frozen = Ledger.load(path), {"mine.json": Frozen(case)}
     own.profile = dataclasses.replace(PROFILE, frozen_whole=whole)
     own.run(Shard(family="logprobs", kind="frozen", count=1, seed=1))
     assert [e.stale for e in events if isinstance(e, Checked)] == [not drifts]

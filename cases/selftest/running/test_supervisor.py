@@ -14,7 +14,9 @@ from msgspec.structs import replace
 from fixtures import warm
 from parity import data
 from parity.case.case import Case
+from parity.decoding import save_json
 from parity.process import SCRATCH, scratch_folder
+from parity.results.ledger_edit import toml
 from parity.running import shard_queue, supervisor
 from parity.running.events import Event, Judged, Lost, ShardDone, Started
 from parity.running.plan import Shard
@@ -93,9 +95,14 @@ def nothing_twice(events):
 
 @pytest.mark.parametrize(("deadline", "waits"), [(None, 2), (0.0, 1)])
 def test_past_the_time_of_a_run_what_hangs_is_waited_for_once(tmp_path, deadline, waits):
-    cases = [Case("logprobs", seed, "fp32", {"V": 5}) for seed in (1, 2)]
     plan = plan_of(tmp_path, ["fixtures/kernels.py:spins"], ["trl.selective_log_softmax"]) | {"deadline": deadline}
-    plan["frozen"] = [(f"{case.seed}.json", case.to_json(), {"fast": True}) for case in cases]
+    plan |= {"ledger": str(tmp_path / "ledger.toml"), "frozen": ["1.json", "2.json"]}
+    about = {"family": "logprobs", "implementations": ["own"], "quantities": ["*"], "verdicts": ["disagree"]}
+    about |= {"date": "2026-11-25", "link": "here", "reason": "so"}
+    entries = [toml({"id": f"entry-{seed}", "case": f"{seed}.json"} | about) for seed in (1, 2)]
+    (tmp_path / "ledger.toml").write_text("\n".join(entries))
+    for seed in (1, 2):
+        save_json(tmp_path / f"{seed}.json", {"case": Case("logprobs", seed, "fp32", {"V": 5}).to_json(), "fast": True})
     shard = Shard(family="logprobs", kind="frozen", count=2, seed=1)
     events = [event for _, event in supervisor.run([plan], ShardQueue([shard]), 3.0, 120.0)]
     assert [r.verdict for r in rows_of(events, "spins")] == ["timed-out"] * waits
