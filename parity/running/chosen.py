@@ -13,7 +13,7 @@ from parity.registry import NAMES, add_family, from_file, loss_families, loss_fa
 from parity.running.child import Ended, call
 
 IMPORT_SECONDS = 300.0
-"""On the clock: longer than that no file takes to import (vLLM takes half a minute)."""
+"""Of CPU time: longer than that no file takes to import (vLLM takes half a minute)."""
 STDERR = 2
 """What a file prints while it is imported does not mix with what this command prints."""
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from msgspec.structs import replace
-
 from parity import data
 from parity.errors import UsageError
 from parity.results.header import Asked, Header
@@ -73,7 +71,7 @@ class Nodes:
         try:
             while True:
                 while len(running) < (self.wanted or max(1, self._room())) and (shard := shards.take()):
-                    told = replace(shard, exclude=tuple(shards.excluded))
+                    told = shards.able(shard)
                     running[run_shard.options(name=shard.name).remote(settings, head, os.getcwd(), timeouts, told)] = (
                         shard
                     )

@@ -6,6 +6,8 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from parity.running.plan import Shard
 
 THRICE = 3
@@ -84,7 +86,9 @@ class ShardQueue:
         """One more loss of a worker to this implementation, or as many."""
         self._losses[implementation] += times
 
-    @property
-    def excluded(self) -> list[str]:
-        """Implementations that are left out of all further shards."""
-        return sorted(name for name, count in self._losses.items() if count >= THRICE)
+    def able(self, shard: Shard) -> Shard:
+        """The shard without implementations that cost too many workers; a finding of one is looked at again all the same."""
+        if shard.kind == "finding":
+            return shard
+        costly = {name for name, count in self._losses.items() if count >= THRICE}
+        return replace(shard, exclude=tuple(sorted({*shard.exclude, *costly})))

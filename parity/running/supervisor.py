@@ -188,7 +188,7 @@ class Watch:
         """Tell a worker its shard; where it has no process, a new one."""
         assert worker.shard is not None
         child = worker.child or worker.begin(blocking)
-        shard = replace(worker.shard, exclude=(*worker.shard.exclude, *self.shards.excluded))
+        shard = self.shards.able(worker.shard)
         if shard.kind == "drawn":
             worker.streams.append((shard.family, shard.index))
         worker.clock = None

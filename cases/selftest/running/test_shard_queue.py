@@ -4,7 +4,7 @@ import random
 import time
 
 from parity.running.plan import Shard
-from parity.running.shard_queue import ShardQueue
+from parity.running.shard_queue import THRICE, ShardQueue
 
 
 def shard(family, start, count=50, kind="drawn", **fields):
@@ -74,3 +74,14 @@ def test_a_worker_goes_on_with_what_it_has_drawn():
     assert [queue.take().index for _ in range(2)] == [0, 1]
     queue = ShardQueue(shards)
     assert [queue.take([("policy", 1)]).index for _ in range(2)] == [1, 1]
+
+
+def test_what_costs_three_workers_is_left_out_but_of_its_own_findings():
+    """Else a fresh process would show nothing of them, and they would count as nondeterministic."""
+    queue, drawn = ShardQueue([]), shard("policy", 0, exclude=("elsewhere",))
+    for times, excluded in ((1, ["elsewhere"]), (1, ["elsewhere"]), (1, ["costly", "elsewhere"])):
+        queue.hold("costly", times)
+        assert [*queue.able(drawn).exclude] == excluded
+    queue.hold("asleep", THRICE)
+    assert [*queue.able(drawn).exclude] == ["asleep", "costly", "elsewhere"]
+    assert not queue.able(shard("policy", 9, 1, "finding")).exclude
