@@ -96,13 +96,12 @@ def measure_command(names: tuple[str, ...], implementations: tuple[str, ...], de
     from parity.registry import meant
     from parity.results import recorded
     from parity.results.ledger import Ledger
-    from parity.running.plan import Options
+    from parity.running.plan import Options, frozen_files
     from parity.running.run import execute
 
     ledger = ledger or data.ledger_file()
-    entered = Ledger.load(ledger)
-    files = entered.files()
-    known = {Path(name).stem: name for name in files} | {entry.id: Path(entry.case).name for entry in entered.entries}
+    files, entries = frozen_files(ledger), Ledger.load(ledger).entries
+    known = {Path(name).stem: name for name in files} | {entry.id: Path(entry.case).name for entry in entries}
     if odd := [name for name in names if name not in known]:
         raise UsageError(f"{odd[0]!r} is no entry of {ledger} and no frozen case, {meant(odd[0], known)}")
     chosen = tuple(sorted({known[name] for name in names} if names else files))
@@ -112,7 +111,7 @@ def measure_command(names: tuple[str, ...], implementations: tuple[str, ...], de
         )
         run = execute(asked, progress, progress.say)
     about = run.header.header
-    loose = {e.id for e in entered.entries if "nondeterministic" in e.verdicts}
+    loose = {e.id for e in entries if "nondeterministic" in e.verdicts}
     for name in chosen:
         rows = [r for r in run.rows if r.frozen == name]
         now = recorded.of(rows, about.device or "cpu", about.versions, loose)

@@ -19,7 +19,6 @@ import msgspec
 from msgspec import Meta
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from parity import data
 from parity.case.case import Case
 from parity.decoding import convert, text_of, toml_of
 from parity.errors import UsageError
@@ -178,11 +177,6 @@ class Ledger:
     def match(self, row: Row, facts: Mapping[str, Any]) -> str | None:
         """The id of the entry that a failing row falls under, or None; `facts` of its case: see `parity.registry.facts`."""
         return next((e.id for e in self.entries if e.covers(row, facts)), None)
-
-    def files(self) -> dict[str, Path]:
-        """The files of the shipped frozen cases and of the cases that its entries name, by name."""
-        shipped = {path.name: path for path in data.frozen_cases()}
-        return {Path(entry.case).name: self.folder / entry.case for entry in self.entries} | shipped
 
     def frozen(self) -> list[tuple[Entry, Case]]:
         """Each entry with its own frozen case."""

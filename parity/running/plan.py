@@ -212,7 +212,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     known = loss_families()
     families = [f for f in wanted or known if f in known and f in have]
     checked = catalogue.chosen(wanted, have)
-    frozen = {name: Frozen.load(path).case for name, path in sorted(Ledger.load(ledger_path).files().items())}
+    frozen = {name: Frozen.load(path).case for name, path in sorted(frozen_files(ledger_path).items())}
     if not profile.frozen_whole:
         frozen = {name: case for name, case in frozen.items() if case.family in known}
     if options.dtypes:
@@ -284,6 +284,13 @@ def workers(wanted: int | None, shards: int) -> tuple[int, str]:
 def memory(count: int) -> int:
     """Bytes for each of so many workers: its share of what is free."""
     return max(MEMORY, psutil.virtual_memory().available // count)
+
+
+def frozen_files(ledger_path: Path) -> dict[str, Path]:
+    """The files of the shipped frozen cases and of the cases that the ledger names, by name."""
+    shipped = {path.name: path for path in data.frozen_cases()}
+    entered = {Path(entry.case).name: ledger_path.parent / entry.case for entry in Ledger.load(ledger_path).entries}
+    return entered | shipped
 
 
 def _digest(path: Path) -> str:

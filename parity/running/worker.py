@@ -66,7 +66,7 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
         from parity.results.ledger import Ledger
         from parity.running.events import Event, Lost, ShardDone
         from parity.running.events import Retired as RetiredEvent
-        from parity.running.plan import Shard
+        from parity.running.plan import Shard, frozen_files
         from parity.running.shard import Retired, Session
 
         for name in plan.get("families", ()):
@@ -81,15 +81,14 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
             os._exit(0)
         tell(**msgspec.to_builtins(event))
 
-    ledger = Ledger.load(Path(plan["ledger"]))
-    files = ledger.files()
+    files = frozen_files(Path(plan["ledger"]))
     session = Session(
         implementations=known,
         profile_name=plan["profile"],
         profile=PROFILES[plan["profile"]],
         dtypes=plan["dtypes"],
         device=plan["device"],
-        ledger=ledger,
+        ledger=Ledger.load(Path(plan["ledger"])),
         findings_dir=Path(plan["findings"]),
         emit=emit,
         deadline=plan.get("deadline"),

@@ -6,8 +6,7 @@ from parity import data
 from parity.case.case import Frozen
 from parity.errors import UsageError
 from parity.registry import NAMES
-from parity.results.ledger import Ledger
-from parity.running.plan import Options, demanded, planned, slices, workers
+from parity.running.plan import Options, demanded, frozen_files, planned, slices, workers
 
 
 def test_shards_are_all_cases_once():
@@ -55,7 +54,7 @@ def test_a_device_that_is_none():
 
 def frozen(**options):
     """The frozen cases of a run with these options."""
-    files = Ledger.load(data.ledger_file()).files()
+    files = frozen_files(data.ledger_file())
     return [Frozen.load(files[name]).case for name in planned(Options(**options), "cpu", 0).settings["frozen"]]
 
 
