@@ -182,6 +182,12 @@ def test_a_case_that_no_candidate_takes_is_not_run(tmp_path, monkeypatch):
         assert seen == ran
 
 
+def test_what_an_implementation_gets_besides_is_nothing_where_it_was_left_out(tmp_path):
+    own, events = session("right", tmp_path)
+    own.implementations = []
+    assert own.run(drawn_shard(1, 5, kind="besides", implementation="costly")) == 1 and not rows(events)
+
+
 def test_a_resumed_shard_leaves_out_what_was_done(tmp_path):
     own, events = session("right", tmp_path)
     own.run(drawn_shard(12, 5, resume=8))
