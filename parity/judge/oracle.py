@@ -21,9 +21,54 @@ ALL_QUANTITIES = 1 << 27
 """Entries of replicas up to which all quantities are kept for whoever asks next, and not only those that were asked for."""
 
 
+LARGEST_STACK = 1 << 22
+"""Entries of the largest tensor in one stack of replicas; beyond it a stack is split."""
+
+
 def gradient_name(leaf: str) -> str:
     """The quantity that holds the gradient of a leaf."""
     return f"grad_{leaf}"
+
+
+def doubled(x: torch.Tensor, leaf: bool, stack: int | None = None) -> torch.Tensor:
+    """A fresh tensor in float64, `stack` of it in front."""
+    x = x.detach().double()
+    return (x if stack is None else x.expand(stack, *x.shape)).detach().requires_grad_(leaf)
+
+
+def with_gradients(
+    outputs: Mapping[str, torch.Tensor],
+    leaves: Mapping[str, torch.Tensor],
+    cotangents: Mapping[str, torch.Tensor],
+    again: bool = False,
+) -> Quantities:
+    """Outputs, and the gradient of each leaf under the upstream gradients, 0 where none reaches it; `again`: the graph stays."""
+    reached = [n for n in cotangents if n in outputs and leaves and outputs[n].requires_grad]
+    found: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
+    if reached:
+        upstream = [cotangents[n].to(outputs[n]).expand_as(outputs[n]) for n in reached]
+        inputs = list(leaves.values())
+        found = torch.autograd.grad(
+            [outputs[n] for n in reached], inputs, upstream, allow_unused=True, retain_graph=again
+        )
+    out = {name: value.detach() for name, value in outputs.items()}
+    for (name, leaf), g in zip(leaves.items(), found, strict=True):
+        out[gradient_name(name)] = torch.zeros_like(leaf) if g is None else g.detach()
+    return out
+
+
+def stacked(
+    numbers: range, width: int, stack: Callable[[int, int], Mapping[str, torch.Tensor]], keep: Collection[str] | None
+) -> Quantities:
+    """Replicas of these numbers, at most `width` at a time by `stack(width, first number)`; of those to `keep`."""
+    parts = []
+    for first in numbers[:: max(1, width)]:
+        part = stack(min(width, numbers.stop - first), first)
+        parts.append({name: value for name, value in part.items() if keep is None or name in keep})
+    return {
+        n: torch.cat([p[n] for p in parts]) if x.dim() else torch.stack([p[n] for p in parts])
+        for n, x in parts[0].items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)

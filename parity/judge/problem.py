@@ -13,11 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, 
 
 from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.operations import AnyOperation, OwnConstants, as_definition, is_floating
-from parity.judge.oracle import Oracle, Quantities, gradient_name
+from parity.judge.oracle import LARGEST_STACK, Oracle, Quantities, doubled, stacked, with_gradients
 from parity.judge.recipe import NAMES, UNIT_ROUNDOFF, Recipe
-
-LARGEST_STACK = 1 << 22
-"""Entries of the largest tensor in one stack of replicas; beyond it a stack is split."""
 
 Definition = Callable[..., Any]
 
@@ -115,43 +112,29 @@ class Problem:
 
     def _double(self, stack: int | None) -> dict[str, torch.Tensor]:
         """Fresh tensors in float64, `stack` of them in front."""
-        out = {}
-        for name, x in self.tensors.items():
-            if is_floating(x):
-                x = x.detach().double()
-                x = x if stack is None else x.expand(stack, *x.shape)
-                x = x.detach().requires_grad_(name in self.leaves)
-            out[name] = x if is_floating(x) else x.clone()  # what a definition overwrites is its own
-        return out
+        return {  # what a definition overwrites is its own
+            name: doubled(x, name in self.leaves, stack) if is_floating(x) else x.clone()
+            for name, x in self.tensors.items()
+        }
 
     def _call(self, form: Definition, tensors: Mapping[str, torch.Tensor]) -> Quantities:
         return named(call(form, self.inputs, tensors, self.parameters))
 
     def _with_gradients(self, x: Mapping[str, torch.Tensor], outputs: Quantities) -> Quantities:
-        out = {name: o.detach() for name, o in outputs.items()}
-        leaves = [x[n] for n in self.leaves]
-        found: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
-        reached = [n for n, o in outputs.items() if leaves and o.requires_grad]
-        if reached:
-            upstream = [self.cotangents[n].to(outputs[n]).expand_as(outputs[n]) for n in reached]
-            found = torch.autograd.grad([outputs[n] for n in reached], leaves, upstream, allow_unused=True)
-        grads = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
-        return out | {gradient_name(n): g.detach() for n, g in zip(self.leaves, grads, strict=True)}
+        return with_gradients(outputs, {n: x[n] for n in self.leaves}, self.cotangents if self.leaves else {})
 
     def _replicas(
         self, recipe: Recipe, count: int, seed: int, gradients: bool, own_grids: int, keep: Collection[str] | None
     ) -> Quantities:
         sizes = [x.numel() for x in (*self.tensors.values(), *self.outputs.values())]
-        at_once = max(1, LARGEST_STACK // max(1, *sizes))
         parts: list[Quantities] = []
-        done = 0
         for i, form in enumerate(forms := (self.definition, *self.also)):
-            upto = count * (i + 1) // len(forms)
-            while done < upto:
-                width = min(upto - done, at_once)
-                part = self._stack(form, recipe, width, seed * 1009 + done, own_grids - done)
-                parts.append({name: value for name, value in part.items() if keep is None or name in keep})
-                done += width
+
+            def stack(width: int, first: int, form: Definition = form) -> Quantities:
+                return self._stack(form, recipe, width, seed * 1009 + first, own_grids - first)
+
+            numbers = range(count * i // len(forms), count * (i + 1) // len(forms))
+            parts += [stacked(numbers, LARGEST_STACK // max(1, *sizes), stack, keep)] if numbers else []
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _stack(self, form: Definition, recipe: Recipe, width: int, seed: int, own_grids: int) -> Quantities:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.judge.monte_carlo import MonteCarlo
-from parity.judge.oracle import Quantities, gradient_name
+from parity.judge.oracle import LARGEST_STACK, Quantities, doubled, stacked, with_gradients
 from parity.judge.recipe import Recipe
 from parity.judge.timings import within
-
-STACK_LIMIT = 1 << 22
-"""Largest number of entries of the largest tensor (logits) in one stack of replicas; beyond it a stack is split."""
 
 
 def to_double(inputs: Inputs, stack: int | None = None) -> Inputs:
@@ -27,11 +24,8 @@ def to_double(inputs: Inputs, stack: int | None = None) -> Inputs:
     tensors: dict[str, torch.Tensor | None] = {}
     for name, tensor in inputs.tensors.items():
         if tensor is not None and tensor.is_floating_point():
-            tensor = tensor.detach().double()
-            if stack is not None and (inputs.replicated is None or name in inputs.replicated):
-                tensor = tensor.expand(stack, *tensor.shape)
-            if name in inputs.leaves:
-                tensor = tensor.detach().requires_grad_()
+            own = inputs.replicated is None or name in inputs.replicated
+            tensor = doubled(tensor, name in inputs.leaves, stack if own else None)
         tensors[name] = tensor
     return inputs.replace(**tensors)
 
@@ -47,19 +41,11 @@ def _run(family: Family, x: Inputs, mode: MonteCarlo | None = None, gradients: b
     outputs = family.oracle(x)
     if not gradients:
         return {name: value.detach() for name, value in outputs.items()}
-    named = [name for name in x.cotangents if name in outputs]
     if mode is not None:
         mode.backward = True
-    leaves = [x.tensors[name] for name in x.leaves]
-    differentiable = [outputs[name] for name in named]
-    found: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
-    if leaves and any(o.requires_grad for o in differentiable):
-        cotangents = [x.cotangents[name].to(outputs[name]).expand_as(outputs[name]) for name in named]
-        found = torch.autograd.grad(differentiable, leaves, cotangents, allow_unused=True, retain_graph=mode is None)
-    out = {name: value.detach() for name, value in outputs.items()}
-    for name, leaf, grad in zip(x.leaves, leaves, found, strict=True):
-        assert leaf is not None
-        out[gradient_name(name)] = torch.zeros_like(leaf) if grad is None else grad
+    leaves = {name: leaf for name in x.leaves if (leaf := x.tensors[name]) is not None}
+    out = with_gradients(outputs, leaves, x.cotangents, again=mode is None)
+    named = [name for name in x.cotangents if name in outputs]
     if mode is None and "_logps" in outputs and outputs["_logps"].requires_grad and named:
         (slope,) = torch.autograd.grad(outputs[named[0]], outputs["_logps"], allow_unused=True)
         out["_slope"] = torch.zeros_like(outputs["_logps"]) if slope is None else slope
@@ -91,21 +77,11 @@ def replicas(
 
     The first `own_grids` of them round to the numbers that a dtype has, the others to a grid stretched at random.
     """
-    stack = max(1, min(count, STACK_LIMIT // largest(family, inputs)))
-    parts: list[Mapping[str, torch.Tensor]] = []
-    done = 0
-    while done < count:
-        width = min(stack, count - done)
-        mode = MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + done, own_grids - done)
-        x = to_double(inputs, width)
-        with mode:
-            found = _run(family, x, mode, gradients)
-        part = {name: value.cpu() for name, value in found.items() if keep is None or name in keep}
-        # an output that no leaf reaches has no replica dimension; it is the same for all
-        parts.append(part)
-        done += width
-    out = {}
-    for name in parts[0]:
-        pieces = [p[name] for p in parts]
-        out[name] = torch.cat(pieces) if pieces[0].dim() > 0 else torch.stack(pieces)
-    return out
+
+    def stack(width: int, first: int) -> Quantities:
+        with MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + first, own_grids - first) as mode:
+            found = _run(family, to_double(inputs, width), mode, gradients)
+        return {name: value.cpu() for name, value in found.items() if keep is None or name in keep}
+
+    # an output that no leaf reaches has no replica dimension; it is the same for all
+    return stacked(range(count), LARGEST_STACK // largest(family, inputs), stack, keep)
