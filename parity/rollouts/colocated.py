@@ -35,8 +35,8 @@ def run(synced: bool) -> Iterator[tuple[bool, str]]:
     folder = engine_models.folder_of(MODEL)
     with _runnable():
         trainer = _built(folder)
-        if not synced:
-            _forget_to_sync(trainer)
+        if not synced:  # only the first call sends anything
+            trainer.vllm_generation.sync_weights = functools.cache(trainer.vllm_generation.sync_weights)
         steps = recorder.train(trainer)
     for k in range(len(steps.gradients)):
         (batch,) = steps.window(k)
@@ -90,17 +90,6 @@ def _built(folder: Path) -> Any:
     ]
     policy = engine_models.loaded(folder, torch.float32)
     return drive.build("GRPOTrainer", policy, wanted, needed, train_dataset=datasets.Dataset.from_list(rows))
-
-
-def _forget_to_sync(trainer: Any) -> None:
-    send = trainer.vllm_generation.sync_weights
-    sent: list[Any] = []
-
-    def sync() -> None:
-        if not sent:
-            sent.append(send())
-
-    trainer.vllm_generation.sync_weights = sync
 
 
 def _judged(folder: Path, batch: Any, parameters: Any) -> tuple[bool, str]:

@@ -41,16 +41,6 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
         ).eval()
 
 
-def softcap(folder: Path) -> float | None:
-    """The softcap on logits in the model's config."""
-    import transformers
-
-    found: float | None = getattr(
-        transformers.AutoConfig.from_pretrained(folder).get_text_config(), "final_logit_softcapping", None
-    )
-    return found
-
-
 def weights_hash(folder: Path) -> str:
     """SHA-256 over the names and bytes of the tensors in the folder's safetensors files, sorted by name."""
     from safetensors import safe_open

@@ -111,7 +111,8 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
     judgements = oracle.judge(values, EAGER.resolve(NAMES[trainer.dtype]))
     if all(j.agrees for j in judgements.values()):
         return Verdict(definition, judgements, found, {}, None)
-    fits = explanations(recording, trainer, sampling, mine)
+    capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
+    fits = explanations(recording, trainer, sampling, mine, capped)
     best = next(iter(fits))
     if fits[best] <= 0.5 * rms(found):
         return Verdict(definition, judgements, found, fits, best)
@@ -221,19 +222,21 @@ def judged(recording: Recording, model: str | None, adapter: Path | None, suppor
             f"{recording.name}: {folder} has other weights than were recorded; name the trainer's with --model"
         )
 
-    def adapted(loaded: Any) -> Any:
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(loaded, adapter)
-
     trainer = Trainer(folder, DTYPES[str(recording.facts["dtype"])])
     if adapter is not None:
-        trainer = dataclasses.replace(trainer, change=adapted)
+        from peft import PeftModel
+
+        trainer = dataclasses.replace(trainer, change=lambda loaded: PeftModel.from_pretrained(loaded, adapter))
     return judge(recording, trainer, support)
 
 
-def explanations(recording: Recording, trainer: Trainer, sampling: Sampling, mine: Tensor) -> dict[str, float]:
-    """What else the sampler's log-probs may be -> rms against it, best first. `mine` (B, T): what they are not."""
+def explanations(
+    recording: Recording, trainer: Trainer, sampling: Sampling, mine: Tensor, capped: bool
+) -> dict[str, float]:
+    """What else the sampler's log-probs may be -> rms against it, best first. `mine` (B, T): what they are not.
+
+    `capped`: whether the model has a softcap on its logits.
+    """
     rows, width, mask = recording.rows(), recording.completion_ids.shape[1], recording.mask
     candidates: dict[str, Tensor] = {}
     if sampling != (1.0, 1.0, 0):
@@ -247,7 +250,7 @@ def explanations(recording: Recording, trainer: Trainer, sampling: Sampling, min
     candidates["each belongs to the token before it"] = torch.cat([nothing, mine[:, :-1]], 1)
     after = torch.where(mask, mine, math.nan)
     candidates["each belongs to the token after it"] = torch.cat([after[:, 1:], nothing], 1)
-    if engine_models.softcap(trainer.folder) is not None:
+    if capped:
         uncapped = dataclasses.replace(trainer, change=lambda model: without_softcap(trainer.change(model)))
         candidates["a softcap of the logits is missing"] = uncapped.score(rows, width, sampling).truncated
     sampler = recording.sampler_logps.double()
