@@ -9,13 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 import parity
+from cases.selftest.results.runs import row
 from parity.cli import commands
 from parity.errors import UsageError
 from parity.registry import select
 from parity.results import memory
-from parity.results.row import Row
 from parity.running import run as running
-from parity.running.events import At, Judged, ShardDone
+from parity.running.events import Judged, ShardDone
 
 
 @pytest.mark.parametrize("words", [[], ["ledger"], ["rollouts"]])
@@ -50,36 +50,34 @@ def test_patterns_choose_implementations():
         select(["liger.x*"])
 
 
-@pytest.mark.parametrize(("narrowed", "kept"), [([], 1), (["--family", "logprobs"], 0), (["--dtype", "fp32"], 0)])
-def test_a_whole_run_is_kept_for_later_ones(tmp_path, monkeypatch, narrowed, kept):
-    row = {"case": "c", "family": "logprobs", "implementation": "a.b", "dtype": "fp32", "device": "cpu"}
+@pytest.fixture
+def played(monkeypatch):
+    """Runs in which the first shard judges one row; the settings of their workers."""
+    seen = []
 
     def events(plans, queue, *limits):
+        seen[:] = plans
         for number, shard in enumerate(iter(queue.take, None)):
             if not number:
-                yield shard, Judged(Row(**row, verdict="agree", quantity="logps", headroom=0.5, settings={"B": 1}))
+                yield shard, Judged(row(family="logprobs", implementation="a.b"))
             yield shard, ShardDone(shard.count)
             queue.back(shard)
 
     monkeypatch.setattr(running.supervisor, "run", events)
+    return seen
+
+
+@pytest.mark.parametrize(("narrowed", "kept"), [([], 1), (["--family", "logprobs"], 0), (["--dtype", "fp32"], 0)])
+def test_a_whole_run_is_kept_for_later_ones(tmp_path, played, narrowed, kept):
     words = ["run", "--profile", "quick", *narrowed, "--reports", str(tmp_path)]
     done = CliRunner().invoke(commands.main, words)
     assert done.exit_code == 0 and "no known defects seen, 0 new" in " ".join(done.stdout.split())
     assert len(memory.runs(tmp_path / "history")) == kept
 
 
-def test_a_run_from_python_has_typed_rows(tmp_path, monkeypatch):
-    row = {"case": "c", "family": "logprobs", "implementation": "a.b", "dtype": "fp32", "device": "cpu"}
-
-    def events(plans, queue, *args):
-        assert plans[0]["dtypes"] == ["fp32"]
-        shard = queue.take()
-        yield shard, At(0)
-        yield shard, Judged(Row(**row, verdict="agree", quantity="logps", headroom=0.5))
-
-    monkeypatch.setattr(running.supervisor, "run", events)
+def test_a_run_from_python_has_typed_rows(tmp_path, played):
     found = parity.run(profile="quick", families=("logprobs",), dtypes=("fp32",), reports=tmp_path)
-    assert [r.headroom for r in found.rows] == [0.5]
+    assert [r.headroom for r in found.rows] == [0.25] and played[0]["dtypes"] == ["fp32"]
     assert found.exit_code == 0 and (tmp_path / "results.ndjson").exists()
     with pytest.raises(UsageError, match="profile 'huge' is unknown"):
         parity.run(profile="huge")

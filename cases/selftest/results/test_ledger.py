@@ -7,13 +7,13 @@ import json
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from cases.selftest.results import runs
 from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.registry import facts, family
 from parity.results import ledger as ledger_module
 from parity.results.ledger import OLDER, Ledger, stale
-from parity.results.row import Row
 
 ENTRY = """
 [[finding]]
@@ -39,14 +39,8 @@ def ledger(tmp_path):
 
 
 def row(**changes):
-    base = {
-        "case": "c1",
-        "family": "logprobs",
-        "implementation": "lib.f",
-        "quantity": "grad_hidden",
-        "verdict": "disagree",
-    }
-    return Row(**base | {"dtype": "fp32", "device": "cpu", "gate": "row"} | changes)
+    base = {"quantity": "grad_hidden", "verdict": "disagree", "family": "logprobs", "implementation": "lib.f"}
+    return runs.row(**base | {"gate": "row", "cls": None} | changes)
 
 
 def test_scope(ledger):

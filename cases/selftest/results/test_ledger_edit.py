@@ -2,29 +2,18 @@
 
 import pytest
 
+from cases.selftest.results import runs
 from parity.case.case import Case
 from parity.results.ledger_edit import entry
 from parity.results.report.findings import findings, grouped
-from parity.results.row import Row
 
 SMALL = {"B": 2, "softcap": 30.0, "temperature": 0.5, "layout": "flat"}
 """Of the smallest case, which a run had no time to make smaller."""
 
 
-def row(case, settings, quantity="logps", headroom=5.0, **fields):
-    return Row(
-        case=case,
-        family="logprobs",
-        implementation="lib.f",
-        quantity=quantity,
-        dtype="fp32",
-        device="cpu",
-        verdict="disagree",
-        gate="row",
-        settings=settings,
-        headroom=headroom,
-        **fields,
-    )
+def row(case, settings, quantity="logps", headroom=5.0):
+    where = {"family": "logprobs", "implementation": "lib.f"}
+    return runs.row(case, quantity, "disagree", gate="row", settings=settings, headroom=headroom, **where)
 
 
 def written(*rows):

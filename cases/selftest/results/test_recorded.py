@@ -5,13 +5,13 @@ import json
 import pytest
 from msgspec.structs import replace
 
+from cases.selftest.results import runs
 from parity import data
 from parity.case.case import Case, Frozen
 from parity.process import installed
 from parity.registry import family, load
 from parity.results.ledger import Entry, Ledger
 from parity.results.recorded import merged, of, read, save
-from parity.results.row import Row
 from parity.running.plan import frozen_files
 from parity.trainers import catalogue
 
@@ -21,10 +21,8 @@ ENTRY = Entry(
 
 
 def row(**changes):
-    base = {"case": "c", "family": "logprobs", "implementation": "lib.f", "quantity": "loss", "verdict": "disagree"}
-    return Row(
-        **base | {"dtype": "fp32", "device": "cpu", "cls": "precision", "headroom": 10.0, "known": "x"} | changes
-    )
+    base = {"verdict": "disagree", "family": "logprobs", "implementation": "lib.f", "known": "x"}
+    return runs.row("c", **base | {"cls": "precision", "headroom": 10.0} | changes)
 
 
 BEFORE = of([row(), row(quantity="kl", headroom=None, cls="logic")], "cpu", {"torch": "2.0+cpu", "numpy": "1.0"})

@@ -6,9 +6,9 @@ import json
 import pytest
 from msgspec.structs import replace
 
+from cases.selftest.results import runs
 from parity.case.case import Case
 from parity.errors import UsageError
-from parity.results.row import Row
 from parity.versions import case_check, history
 from parity.versions.bisect import Measurement
 from parity.versions.client import EnvironmentUnusable
@@ -90,9 +90,7 @@ def test_a_record_that_cannot_be_read_says_why(tmp_path, monkeypatch, changed, m
 
 
 def row(**changed):
-    base = {"case": "c", "implementation": "i", "quantity": "loss", "verdict": "agree", "headroom": 0.6, "value": 1.0}
-    base |= {"value_oracle": 1.0, "dist": 0.0, "dtype": "fp32", "gate": "scalar", "family": "policy", "device": "cpu"}
-    return Row(**base | changed)
+    return runs.row(**{"headroom": 0.6, "value": 1.0, "value_oracle": 1.0, "dist": 0.0} | changed)
 
 
 def test_a_check_reads_only_its_own_rows():

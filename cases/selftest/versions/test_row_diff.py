@@ -4,20 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from cases.selftest.results import runs
 from parity.case.case import Case
-from parity.results.row import Row
 from parity.sampling.find import find
 from parity.versions import compare, row_diff
 from parity.versions.look import Look
 
 CASE = Case("policy", 1, "fp32", {})
-WHERE = {"family": "policy", "device": "cpu"}
 
 
 def row(**changed):
-    base = {"case": CASE.id, "implementation": "i", "quantity": "loss", "verdict": "agree", "headroom": 0.6}
-    numbers = {"value": 1.0, "value_oracle": 1.0, "dist": 0.0, "dtype": "fp32", "gate": "scalar", "message": ""}
-    return Row(**WHERE | base | numbers | changed)
+    same = {"quantity": "loss", "verdict": "agree", "headroom": 0.6, "value": 1.0, "value_oracle": 1.0, "dist": 0.0}
+    return runs.row(CASE.id, **same | {"implementation": "i", "gate": "scalar"} | changed)
 
 
 def differences(before, after):
