@@ -21,7 +21,6 @@ class Detail:
 
     verbose: bool = False
     quiet: bool = False
-    json: bool = False
     timings: bool = False
 
 
@@ -29,14 +28,13 @@ def detail(command: Any) -> Any:
     """The options that say how much is printed; the command gets a `Detail`."""
 
     @functools.wraps(command)
-    def with_detail(verbose: bool, quiet: bool, as_json: bool, timings: bool, **options: Any) -> Any:
-        if verbose + quiet + as_json > 1 or (as_json and timings):
-            raise UsageError("-v, -q and --json cannot be used together, nor --json with --timings")
-        return command(detail=Detail(verbose, quiet, as_json, timings), **options)
+    def with_detail(verbose: bool, quiet: bool, timings: bool, **options: Any) -> Any:
+        if verbose and quiet:
+            raise UsageError("-v and -q cannot be used together")
+        return command(detail=Detail(verbose, quiet, timings), **options)
 
     for option in (
         click.option("--timings", is_flag=True, help="print where the CPU time went"),
-        click.option("--json", "as_json", is_flag=True, help="print one JSON object"),
         click.option("-q", "--quiet", is_flag=True, help="print the verdict only"),
         click.option("-v", "--verbose", is_flag=True, help="print every table and finding"),
     ):
@@ -68,14 +66,7 @@ def report(
     ending = render.Ending(code, [*reasons, *damaged], results, folder, past)
     render.write(summary, ending)  # files first: whoever reads the terminal may stop reading
     screen = console()
-    if detail.json:
-        found = {
-            name: [{"cases": f.cases, "dtypes": f.dtypes, "quantities": f.roots, "row": f.lead} for f in of]
-            for name, of in (("new", summary.findings), ("known", summary.known))
-        }
-        about = {"run": summary.run, "exit_code": code, "reasons": reasons, "incomplete": summary.incomplete}
-        click.echo(text({**about, "compared": summary.compared, "stack": summary.stack.versions, **found}))
-    elif detail.quiet:
+    if detail.quiet:
         render.show(f"{wording.opening(summary)} · {wording.verdict(summary, code)}", screen)
     else:
         render.terminal(summary, screen, ending, full=detail.verbose)

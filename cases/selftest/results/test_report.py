@@ -2,7 +2,6 @@
 
 import html.parser
 import io
-import json
 import re
 from xml.etree import ElementTree
 
@@ -203,9 +202,6 @@ def test_how_much_is_printed(tmp_path):
         "trl 1.16.0, torch 2.13.0: 1 unranked known defect seen, 2 new · "
         "the run ended with 1: something disagrees that no ledger entry covers\n"
     )
-    found = json.loads(said("--json"))
-    assert [f["row"]["verdict"] for f in found["new"]] == ["crashed", "disagree"]
-    assert found["known"][0]["row"]["known"] == "trl-chunk-7" and found["compared"] == {"cpu": 2}
     in_order(said("-v"), "2 new", "worst entries of grad_hidden", "not compared, and why", "\nnext ")
     assert "cannot be used together" in said("-v", "-q")
     assert all((tmp_path / name).stat().st_size > 500 for name in ("junit.xml", "summary.md", "index.html"))
