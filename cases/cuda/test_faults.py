@@ -33,12 +33,12 @@ def test_a_fault_is_one_verdict_and_the_run_goes_on(name, verdict, said, tmp_pat
         "profile": "quick",
         "dtypes": ["fp32"],
         "implementations": [f"fixtures/cuda_faults.py:{name}", "fixtures/kernels.py:right"],
-        "exclude": ["trl.selective_log_softmax"],
         "ledger": str(data.ledger_file()),
         "findings": str(tmp_path / "findings"),
         "frozen": [],
     }
-    shard = Shard(family="logprobs", kind="drawn", count=CASES, of=CASES, seed=2)
+    excluded = ("trl.selective_log_softmax",)
+    shard = Shard(family="logprobs", kind="drawn", count=CASES, of=CASES, seed=2, exclude=excluded)
     events = [event for _, event in supervisor.run([plan], ShardQueue([shard]), 30.0, 300.0)]
     rows = [e.row for e in events if isinstance(e, Judged)]
     failed = [r for r in rows if r.verdict not in ("agree", "unsupported")]

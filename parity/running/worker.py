@@ -74,7 +74,7 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
         if wrong := refusal(plan):
             tell(**msgspec.to_builtins(Lost(wrong, refused=True)))
             return 0
-        known = [i for i in select(plan["implementations"]) if i.id not in plan.get("exclude", ())]
+        known = select(plan["implementations"])
 
     def emit(event: Event) -> None:
         if os.getpid() != pid:

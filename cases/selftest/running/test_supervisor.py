@@ -25,15 +25,18 @@ from parity.running.shard_queue import ShardQueue
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
 
-def followed(plan: dict, count: int, timeout: float) -> list[Event]:
+REFERENCE = ("trl.selective_log_softmax",)
+
+
+def followed(plan: dict, count: int, timeout: float, exclude=REFERENCE) -> list[Event]:
     """The events of a plan on one shard of so many cases."""
-    shard = Shard(family="logprobs", kind="drawn", count=count, of=count, seed=2)
+    shard = Shard(family="logprobs", kind="drawn", count=count, of=count, seed=2, exclude=tuple(exclude))
     return [event for _, event in supervisor.run([plan], ShardQueue([shard]), timeout, 120.0)]
 
 
 def test_a_sleeper_is_timed_out_once_and_the_others_go_on(tmp_path):
     own = [f"fixtures/kernels.py:{name}" for name in ("hangs", "right")]
-    events = followed(plan_of(tmp_path, own, ["trl.selective_log_softmax"]), 12, 4.0)
+    events = followed(plan_of(tmp_path, own), 12, 4.0)
     assert [r.verdict for r in rows_of(events, "hangs")].count("timed-out") == 1
     message = next(row.message for row in rows_of(events, "hangs") if row.verdict == "timed-out")
     assert re.search(r"no answer for .*; in .*fixtures/kernels\.py:\d+ hangs, in its forward pass", message), message
@@ -58,17 +61,15 @@ DRAWN, TAKEN = 8, 5
 """Cases of a run, and those of them that a function of hidden, weight and ids takes."""
 
 
-def planted(
-    tmp_path, act: str, timeout=60.0, setup="", exclude=("trl.selective_log_softmax",), names=NAMES
-) -> list[dict]:
+def planted(tmp_path, act: str, timeout=60.0, setup="", exclude=REFERENCE, names=NAMES) -> list[dict]:
     """Events of a run over `right` and one that acts from its second call on, in all processes together."""
     counter = str(tmp_path / "calls")
     counted = f"open({counter!r}, 'a').write('x'); calls = os.path.getsize({counter!r})"
     (tmp_path / "own.py").write_text(FAULTS.format(counted=counted, act=act, setup=setup))
-    return followed(plan_of(tmp_path, [n.format(tmp_path) for n in names], exclude), DRAWN, timeout)
+    return followed(plan_of(tmp_path, [n.format(tmp_path) for n in names]), DRAWN, timeout, exclude)
 
 
-def plan_of(tmp_path, implementations, exclude=()) -> dict:
+def plan_of(tmp_path, implementations) -> dict:
     """What a worker is told of a quick run in fp32."""
     return {
         "device": "cpu",
@@ -76,7 +77,6 @@ def plan_of(tmp_path, implementations, exclude=()) -> dict:
         "profile": "quick",
         "dtypes": ["fp32"],
         "implementations": implementations,
-        "exclude": [*exclude],
         "ledger": str(data.ledger_file()),
         "findings": str(tmp_path / "findings"),
         "frozen": [],
@@ -103,7 +103,7 @@ def nothing_twice(events):
 
 @pytest.mark.parametrize(("deadline", "waits"), [(None, 2), (0.0, 1)])
 def test_past_the_time_of_a_run_what_hangs_is_waited_for_once(tmp_path, deadline, waits):
-    plan = plan_of(tmp_path, ["fixtures/kernels.py:spins"], ["trl.selective_log_softmax"]) | {"deadline": deadline}
+    plan = plan_of(tmp_path, ["fixtures/kernels.py:spins"]) | {"deadline": deadline}
     plan |= {"ledger": str(tmp_path / "ledger.toml"), "frozen": ["1.json", "2.json"]}
     about = {"family": "logprobs", "implementations": ["own"], "quantities": ["*"], "verdicts": ["disagree"]}
     about |= {"date": "2026-11-25", "link": "here", "reason": "so"}
@@ -111,7 +111,7 @@ def test_past_the_time_of_a_run_what_hangs_is_waited_for_once(tmp_path, deadline
     (tmp_path / "ledger.toml").write_text("\n".join(entries))
     for seed in (1, 2):
         save_json(tmp_path / f"{seed}.json", {"case": Case("logprobs", seed, "fp32", {"V": 5}).to_json(), "fast": True})
-    shard = Shard(family="logprobs", kind="frozen", count=2, seed=1)
+    shard = Shard(family="logprobs", kind="frozen", count=2, seed=1, exclude=REFERENCE)
     events = [event for _, event in supervisor.run([plan], ShardQueue([shard]), 3.0, 120.0)]
     assert [r.verdict for r in rows_of(events, "spins")] == ["timed-out"] * waits
     assert [e.cases for e in events if isinstance(e, ShardDone)] == [2]
