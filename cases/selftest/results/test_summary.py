@@ -149,17 +149,6 @@ def test_logic_in_one_case_is_logic():
     assert (finding.lead.cls, finding.classes) == ("logic", {"precision": 1, "logic": 1})
 
 
-def test_crashes_group_by_message():
-    s = summary(
-        row("a", None, "crashed", message="IndexError: 7 is out of range"),
-        row("b", None, "crashed", message="IndexError: 12 is out of range"),
-        row("c", None, "crashed", message="KeyError: 'x'"),
-        row("d", None, "out-of-memory", message="needs 3 GiB"),
-    )
-    assert sorted(f.cases for f in s.findings) == [1, 1, 2]
-    assert all(f.roots == () for f in s.findings)
-
-
 DIED = "the process ended (killed by signal 11)"
 ALONE = "; not known whose fault: no reference ran this case"
 
@@ -197,14 +186,21 @@ def test_one_cause_is_one_finding_whatever_pass_it_ended_and_whoever_ran_beside_
     assert wording.spread(finding).endswith("wrong: candidate in 2, not known who in 1")
 
 
-def test_one_cause_in_two_dtypes_is_one_finding():
-    said = "RuntimeError: expected m1 and m2 to have the same dtype, but got: c10::%s != float"
-    found = summary(
-        row("a", None, "crashed", message=said % "BFloat16", dtype="bf16"),
-        row("b", None, "crashed", message=said % "Half", dtype="fp16"),
-        row("c", None, "crashed", message="RuntimeError: expected m1 and m2 to have the same shape"),
-    ).findings
-    assert sorted((f.cases, f.dtypes) for f in found)[1] == (2, ("bf16", "fp16")) and len(found) == 2
+DTYPES = "RuntimeError: expected m1 and m2 to have the same dtype, but got: c10::%s != float"
+
+
+@pytest.mark.parametrize(
+    ("stopped", "cases"),
+    [
+        (("IndexError: 7 is out of range", "IndexError: 12 is out of range", "KeyError: 'x'"), [1, 2]),
+        ((DTYPES % "BFloat16", DTYPES % "Half", "RuntimeError: expected m1 and m2 to have the same shape"), [1, 2]),
+        (("needs 3 GiB", "KeyError: 'x'"), [1, 1]),
+    ],
+)
+def test_one_cause_is_one_finding_whatever_its_numbers_and_dtypes(stopped, cases):
+    kinds = [(message, "out-of-memory" if "GiB" in message else "crashed") for message in stopped]
+    found = summary(*(row(m, None, kind, message=m) for m, kind in kinds)).findings
+    assert sorted(f.cases for f in found) == cases and all(f.roots == () for f in found)
 
 
 def test_a_finding_says_what_it_costs_of_the_gradient():
