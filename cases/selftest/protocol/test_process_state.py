@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import sys
+import warnings
 from types import ModuleType
 
 import numpy as np
@@ -175,3 +176,24 @@ def test_code_that_torch_compile_drops_is_no_change(monkeypatch):
         pytest.skip(f"torch {torch.__version__} keeps compiled code elsewhere")
     assert not set(compiled) & set(vars(module))
     assert not list(before.changes())
+
+
+def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
+    """A kernel registered for `aten::tanh`: no name is rebound, and every definition computes something else."""
+    monkeypatch.setattr(process_state, "_broken", [])
+    library = torch.library.Library("aten", "IMPL")
+
+    def effect():
+        if not done:
+            done.append(library.impl("tanh", lambda x: torch.ops.aten.mul.Tensor(x, 0.5), "CPU"))
+
+    done: list = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rows = list(run_case(CASE, [after(effect), PLAIN]))
+    finally:
+        library._destroy()
+    assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
+    assert "operations of torch compute something else" in rows[0].message
+    assert process_state.broken()
