@@ -60,9 +60,9 @@ def with_gradients(
 def stacked(
     numbers: range, width: int, stack: Callable[[int, int], Mapping[str, torch.Tensor]], keep: Collection[str] | None
 ) -> Quantities:
-    """Replicas of these numbers, at most `width` at a time by `stack(width, first number)`; of those to `keep`."""
-    parts = []
-    for first in numbers[:: max(1, width)]:
+    """Replicas of these numbers, at most `width` at a time, or one, by `stack(width, first number)`; of those to `keep`."""
+    parts, width = [], max(1, width)
+    for first in numbers[::width]:
         part = stack(min(width, numbers.stop - first), first)
         parts.append({name: value for name, value in part.items() if keep is None or name in keep})
     return {

@@ -12,8 +12,9 @@ from parity.judge import oracle as judged_by
 from parity.judge.escalation import LAST_WORD
 from parity.judge.gates import Unit, judge
 from parity.judge.recipe import IEEE_FP32, Recipe
+from parity.judging import oracle as judging
 from parity.judging.assess import confirmed, judge_all
-from parity.judging.oracle import replicas
+from parity.judging.oracle import replicas, to_double
 from parity.protocol.call import execute
 from parity.registry import family, load, oracle_of
 
@@ -58,6 +59,17 @@ def test_replicas_repeat_themselves():
     c = replicas(FAMILY, inputs, Recipe(logits="bf16"), 12, 6)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["logps"], c["logps"])
+
+
+def test_replicas_that_are_larger_than_a_stack_are_drawn_one_by_one(monkeypatch):
+    inputs = FAMILY.build(FAMILY.case(1, "bf16", SETTINGS))
+    seen = []
+    monkeypatch.setattr(judging, "to_double", lambda x, stack: seen.append(stack) or to_double(x, stack))
+    monkeypatch.setattr(judging, "LARGEST_STACK", 1)
+    found = replicas(FAMILY, inputs, Recipe(logits="bf16"), 3, 5)
+    assert seen == [1, 1, 1]
+    assert found["logps"].shape == (3, 3, 5)
+    assert len(found["logps"].unique(dim=0)) == 3
 
 
 def test_implementations_share_what_does_not_depend_on_them():
