@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.judge.blocks import on_grid
-from parity.judge.long_sums import LANES, MANY, exponentials, mass_of_maxima, terms
+from parity.judge.long_sums import LANES, MANY, drift, mass_of_maxima
 from parity.judge.noise import Noise
 from parity.judge.products import SPLIT_FROM, cut, split
 from parity.judge.recipe import LARGEST, NARROW, UNIT_ROUNDOFF, Recipe
@@ -56,8 +56,8 @@ class MonteCarlo(TorchDispatchMode):
     float32 head, rounded, may be the teacher's; two values nearly alike may lie on both sides of a tie). Before that a
     matrix product over K terms is summed in float32 and gets max(2, √K/2)·u·(|A|·|B|)·ξ (in tf32 its operands are cut to
     that grid, stretched too), a sum of n terms max(2, √n/2)·u·Σ|x|·ξ, a log-softmax or log-sum-exp its row's
-    u·(2|logsumexp| + 1 + √V/4)·ξ. A value decides its ξ in ±1 (`Noise.shaken`), so that equal tokens are off alike, as they
-    are in real code; so does a constant, τ or the softcap.
+    u·(2|logsumexp| + 1)·ξ and the drift of its float32 sum (`long_sums`). A value decides its ξ in ±1 (`Noise.shaken`), so
+    that equal tokens are off alike, as they are in real code; so does a constant, τ or the softcap.
     Results that no rounding touches are left unchanged. An exponential beyond the range of the elementwise dtype is infinite.
     """
 
@@ -122,17 +122,18 @@ class MonteCarlo(TorchDispatchMode):
             own = self.noise.constant(math.pi, out) > 0  # a log-sum-exp of its own, by autograd
             scale = scale + own * total * self._through_maxima(out, args[1], args[2])
             if args[0].shape[args[2]] >= MANY:
-                scale = scale + args[1].exp() * terms(args[0].abs(), args[2], self.u_sum, self._lanes(out))
+                scale = scale + args[1].exp() * self._drift(args[0].abs(), args[2]).abs()
             if self.recipe.log_sum_exp:
                 out = torch.where(self._stored_sum(out), self._through_stored_sum(*args[:3]), out)
             else:
                 out = torch.where(own, args[0] - args[1].softmax(args[2]) * args[0].sum(args[2], keepdim=True), out)
             return self.rounded(self.scattered(out, scale), self.softmax)
         if name == "logsumexp":  # the sum of exponentials rounds relatively, so its logarithm by an absolute amount
-            walk = 1 + (args[0].numel() / max(out.numel(), 1)) ** 0.5 / 4
-            out = self.scattered(out, self.u_sum * (2 * out.abs() + walk))
+            keep = bool(args[2]) if len(args) > 2 else kwargs.get("keepdim", False)
+            terms = (args[0] - args[0].logsumexp(args[1], keepdim=True)).exp()
+            off = self._drift(terms, args[1][0]).sum(args[1], keepdim=keep)
+            out = self.scattered(out, self.u_sum * (2 * out.abs() + 1)) + off
             if self.u > NARROW:
-                keep = bool(args[2]) if len(args) > 2 else kwargs.get("keepdim", False)
                 out = out + self.off(out - args[0].amax(args[1], keepdim=keep), self.elementwise)
             return self.rounded(out)
         if name == "tanh" and self.recipe.tanh == "sigmoid":
@@ -149,13 +150,13 @@ class MonteCarlo(TorchDispatchMode):
         top = out.amax(dim, keepdim=True)
         lse = (z.amax(dim, keepdim=True) - top).nan_to_num_(0.0, 0.0, 0.0).abs_() * self._shifted(out)
         top = top.nan_to_num_(0.0, 0.0, 0.0)
-        scale = self.u_sum * (2 * lse + exponentials(out, dim, self.u_sum, self._lanes(out)))
+        scale = 2 * self.u_sum * lse
         on_the_way = self.recipe.log_sum or self.softmax
         if UNIT_ROUNDOFF[on_the_way] > NARROW:
             out = out - self.off(-top, on_the_way)
         else:
             scale = scale + UNIT_ROUNDOFF[on_the_way] * (1 + top.abs())
-        out = out + (self.scattered(top, scale) - top)
+        out = out + (self.scattered(top, scale) - top) - self._drift(out.exp(), dim)
         if self.recipe.log_sum_exp:
             whole = z.amax(dim, keepdim=True) - top
             off = (self._grid(whole, self.recipe.log_sum_exp) - whole).nan_to_num_(0.0, 0.0, 0.0)
@@ -174,7 +175,7 @@ class MonteCarlo(TorchDispatchMode):
 
         logsumexp(z) = m + log Σ exp(z - m) for any m: the gradient of m is 1 - Σp = 0, or what rounding leaves of it.
         """
-        unit = self.u_sum * (2 + exponentials(logps, dim, self.u_sum, self._lanes(out)))
+        unit = 2 * self.u_sum + self._drift(logps.exp(), dim).abs()
         if UNIT_ROUNDOFF[self.softmax] > NARROW:  # the sum is stored so, and divides each term
             unit = unit + 2 * UNIT_ROUNDOFF[self.softmax]
         return unit * mass_of_maxima(logps[:1], dim)
@@ -191,9 +192,9 @@ class MonteCarlo(TorchDispatchMode):
         stored = self._grid(self._grid(log_sum.exp(), dtype).log(), dtype)
         return torch.where(torch.isfinite(stored) & (log_sum > 0), stored - log_sum, 0.0)
 
-    def _lanes(self, out: torch.Tensor) -> torch.Tensor:
-        """1 in half of the replicas and 16 in the others, (R, 1, …): in how many lanes a sum over the vocabulary is added."""
-        return torch.where(self.noise.each(out) > 0, 1.0, float(LANES))
+    def _drift(self, terms: torch.Tensor, dim: int) -> torch.Tensor:
+        """Of their sum in float32, added in turn in half of the replicas and in 16 lanes in the others."""
+        return drift(terms, dim, torch.where(self.noise.each(terms) > 0, 1, LANES), self.noise.stretch(terms))
 
     def saved_output(self, x: torch.Tensor) -> torch.Tensor:
         """A returned value that a backward pass reads again: as it was stored in half of the replicas."""
