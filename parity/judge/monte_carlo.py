@@ -373,9 +373,12 @@ class MonteCarlo(TorchDispatchMode):
         """x + δ with δ = 2·u·size·ξ, a rounding that the gradient of x does not see, or sees as δ times `along`'s."""
         self.quiet = True
         try:
-            value = x.detach()
-            error = self.scattered(value, 2 * UNIT_ROUNDOFF[dtype] * size().detach()) - value
-            error = error if _finite(error) else error.nan_to_num(0.0, 0.0, 0.0)
+
+            def off(value: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+                error = self.scattered(value, 2 * UNIT_ROUNDOFF[dtype] * size) - value
+                return error if _finite(error) else error.nan_to_num(0.0, 0.0, 0.0)
+
+            error = in_front(off, x, size())
             if along is None or not x.requires_grad:
                 return x + error
             direction = along()
@@ -387,8 +390,8 @@ class MonteCarlo(TorchDispatchMode):
         """x + 2·u·size·ξ in half of the replicas, one ξ a replica: what is equal stays so."""
         before, self.quiet = self.quiet, True
         try:
-            error = (2 * self.u_sum * size().detach() * self.noise.each(x).clamp(min=0)).nan_to_num(0.0, 0.0, 0.0)
-            return x + error * (1 - 2 * (self.noise.each(x) > 0))
+            by = in_front(lambda x: self.noise.each(x).clamp(min=0) * (1 - 2 * (self.noise.each(x) > 0)), x)
+            return x + (2 * self.u_sum * size().detach() * by).nan_to_num(0.0, 0.0, 0.0)
         finally:
             self.quiet = before
 
@@ -396,13 +399,16 @@ class MonteCarlo(TorchDispatchMode):
         """The log-softmax of z, whose gradient sees p·(1 + δ) for p in half of the replicas; `stages.log_softmax` has δ."""
         before, self.quiet = self.quiet, True
         try:
-            given, z, logs = z, z.detach(), logps.detach()
-            top = logs.argmax(-1, keepdim=True)
-            partition = z.gather(-1, top) - logs.gather(-1, top)
-            off = self.scattered(z, size().detach() * self.u_sum) - z
-            off = off + (self.scattered(partition, 2 * 2**0.5 * self.u_sum * partition.abs()) - partition)
-            off = logs.exp() * off.nan_to_num_(0.0, 0.0, 0.0)
-            return _MadeAgain.apply(logps, given, torch.where(self.noise.each(off) > 0, off, 0.0))
+
+            def off(z: torch.Tensor, logs: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+                top = logs.argmax(-1, keepdim=True)
+                partition = z.gather(-1, top) - logs.gather(-1, top)
+                off = self.scattered(z, size * self.u_sum) - z
+                off = off + (self.scattered(partition, 2 * 2**0.5 * self.u_sum * partition.abs()) - partition)
+                off = logs.exp() * off.nan_to_num_(0.0, 0.0, 0.0)
+                return torch.where(self.noise.each(off) > 0, off, 0.0)
+
+            return _MadeAgain.apply(logps, z, in_front(off, z, logps, size()))
         finally:
             self.quiet = before
 
@@ -464,13 +470,46 @@ class _Held(torch.autograd.Function):
         return torch.where(grad.abs() > ctx.mode.range_partial(), torch.inf, grad), None
 
 
+def in_front(rule: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """What `rule` makes of tensors that have their replicas in front, also within `torch.vmap`; without a gradient."""
+    out: torch.Tensor = _InFront.apply(rule, *(x.detach() for x in tensors))
+    return out
+
+
+class _InFront(torch.autograd.Function):
+    @staticmethod
+    def forward(rule: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        return rule(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise AssertionError("its result has no gradient")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, rule: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> Any:
+        moved = (
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims[1:], strict=True)
+        )
+        return in_front(rule, *moved), 0
+
+
 class _MadeAgain(torch.autograd.Function):
     """Log-probs as they are; the gradient of their logits gets -off·Σg more."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, logps: torch.Tensor, z: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(off)
+    def forward(logps: torch.Tensor, z: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
         return logps.view_as(logps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[2])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

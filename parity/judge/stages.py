@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from parity.judge.monte_carlo import RUNNING, MonteCarlo
+from parity.judge.monte_carlo import RUNNING, MonteCarlo, in_front
 from parity.judge.recipe import DTYPES, NARROW, UNIT_ROUNDOFF
 
 Sized = Callable[[], torch.Tensor]
@@ -54,7 +54,7 @@ def stored(
     out = mode.stored(x, forward, backward, mode.recipe.folded if stage in ("logits", "unbiased", "biased") else 1.0)
     if not stage.startswith("unbiased") or out is x or mode.recipe.bias:
         return out
-    return torch.where(mode.noise.constant(math.sqrt(2), x) > 0, x, out)
+    return torch.where(in_front(lambda x: mode.noise.constant(math.sqrt(2), x) > 0, x), x, out)
 
 
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -135,7 +135,8 @@ def log_softmax_again(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
     if not RUNNING:
         return logps
     own = torch.log_softmax(z, -1)
-    return torch.where(RUNNING[-1].noise.each(own) > 0, own, logps)
+    noise = RUNNING[-1].noise
+    return torch.where(in_front(lambda own: noise.each(own) > 0, own), own, logps)
 
 
 def of_teacher(part: Literal["softmax", "elementwise"]) -> contextlib.AbstractContextManager[None]:

@@ -56,7 +56,7 @@ def balance(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     """
     batch = rows(sequences)
     counted = batch["attention_mask"].flatten().bool()
-    found = model(**batch, use_cache=False, output_router_logits=True).router_logits
+    found = model.base_model(**batch, use_cache=False, output_router_logits=True).router_logits
     p = torch.cat([torch.softmax(z[counted], -1) for z in found])
     chosen = p.topk(model.config.get_text_config().num_experts_per_tok, -1).indices
     f = torch.nn.functional.one_hot(chosen, p.shape[-1]).sum((0, 1)) / len(p)

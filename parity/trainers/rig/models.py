@@ -71,8 +71,10 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     kind = getattr(transformers, ARCHITECTURES[name].model)
     with trl.quiet(), outside():
         out = kind.from_pretrained(folder, torch_dtype=dtype, attn_implementation="eager")
-    if hasattr(out, "set_experts_implementation"):  # the grouped product of transformers 5 knows no float64
-        out.set_experts_implementation("eager")
+    if hasattr(
+        out, "set_experts_implementation"
+    ):  # the grouped product of transformers 5 knows no float64, vmap no loop
+        out.set_experts_implementation("batched_mm" if dtype == torch.float64 else "eager")
     return out
 
 
