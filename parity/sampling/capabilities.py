@@ -39,14 +39,19 @@ def nearest(implementation: Implementation, case: Case, device: str) -> Case | N
     In the case's dtype and sizes, or else in another that it takes, or the default ones. Which settings stay where not all
     can is by a hash of the case's id, so that of many cases each setting stays in some.
     """
+    found = _nearest(implementation, case, device)
+    return found if found is case or (found is not None and _stands(found)) else None
+
+
+def _nearest(implementation: Implementation, case: Case, device: str) -> Case | None:
+    """`nearest`, whose inputs nobody has built yet."""
     if refusal(implementation, case, device) is None:
         return case
     family = loss_family(case.family)
     for dtype in dict.fromkeys((case.dtype, "fp32", "fp16", "bf16")):
         for start in _starts(family, case, dtype):
             if refusal(implementation, start, device) is None:
-                found = _with_more(implementation, start, case, device)
-                return found if _stands(family, found) else None
+                return _with_more(implementation, start, case, device)
     return None
 
 
@@ -86,10 +91,10 @@ def _settled(family: Family, seed: int, dtype: str, settings: Mapping[str, Any])
     return family.case(seed, dtype, family.canonical(dtype, full))
 
 
-def _stands(family: Family, case: Case) -> bool:
+def _stands(case: Case) -> bool:
     """Whether it is a case at all: some values stand only beside others."""
     try:
-        family.build(case)
+        loss_family(case.family).build(case)
     except UsageError:
         return False
     return True
@@ -120,16 +125,17 @@ def besides(
     given = {case.id for case in own}
     pool: dict[str, tuple[Case, Case]] = {}
     for case in drawn:
-        near = nearest(implementation, case, device) if case.id not in given else None
+        near = _nearest(implementation, case, device) if case.id not in given else None
         if near is not None and near.id not in given:
             pool.setdefault(near.id, (case, near))
     for case, near in _joined(implementation, [*own, *(near for _, near in pool.values())], device):
         pool.setdefault(near.id, (case, near))
     met = frozenset[Hashable]().union(*map(shown, own))
-    new = list(covering(list(pool.values()), lambda pair: shown(pair[1]), met))
-    rest = [pair for pair in pool.values() if pair not in new]
+    new = [pair for pair in covering(list(pool.values()), lambda pair: shown(pair[1]), met) if _stands(pair[1])]
     wanted = max(0, least - len(own))
-    return new + rest[: max(0, wanted - len(new))] if every_pair else (new + rest)[:wanted]
+    new = new if every_pair else new[:wanted]
+    rest = (pair for pair in pool.values() if pair not in new and _stands(pair[1]))
+    return new + list(itertools.islice(rest, max(0, wanted - len(new))))
 
 
 def _joined(implementation: Implementation, cases: Sequence[Case], device: str) -> Iterator[tuple[Case, Case]]:
@@ -145,6 +151,6 @@ def _joined(implementation: Implementation, cases: Sequence[Case], device: str) 
             for one, other in itertools.product(having[a][:TRIED], having[b][:TRIED]):
                 near = _settled(family, one.seed, one.dtype, {**one.settings, b: other.settings[b]})
                 taken = {*pair} <= near.settings.keys() and refusal(implementation, near, device) is None
-                if taken and _stands(family, near):
+                if taken:
                     yield one, near
                     break
