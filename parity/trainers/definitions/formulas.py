@@ -360,11 +360,11 @@ def gmpo(a: Loss, model: Any) -> Tensor:
     old = a.old(scored.tokens)
     base = scored.base.tokens if a.s.beta else old
     terms = []
-    every = zip(scored.tokens, old, base, a.of_window(advantages(a.whole)).tolist(), scored.completions, strict=True)
+    every = zip(scored.tokens, old, base, a.of_window(advantages(a.whole)), scored.completions, strict=True)
     for t, o, ref, sign, ids in every:
         kept = a.counted(ids).to(t)
         count = kept.sum().clamp(min=1.0)
-        d = (t - o).clamp(max=high) if sign > 0 else (t - o).clamp(min=-low)
+        d = torch.where(sign > 0, (t - o).clamp(max=high), (t - o).clamp(min=-low))
         kl = k3(ref - t, None)
         terms.append(-sign * ((d * kept).sum() / count).exp() + a.s.beta * (kl * kept).sum() / count)
     return torch.stack(terms).mean()
