@@ -9,7 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.judge.operations import AnyOperation, Double
+from parity.judge.problem import Problem
 from parity.judge.recipe import IEEE_FP32
+from parity.registry import run_case, select
+from parity.trainers import catalogue
 from parity.trainers.definitions.formulas import Generation, Loss
 from parity.trainers.definitions.gradients import Parameters, forward_order, gradients
 from parity.trainers.definitions.scored import logits, sums
@@ -210,3 +213,23 @@ def test_what_cancels_is_uncertain_by_its_terms(op):
         with AnyOperation(IEEE_FP32, "fp32", seed):
             worst = max(worst, float(CANCELLING[op](x, torch.softmax(x, -1)).abs().amax()))
     assert worst > 2.0**-28
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings"),
+    [("grpo-trainer", {}), ("gmpo-trainer", {}), ("grpo-trainer", {"model": "qwen3_moe"}), ("sft-trainer", {})],
+)
+def test_replicas_of_a_step_run_at_once(trainer, settings, monkeypatch):
+    """One by one they take five times as long: so they run where a definition branches on values, or vmap cannot pass a mark."""
+    widths = []
+
+    def drawn(problem, form, recipe, width, *more, together=Problem._together, vmap=True):
+        widths.append(width if vmap else 0)
+        return together(problem, form, recipe, width, *more, vmap=vmap)
+
+    monkeypatch.setattr(Problem, "_together", drawn)
+    found = [c for c in catalogue.cases(trainer, "pr", 0) if c.settings["check"] == "twins"]
+    case = next(c for c in found if settings.items() <= c.settings.items())
+    rows = list(run_case(case, select((f"{trainer}.released",), trainer), "cpu", False))
+    assert all(row.verdict in ("agree", "unsupported") for row in rows)
+    assert widths and min(widths) > 1
