@@ -10,7 +10,7 @@ from parity.cli import nightly, options, rollouts, versions
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
 from parity.cli.ledger_commands import ledger_command
 from parity.cli.progress import Shown
-from parity.cli.show import Detail, detail, report, text
+from parity.cli.show import Detail, detail, findings, report, text
 from parity.errors import UsageError
 
 
@@ -146,7 +146,6 @@ def findings_command(
     Most severe first. --config keeps what applies to a training run; exit code 1 if something does for certain.
     """
     from parity import data
-    from parity.cli import listing
     from parity.results.ledger import Ledger
     from parity.results.report.stack import Stack, records
 
@@ -159,12 +158,17 @@ def findings_command(
         from parity.tools.settings_check import check
 
         advice = check(config, trainer, known)
-        click.echo(text(records(f.entry for f in advice.findings)) if as_json else str(advice))
+        unknown = {f.entry.id: f.unless_known for f in advice.findings}
+        if as_json:
+            click.echo(text([one | {"cannot_tell": unknown[one["id"]]} for one in records(advice.stack.entries)]))
+        else:
+            findings(advice.title, advice.stack, unknown)
         sys.exit(int(bool(advice)))
     elif as_json:
         click.echo(text(records(Stack.here(known).entries)))
     else:
-        listing.findings(Stack.here(known), console())
+        stack = Stack.here(known)
+        findings(f"{stack.named}: {stack.defects}", stack, {})
 
 
 @main.command("upstream", epilog="Example: parity upstream liger-luspo-padding")

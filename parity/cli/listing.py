@@ -5,12 +5,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from parity.cli.show import table_of
 from parity.errors import UsageError
 from parity.registry import family, load, loss_families, meant, resolved
-from parity.results.report.stack import Stack, effect, fix, meaning, releases, where
 from parity.trainers import catalogue
 
 
@@ -26,7 +25,7 @@ def implementations(families: Iterable[str], console: Console) -> None:
     wide = max((len(i.id) for i in every), default=0)
     can = 0
     for number, (name, group) in enumerate(itertools.groupby(every, key=lambda i: i.family)):
-        table = _table(("\n" if number else "") + name, ("", "", ""), show_header=False)
+        table = table_of(("\n" if number else "") + name, ("", "", ""), show_header=False)
         for column, width in zip(table.columns, (wide + 2, 9, None), strict=True):
             column.no_wrap, column.min_width = width is not None, width
         for i in group:
@@ -69,17 +68,6 @@ def checks(name: str, console: Console) -> None:
     _show(f"checks of {name}", ("name", *profiles, "meaning"), rows, console)
 
 
-def findings(stack: Stack, console: Console) -> None:
-    """A table of a stack's known defects for each severity."""
-    console.print(Text(f"{stack.named}: {stack.defects}", style="bold"))
-    for severity, entries in stack.by_severity.items():
-        table = _table(f"\n{meaning(severity)}", ("setting", "effect", "since", "fix", "parity replay …"))
-        for entry in entries:
-            table.add_row(*map(Text, (where(entry), effect(entry), releases(entry), fix(entry), entry.id)))
-        table.columns[2].max_width, table.columns[3].max_width, table.columns[4].no_wrap = 14, 16, True
-        console.print(table)
-
-
 def _with(meaning: str, **more: Iterable[Any] | None) -> str:
     """A meaning, and behind it what is long."""
     said = [f"{name.replace('_', ' ')}: {', '.join(map(str, given))}" for name, given in more.items() if given]
@@ -87,17 +75,9 @@ def _with(meaning: str, **more: Iterable[Any] | None) -> str:
 
 
 def _show(title: str, headings: Sequence[str], rows: Iterable[Sequence[Any]], console: Console) -> None:
-    table = _table(title, headings)
+    table = table_of(title, headings)
     for row in rows:
         table.add_row(*(Text("" if v is None else f"{v:,}" if type(v) is int else str(v)) for v in row))
     for column in table.columns[:-1]:
         column.max_width = 24
     console.print(table)
-
-
-def _table(title: str, headings: Sequence[str], show_header: bool = True) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=show_header, padding=(0, 2, 0, 0))
-    table.title, table.title_justify, table.title_style = Text(title), "left", "bold"
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table

@@ -1,7 +1,8 @@
-"""What a run writes and prints at its end."""
+"""What a run writes and prints at its end; tables, and that of known findings, which imports no torch."""
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,10 @@ from parity.cli.group import console
 from parity.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from parity.results.header import Header
+    from parity.results.report.stack import Stack
     from parity.results.row import Row
 
 
@@ -72,6 +76,35 @@ def report(
         render.terminal(summary, screen, ending, full=detail.verbose)
     if detail.timings:
         render.show("\n".join(timings.lines(header.parts)), screen)
+
+
+def findings(title: str, stack: "Stack", unknown: Mapping[str, str]) -> None:
+    """A table of a stack's known findings for each severity; `unknown`: id -> what cannot be told and would decide it."""
+    from rich.text import Text
+
+    from parity.results.report.stack import effect, fix, meaning, releases, where
+
+    screen = console()
+    screen.print(Text(title, style="bold"))
+    for severity, entries in stack.by_severity.items():
+        table = table_of(f"\n{meaning(severity)}", ("setting", "effect", "since", "fix", "parity replay …"))
+        for e in entries:
+            setting = where(e) + (f" (cannot tell: {unknown[e.id]})" if unknown.get(e.id) else "")
+            table.add_row(*map(Text, (setting, effect(e), releases(e), fix(e), e.id)))
+        table.columns[2].max_width, table.columns[3].max_width, table.columns[4].no_wrap = 14, 16, True
+        screen.print(table)
+
+
+def table_of(title: str, headings: Sequence[str], show_header: bool = True) -> "Table":
+    """An empty table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=show_header, padding=(0, 2, 0, 0))
+    table.title, table.title_justify, table.title_style = Text(title), "left", "bold"
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
 
 
 def text(value: Any) -> str:

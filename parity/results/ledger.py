@@ -13,18 +13,20 @@ import fnmatch
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from parity.case.case import Case
 from parity.decoding import convert, text_of, toml_of
 from parity.errors import UsageError
 from parity.process import installed
 from parity.results.row import Class, Row, Verdict
 from parity.results.user import ForUser, Severity
+
+if TYPE_CHECKING:
+    from parity.case.case import Case
 
 GROWTH = 3.0
 """A known finding may be so many times as large as when it was entered; beyond that it is a new one. A CPU without AVX-512, and
@@ -80,10 +82,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Whether the entry names this implementation."""
         return any(fnmatch.fnmatchcase(implementation, p) for p in self.implementations)
 
-    def in_force(self) -> bool:
-        """Whether the installed versions are inside the entry's scope."""
+    def in_force(self, versions: Mapping[str, str] | None = None) -> bool:
+        """Whether these versions, by default the installed ones, are inside the entry's scope."""
+        version_of = installed if versions is None else versions.get
         return all(
-            (version := installed(name)) is not None and version in SpecifierSet(specifier, prereleases=True)
+            (version := version_of(name)) is not None and version in SpecifierSet(specifier, prereleases=True)
             for name, specifier in self.versions.items()
         )
 
@@ -180,6 +183,8 @@ class Ledger:
 
     def frozen(self) -> list[tuple[Entry, Case]]:
         """Each entry with its own frozen case."""
+        from parity.case.case import Case  # imports torch, which takes seconds
+
         return [(e, Case.load(self.folder / e.case)) for e in self.entries]
 
 

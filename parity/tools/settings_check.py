@@ -13,8 +13,7 @@ from parity import data
 from parity.errors import Unsupported, UsageError
 from parity.process import installed
 from parity.results.ledger import Entry, Ledger
-from parity.results.report.stack import LIBRARIES, releases
-from parity.results.user import SEVERITIES
+from parity.results.report.stack import LIBRARIES, Stack, releases
 from parity.upstream import trl
 
 ALIASES = {"lora_modules_to_save": "modules_to_save", "activation_checkpointing": "gradient_checkpointing"}
@@ -71,14 +70,19 @@ class Advice:
 
     run: Run
     findings: tuple[RelevantEntry, ...]
+    stack: Stack
 
     def __bool__(self) -> bool:
         return any(f.certain and f.entry.severity != "convention" for f in self.findings)
 
+    @property
+    def title(self) -> str:
+        """The run, the stack, and how many defects of it the run meets."""
+        return f"{self.run.name}: {self.run.trainers[0]}; {self.stack.named}: {self.stack.defects}"
+
     def __str__(self) -> str:
-        found = ", ".join(f"{name} {version}" for name in LIBRARIES if (version := installed(name)))
         said = [str(f) for f in self.findings] or ["nothing of the known findings applies"]
-        return "\n".join([f"{self.run.name}: {self.run.trainers[0]}; {found}", *said])
+        return "\n".join([self.title, *said])
 
 
 def check(source: Any, trainer: str | None = None, ledger: Ledger | None = None) -> Advice:
@@ -87,17 +91,16 @@ def check(source: Any, trainer: str | None = None, ledger: Ledger | None = None)
     Raises:
         UsageError: for an unknown trainer, and for a file that cannot be read or leaves the trainer open.
     """
-    entries = (ledger or Ledger.load(data.ledger_file())).entries
+    ledger = ledger or Ledger.load(data.ledger_file())
+    here, entries = Stack.here(ledger), ledger.entries
     known = sorted({name for e in entries for table in e.user.applies for name in table.get("trainer", ())})
     if trainer not in (None, *known):
         raise UsageError(f"trainer {trainer!r} is unknown, choose from {', '.join(known)}")
     is_file = isinstance(source, str | os.PathLike)
     run = _of_file(Path(source), trainer, known) if is_file else _of_trainer(source)
-    answers = [(e, _applies(run, e)) for e in entries if not e.user.part_of and e.in_force()]
+    answers = [(e, _applies(run, e)) for e in here.entries]
     found = [RelevantEntry(e, a.why if isinstance(a, Unknown) else "") for e, a in answers if a is not False]
-    order = list(SEVERITIES)
-    found.sort(key=lambda f: (order.index(f.entry.severity or "medium"), not f.certain, f.entry.user.rank))
-    return Advice(run, tuple(found))
+    return Advice(run, tuple(found), Stack(here.versions, [f.entry for f in found]))
 
 
 def _applies(run: Run, entry: Entry) -> bool | Unknown:

@@ -1,9 +1,10 @@
 """Rows and runs that tests of reports share."""
 
 import datetime
+from pathlib import Path
 
 from parity.results import memory
-from parity.results.header import About, Header
+from parity.results.header import About, Asked, Header
 from parity.results.report.summary import summarise
 from parity.results.row import Row
 
@@ -16,6 +17,7 @@ ABOUT = {
     "profile": "quick",
     "seed": 7,
     "seconds": 12.5,
+    "asked": Asked(ledger=str(Path(__file__).with_name("ledger.toml"))),
 }
 HEADER = Header(run="r1", header=About(**ABOUT))
 
@@ -102,6 +104,7 @@ def about(day, **fields):
     """The header of a night."""
     told = {"profile": "nightly", "device": "cpu", "seed": int(day), "seconds": 60.0, "git": "abc"}
     told |= {"started": (START + datetime.timedelta(days=day)).isoformat(), "versions": {"trl": "1.16.0"}}
+    told |= {"asked": ABOUT["asked"]}
     return Header(run=f"run{day}", header=About(**told | fields))
 
 

@@ -1,6 +1,8 @@
 """The page for users: what `parity findings` prints, of every entry, in the order of severity."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,5 +92,15 @@ def test_findings_shows_what_is_wrong_in_the_installed_libraries(tmp_path, monke
     assert {one["replay"] for one in found} >= {"parity replay gc-overwrite"}
     (tmp_path / "grpo.yaml").write_text("top_entropy_quantile: 0.2\nnum_generations: 4\n")
     words = ["findings", "--config", str(tmp_path / "grpo.yaml"), "--trainer", "GRPOTrainer", "--json"]
-    met = {one["id"] for one in json.loads(CliRunner().invoke(main, words).output)}
-    assert "trl-grpo-quantile-minus-inf" in met and "trl-online-dpo-accumulation" not in met
+    met = {one["id"]: one["cannot_tell"] for one in json.loads(CliRunner().invoke(main, words).output)}
+    assert met["trl-grpo-quantile-minus-inf"] == "" and "trl-online-dpo-accumulation" not in met
+    assert met["softcap-names"] == "no model is named"
+    assert "(cannot tell: no" in CliRunner().invoke(main, words[:-1]).output
+
+
+def test_findings_imports_no_torch():
+    """Which takes seconds. In a process of its own, with the words of a command line."""
+    code = "import sys; from parity.cli.commands import main; main.main(['findings'], standalone_mode=False)"
+    code += "; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "gc-overwrite" in done.stdout, done.stderr

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from cases.selftest.results.runs import (
+    ABOUT,
     BAD,
     CRASH,
     EVIL,
@@ -33,7 +34,7 @@ from cases.selftest.results.runs import (
 from cases.selftest.results.test_shown import printed
 from parity.cli import commands
 from parity.results import memory, notify, trend
-from parity.results.header import Header
+from parity.results.header import About, Header
 from parity.results.report import render
 from parity.results.report.rows import writer
 
@@ -74,7 +75,7 @@ def test_a_long_replay_line_stays_one_line():
 
 def test_a_clean_run_says_what_it_compared():
     text = shown(summary(LOSS), full=True)
-    assert ": 1 compared · 1 agree\n" in text and "no known defects seen, 0 new" in text
+    assert ": 1 compared · 1 agree\n" in text and "1 high, 1 medium known defects, 0 new" in text
 
 
 def test_an_interrupted_run_says_so():
@@ -118,25 +119,30 @@ def test_markdown_fits_a_comment():
 
 
 def test_a_green_run_hides_no_severe_defect():
-    """Those of the shipped ledger, in a user's words and by severity; a part counts once, a convention not at all."""
-    ids = ("cce-gradient-filter", "trl-grpo-entropy-minus-inf", "trl-entropy-minus-inf", "gc-overwrite")
-    rows = [changed([GRADIENT], known=id, case=f"policy-{id}", replay="")[0] for id in ids]
-    of_run, results = summary(LOSS, *rows), "elsewhere/x.ndjson"
+    """Of the ledger what holds with the run's versions, whether or not the run met it: by severity, a convention not counted."""
+    of_run, results = summary(LOSS), "elsewhere/x.ndjson"
     in_order(
         shown(of_run, ending=render.Ending(results=results)),
-        "1 high, 1 low known defects seen, 0 new",
-        "high: default or common settings",
-        "Generation replaces it",
-        "Fix: `apply`. Since: trl 0.22.0 on.",
-        "parity replay gc-overwrite\n",
-        "low: extremes",
-        "parity replay trl-entropy-minus-inf\n",
-        "convention: ",
+        "trl 1.16.0, torch 2.13.0: 1 high, 1 medium known defects, 0 new\n",
+        "known defects, 1 high: default or common settings",
+        "Any trainer, `beta`: Every gradient is halved. Fix: `apply`. Since: trl 1.10.0 on.",
+        "parity replay severe\n",
+        "known defects, 1 medium: ",
+        "parity replay middling\n",
+        "known defects, 1 convention: parity findings\n",
         "the run ended with 0: nothing new disagrees",
         "next     parity report elsewhere/x.ndjson -v\n",
     )
     for other in (render.markdown(of_run), render.page(of_run)):
-        in_order(other, "1 high, 1 low known", "nothing new disagrees", "Generation replaces it", "gc-overwrite")
+        in_order(other, "1 high, 1 medium known", "nothing new disagrees", "Every gradient is halved", "replay severe")
+        assert "Doubled" not in other
+
+
+def test_of_the_shipped_ledger_a_part_counts_once():
+    header = Header(run="r1", header=About(versions=ABOUT["versions"]))
+    ids = ("trl-grpo-entropy-minus-inf", "trl-entropy-minus-inf", "gc-overwrite")
+    seen = summary(*(changed([GRADIENT], known=id)[0] for id in ids), header=header).stack
+    assert seen == summary(LOSS, header=header).stack and "gc-overwrite" in {e.id for e in seen.entries}
 
 
 def test_devices_are_counted_apart():
@@ -199,7 +205,7 @@ def test_how_much_is_printed(tmp_path):
         return CliRunner().invoke(commands.main, ["report", str(results), *words]).output
 
     assert said("-q") == (
-        "trl 1.16.0, torch 2.13.0: 1 unranked known defect seen, 2 new · "
+        "trl 1.16.0, torch 2.13.0: 1 high, 1 medium, 1 unranked known defects, 2 new · "
         "the run ended with 1: something disagrees that no ledger entry covers\n"
     )
     in_order(said("-v"), "2 new", "worst entries of grad_hidden", "not compared, and why", "\nnext ")

@@ -20,7 +20,7 @@ OTHER = "unranked"
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Versions of the libraries, and the entries of the ledger that hold with them, most severe first."""
+    """Versions of the libraries, and the entries of the ledger that hold with them, seen or not, most severe first."""
 
     versions: Mapping[str, str]
     entries: Sequence[Entry]
@@ -40,17 +40,18 @@ class Stack:
 
     @classmethod
     def of_run(cls, about: About, found: Iterable[Finding]) -> "Stack":
-        """The one of a run, with the entries that it saw again."""
+        """The one of a run: what its ledger knows of its versions, and whatever else the run saw again."""
         known: dict[str, Entry] = {}
-        if ids := {f.known: f for f in found if f.known}:
-            path = about.asked.ledger if about.asked else None
-            try:
-                ledger = Ledger.load(Path(path) if path else data.ledger_file())
-                known = {e.id: e for e in (*Ledger.older(ledger.path), *ledger.entries)}
-            except UsageError:  # of another machine
-                pass
-        seen = [known.get(id) or _unknown(id, finding) for id, finding in ids.items()]
-        return cls.of({e.id: e for e in (known.get(e.user.part_of, e) for e in seen)}.values(), about.versions)
+        path = about.asked.ledger if about.asked else None
+        try:
+            ledger = Ledger.load(Path(path) if path else data.ledger_file())
+            known = {e.id: e for e in (*Ledger.older(ledger.path), *ledger.entries)}
+        except UsageError:  # of another machine
+            pass
+        entries = [e for e in known.values() if e.in_force(about.versions) and not e.user.part_of]
+        seen = [known.get(f.known) or _unknown(f.known, f) for f in found if f.known]
+        entries += [known.get(e.user.part_of, e) for e in seen]
+        return cls.of({e.id: e for e in entries}.values(), about.versions)
 
     @property
     def named(self) -> str:

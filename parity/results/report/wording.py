@@ -72,8 +72,8 @@ def counts(c: Counts) -> str:
 
 
 def headline(summary: Summary) -> str:
-    """`4 high, 16 medium known defects seen, 0 new`: the opening of every report, behind the versions."""
-    return f"{summary.stack.defects} seen, {len(summary.findings):,} new{' so far' if summary.incomplete else ''}"
+    """`4 high, 16 medium known defects, 0 new`: the opening of every report, behind the versions."""
+    return f"{summary.stack.defects}, {len(summary.findings):,} new{' so far' if summary.incomplete else ''}"
 
 
 def opening(summary: Summary) -> str:
