@@ -10,7 +10,7 @@ def check(source: Any, trainer: str | None = None) -> Any:
         print(check("config.yaml"))            # as `trl grpo --config` takes it; or "args.json"
 
     `trainer` names the trainer class where a file leaves it open. The `parity.tools.settings_check.Advice` is true where
-    something applies for certain. `parity findings --config FILE` prints the same as a table.
+    something applies for certain. `parity findings --config FILE` prints the same.
     """
     from parity.tools.settings_check import check as advise  # the ledger is above this package: read only when asked
 

@@ -1,5 +1,6 @@
 """`parity replay`: run one case again. 0 agrees, 1 disagrees (known or not), 125 could not be judged."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,8 +57,10 @@ def replay(
     wanted = {i.id for i in chosen}
     references = [i for i in select(()) if i.family == case.family and i.role == "reference" and i.id not in wanted]
     rows = list(run_case(case, [*references, *chosen], device))
-    for row in rows if Path(name).suffix == ".json" or smallest else ():
-        row.replay = replay_line(str(smallest or name), row.implementation)
+    place = "" if reports == Path("reports") else f" --reports {shlex.quote(str(reports))}"
+    for row in rows:
+        stored = Path(name).suffix == ".json" or smallest
+        row.replay = replay_line(str(smallest or name), row.implementation) if stored else row.replay + place
     if issue:
         return _issue(case, chosen, rows, console, name)
     for implementation in chosen:

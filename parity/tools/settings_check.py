@@ -150,10 +150,14 @@ def _within(name: str, value: Any, wanted: Any) -> bool | Unknown:
     return number == wanted
 
 
+def _config(trainer: str) -> type:
+    return trl.class_named(trainer.removesuffix("Trainer") + "Config")
+
+
 def _fields(trainer: str) -> Mapping[str, Any]:
     """The settings of a trainer's config class with their defaults; none where it is not installed."""
     try:
-        return trl.fields(trl.class_named(trainer.removesuffix("Trainer") + "Config"))
+        return trl.fields(_config(trainer))
     except Unsupported:
         return {}
 
@@ -180,10 +184,12 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 
 def _of_file(path: Path, asked: str | None, known: Sequence[str]) -> Run:
-    """Its trainer is the one asked for, else the one whose config knows most of the settings."""
+    """Its trainer is the one asked for, else the one whose config knows most of the settings: the base of those that tie."""
     args = settings_of(path)
     counts = {trainer: len(args.keys() & _fields(trainer).keys()) for trainer in known}
     likely = [asked] if asked else [t for t, n in counts.items() if n == max(counts.values()) > 0]
+    if len(likely) > 1:
+        likely = [t for t in likely if not any(t != o and issubclass(_config(t), _config(o)) for o in likely)]
     if len(likely) != 1:
         fits = f"fit {', '.join(likely)}" if likely else "are none of a trainer that a finding is of"
         raise UsageError(f"{path}: its settings {fits}; say which runs it (--trainer GRPOTrainer)")

@@ -26,7 +26,15 @@ def done(*words, **options):
 @pytest.mark.parametrize("minimise", ["--minimise", "--no-minimise"])
 def test_each_line_ends_as_it_should(tmp_path, minimise):
     own = ("--family", f"{FIXTURE}:FAMILY", "--implementation", f"{FIXTURE}:wrong")
-    elsewhere = ("--results", tmp_path / "mine.ndjson", "--reports", tmp_path / "out")
+    (tmp_path / "none.toml").touch()  # the defects of the installed libraries have each a line of their own
+    elsewhere = (
+        "--results",
+        tmp_path / "mine.ndjson",
+        "--reports",
+        tmp_path / "out",
+        "--ledger",
+        tmp_path / "none.toml",
+    )
     run = done(
         "run", "--profile", "quick", "--dtype", "fp32", "--workers", "1", minimise, *own, *elsewhere, cwd=tmp_path
     )
@@ -39,6 +47,7 @@ def test_each_line_ends_as_it_should(tmp_path, minimise):
     for line in dict.fromkeys(one for one in printed if not one.endswith(" --issue")):
         said = done(*shlex.split(line)[1:], cwd=tmp_path)
         assert said.returncode == (1 if "replay" in line else 0), (line, said.stdout, said.stderr)
+        assert "replay" not in line or f"replay   {line}\n" in said.stdout
 
 
 def test_a_file_is_replayed_by_the_line_that_replay_prints(tmp_path):
