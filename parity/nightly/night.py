@@ -71,9 +71,8 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
             book = Journal(profile=night.profile, began=time.time())
             seed = secrets.randbits(31) if night.seed is None else night.seed
         device = resolve_device(night.device)
-        say(
-            f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {seed or 'as it was'} · {device}"
-        )
+        shown = "as it was" if seed is None else seed
+        say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {shown} · {device}")
         book.save(night.reports)
         prepare(device, threads=1)
         for one in [] if seed is None or night.resume else proof(device, seed):
@@ -100,10 +99,10 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
         def keep() -> None:
             """Killed from here on, the night is not green, and goes on with the next command."""
             memory.keep(memory.of(summary, result.exit_code, result.reasons, ended=False, steps=done), history)
+            book.kept = summary.run
+            book.save(night.reports)
 
         keep()
-        book.kept = summary.run
-        book.save(night.reports)
         for step in _commands(night, book, jobs, {one.name for one in done}, say):
             done.append(step)
             keep()

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,7 @@ def played(tmp_path, monkeypatch):
     monkeypatch.setattr(night, "proof", lambda *_: [proof.Proof("policy", "cpu", True, 9, True)])
     monkeypatch.setattr(steps, "run", step)
     monkeypatch.setattr(provenance, "versions", lambda: dict(told))
-    monkeypatch.setattr(findings, "_cases", lambda found: [(0, 40, {}) for _ in found])
+    monkeypatch.setattr(findings, "case_of", lambda row: SimpleNamespace(to_json=dict))
 
     def one(**options):
         given = {"profile": "quick", "families": ("logprobs",), "implementations": ("fixes",), "reports": tmp_path}

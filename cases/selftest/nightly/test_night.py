@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import json
+import os
 import sys
 
 import pytest
@@ -157,6 +158,7 @@ def test_a_night_that_was_killed_goes_on(played, tmp_path, monkeypatch):
     def stops(name, *args):
         if name == "upstream":
             raise MemoryError
+        os.utime(tmp_path / "night.json", (0, 0))
         return whole(name, *args)
 
     with pytest.raises(UsageError, match="that night has ended, with exit code 0: start a new one"):
@@ -177,6 +179,7 @@ def test_a_night_that_was_killed_goes_on(played, tmp_path, monkeypatch):
     with pytest.raises(MemoryError):
         run(resume=True)
     assert rows_of(tmp_path) == expected, "the run has gone on and ended"
+    assert (tmp_path / "night.json").stat().st_mtime, "its time since then counts as paused"
     monkeypatch.setattr(steps, "run", whole)
     monkeypatch.setattr(
         supervisor, "run", lambda plans, queue, *_: iter(()) if not queue.left else pytest.fail("again")
