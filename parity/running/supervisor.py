@@ -180,7 +180,8 @@ class Watch:
         """The next shard for a worker that has none."""
         if worker.shard is None and not worker.finished and (shard := self.shards.take(worker.streams)):
             worker.shard = shard
-            if worker.blocking or (shard.sought is not None and shard.sought.fresh):
+            ended = worker.child is not None and worker.child.process.poll() is not None
+            if worker.blocking or ended or (shard.sought is not None and shard.sought.fresh):
                 worker.end()
             self.start(worker)
 
@@ -200,9 +201,7 @@ class Watch:
     def heard(self, worker: Worker, line: bytes | None) -> Iterator[Told]:
         """The event that a worker told, None when it has ended, behind the rows of a case that is done."""
         shard = worker.shard
-        if shard is None:
-            if line is None:  # it ended between two shards: the next one has a new process
-                worker.end()
+        if shard is None:  # where it ended between two shards, the next one has a new process
             return
         if line is None:
             assert worker.child is not None

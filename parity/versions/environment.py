@@ -174,9 +174,10 @@ def _find_or_make(locked: Lock) -> Environment:
 
 
 def _whole(root: Path, locked: Lock) -> Environment | None:
-    """The environment at `root`, where it has its Python and every package of the lock."""
+    """The environment at `root`, where it has its Python and every package of the lock; one that is linked may have gone since."""
     made = _read(root) if (root / "bin" / "python").exists() else None
-    return made if made and made.versions.items() >= locked.pins.items() else None
+    whole = made and made.versions.items() >= locked.pins.items() and made.versions.keys() >= {*locked.linked}
+    return made if whole else None
 
 
 def _name(locked: Lock) -> str:

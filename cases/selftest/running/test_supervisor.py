@@ -19,7 +19,7 @@ from parity.process import SCRATCH, scratch_folder
 from parity.results.ledger_edit import toml
 from parity.running import shard_queue, supervisor
 from parity.running.events import Event, Judged, Lost, ShardDone, Started
-from parity.running.plan import Shard
+from parity.running.plan import Shard, Sought
 from parity.running.shard_queue import ShardQueue
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -235,6 +235,30 @@ def test_a_watcher_that_is_killed_leaves_no_worker(tmp_path):
     ):
         assert time.monotonic() < until, "the worker goes on"
         time.sleep(0.05)
+
+
+IDLE = """
+import json, sys, time
+sys.path.append({root!r})
+from parity.process import tell, under_watch
+under_watch()
+for line in sys.stdin:
+    shard = json.loads(line)
+    time.sleep(shard["index"])
+    tell(event="sharddone", cases=1, seconds=0.1)
+    if shard["kind"] == "drawn" and not shard["index"]:
+        break
+"""
+
+
+def test_a_process_that_ended_while_it_waited_costs_no_finding(monkeypatch):
+    monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-c", IDLE.format(root=os.getcwd())])
+    drawn = [Shard(family="logprobs", kind="drawn", count=1, of=1, index=n, seed=1) for n in (0, 1)]
+    sought = Sought(implementation="own", subjects=[("logps", "logic")], gate=None, cases=[])
+    finding = Shard(family="logprobs", kind="finding", count=1, seed=1, sought=sought)
+    queue = ShardQueue(drawn, more=lambda: [finding])
+    events = supervisor.run([{"device": "cpu", "threads": 1}] * 2, queue, 30.0, 30.0)
+    assert [shard.kind for shard, _ in events] == ["drawn", "drawn", "finding"]
 
 
 TAKES_OVER = {

@@ -1,5 +1,6 @@
 """A real environment: trl 0.27.2 with the partners of its time, made, damaged, lost and made again."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -87,6 +88,12 @@ def test_a_damaged_one_is_made_again(made, cache):
     assert left_over(cache) == []
     (made.root / "parity-environment.json").write_text('{"lock":')
     assert environment.listing() == [] and Environment.of([ASKED]) == made
+
+
+def test_one_whose_linked_package_has_gone_is_not_whole(made):
+    locked = resolve.lock(parse_all([ASKED]))
+    assert environment._whole(made.root, locked) == made
+    assert environment._whole(made.root, dataclasses.replace(locked, linked=("gone",))) is None
 
 
 def test_a_lost_one_comes_back_without_a_network(made, monkeypatch):
