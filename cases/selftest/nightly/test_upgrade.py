@@ -1,6 +1,7 @@
 """The verdict about an upgrade: the gravest of its parts, or that about the team's own settings."""
 
 import dataclasses
+import re
 import time
 from types import SimpleNamespace
 
@@ -127,7 +128,7 @@ def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_pat
     found, parts = upgrade.check("trl==1.15.0", config, tmp_path, lambda line: None, limit=1.0)
     assert time.monotonic() - begun < 30 and found == UNKNOWN
     assert [p.name for p in parts] == [upgrade.OWN, "run", "compare", "audit"]
-    assert "no answer in 1 s" in parts[0].summary
+    assert re.search(r"no answer for \d+ s, ", parts[0].summary)
 
 
 def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeypatch):
