@@ -113,8 +113,8 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
         return Verdict(definition, judgements, found, {}, None)
     capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
     fits = explanations(recording, trainer, sampling, mine, capped)
-    best = next(iter(fits))
-    if fits[best] <= 0.5 * rms(found):
+    best = next(iter(fits), None)
+    if best and fits[best] <= 0.5 * rms(found):
         return Verdict(definition, judgements, found, fits, best)
     for dtype in (torch.float16, torch.bfloat16):
         if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps:
@@ -254,7 +254,8 @@ def explanations(
         uncapped = dataclasses.replace(trainer, change=lambda model: without_softcap(trainer.change(model)))
         candidates["a softcap of the logits is missing"] = uncapped.score(rows, width, sampling).truncated
     sampler = recording.sampler_logps.double()
-    out = {name: rms((logps - sampler)[mask]) for name, logps in candidates.items()}
+    differences = {name: (logps - sampler)[mask] for name, logps in candidates.items()}
+    out = {name: rms(d) for name, d in differences.items() if bool(d.isfinite().any())}
     return dict(sorted(out.items(), key=lambda item: item[1]))
 
 

@@ -123,6 +123,15 @@ def test_an_engine_of_a_coarser_dtype_is_named():
     assert not verdict.agrees and verdict.explanation == "as far apart as the arithmetic of bf16"
 
 
+def test_completions_of_one_token_have_no_token_before_or_after_it_that_would_explain_them():
+    found = short("llama-fp32-t1-p1")
+    cut = {name: getattr(found, name)[:, :1] for name in ("completion_ids", "sampler_logps")}
+    found = dataclasses.replace(found, **cut, completion_lengths=found.completion_lengths.clamp(max=1))
+    assert judge(found, trainer_of(found)).agrees
+    verdict = judge(dataclasses.replace(found, sampler_logps=found.sampler_logps + 0.3), trainer_of(found))
+    assert not verdict.agrees and verdict.explanation is None
+
+
 def test_damaged_log_probs_are_red():
     found = short("llama-fp32-t0.7-p0.8")
     wrong = dataclasses.replace(found, sampler_logps=found.sampler_logps + 1e-4)
