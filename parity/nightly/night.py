@@ -17,6 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from parity import data
+from parity.errors import UsageError
 from parity.nightly import journal, steps
 from parity.nightly.journal import Journal
 from parity.nightly.proof import proof
@@ -138,7 +139,11 @@ def _long_run(
     if ended is None:
         return running.execute(options, progress, say)
     running.again(options)  # as it was asked for then
-    return running.read_back(night.reports / "results.ndjson", ended.exit_code, ended.reasons)
+    path = night.reports / "results.ndjson"
+    found = running.read_back(path, ended.exit_code, ended.reasons)
+    if found.header.run != ended.id:
+        raise UsageError(f"{path}: another run has written it since that night was killed: start a new one")
+    return found
 
 
 def _commands(

@@ -174,7 +174,7 @@ def _find_or_make(locked: Lock) -> Environment:
 
 
 def _whole(root: Path, locked: Lock) -> Environment | None:
-    """The environment at `root`, where it has its Python and every package of the lock; one that is linked may have gone since."""
+    """The environment at `root`, where it has its Python and every package of the lock; a linked one may have gone."""
     made = _read(root) if (root / "bin" / "python").exists() else None
     whole = made and made.versions.items() >= locked.pins.items() and made.versions.keys() >= {*locked.linked}
     return made if whole else None

@@ -33,6 +33,21 @@ def test_a_night_that_died_in_its_commands_is_not_green(played, tmp_path, monkey
     assert told.exit_code == 1 and "it did not come to its end" in told.output.splitlines()[0]
 
 
+def test_a_night_whose_file_another_run_has_written_since_does_not_go_on_with_it(played, tmp_path, monkeypatch):
+    run, _ = played
+
+    def killed(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(steps, "run", killed)
+    with pytest.raises(MemoryError):
+        run()
+    asked = {"profile": "quick", "families": ("logprobs",), "implementations": ("fixes",)}
+    running.execute(running.Options(**asked, reports=tmp_path), lambda *_: None)
+    with pytest.raises(UsageError, match="another run has written it since that night was killed"):
+        run(resume=True)
+
+
 def test_a_night_that_died_in_its_long_run_alarms_at_once(played, tmp_path, monkeypatch):
     run, _ = played
     run()

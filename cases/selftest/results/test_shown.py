@@ -91,7 +91,9 @@ def text_of(found):
 
 @pytest.fixture(scope="module")
 def now():
-    return shown()
+    found = shown()
+    assert found.keys() == {path.name for path in SHOWN.iterdir()}, "a file that nothing writes, or a text without one"
+    return found
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in SHOWN.iterdir()))
