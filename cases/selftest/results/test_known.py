@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from cases.selftest.results.runs import ABOUT
 from parity import data
 from parity.cli.commands import main
+from parity.results.header import About, Asked
 from parity.results.ledger import Ledger
 from parity.results.report.render import ledger_page
 from parity.results.report.stack import Stack, is_mended, releases
@@ -104,3 +106,10 @@ def test_findings_imports_no_torch():
     code += "; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "gc-overwrite" in done.stdout, done.stderr
+
+
+def test_a_ledger_of_another_machine_is_not_a_stack_without_defects(tmp_path):
+    """A run's results are read elsewhere, and its own ledger is not there: what it met is not all that is known."""
+    about = About(**ABOUT | {"asked": Asked(ledger=str(tmp_path / "mine.toml"))})
+    assert "mine.toml cannot be read here" in Stack.of_run(about, []).defects
+    assert Stack.of_run(About(**ABOUT), []).defects.endswith("known defects")

@@ -20,17 +20,21 @@ OTHER = "unranked"
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Versions of the libraries, and the entries of the ledger that hold with them, seen or not, most severe first."""
+    """Versions of the libraries, and the entries of the ledger that hold with them, seen or not, most severe first.
+
+    `unread`: the ledger of the run that is not on this machine, so that only what the run met is known.
+    """
 
     versions: Mapping[str, str]
     entries: Sequence[Entry]
+    unread: str = ""
 
     @classmethod
-    def of(cls, entries: Iterable[Entry], versions: Mapping[str, str] | None = None) -> "Stack":
+    def of(cls, entries: Iterable[Entry], versions: Mapping[str, str] | None = None, unread: str = "") -> "Stack":
         """Entries in any order; conventions come last."""
         order = [*(name for name in SEVERITIES if name != "convention"), OTHER, "convention"]
         ranked = sorted(entries, key=lambda e: (order.index(e.severity or OTHER), e.user.rank, e.id))
-        return cls({name: version for name in LIBRARIES if (version := (versions or {}).get(name))}, ranked)
+        return cls({name: version for name in LIBRARIES if (version := (versions or {}).get(name))}, ranked, unread)
 
     @classmethod
     def here(cls, ledger: Ledger) -> "Stack":
@@ -42,16 +46,16 @@ class Stack:
     def of_run(cls, about: About, found: Iterable[Finding]) -> "Stack":
         """The one of a run: what its ledger knows of its versions, and whatever else the run saw again."""
         known: dict[str, Entry] = {}
-        path = about.asked.ledger if about.asked else None
+        path, unread = about.asked.ledger if about.asked else None, ""
         try:
             ledger = Ledger.load(Path(path) if path else data.ledger_file())
             known = {e.id: e for e in (*Ledger.older(ledger.path), *ledger.entries)}
         except UsageError:  # of another machine
-            pass
+            unread = str(path)
         entries = [e for e in known.values() if e.in_force(about.versions) and not e.user.part_of]
         seen = [known.get(f.known) or _unknown(f.known, f) for f in found if f.known]
         entries += [known.get(e.user.part_of, e) for e in seen]
-        return cls.of({e.id: e for e in entries}.values(), about.versions)
+        return cls.of({e.id: e for e in entries}.values(), about.versions, unread)
 
     @property
     def named(self) -> str:
@@ -68,10 +72,11 @@ class Stack:
 
     @property
     def defects(self) -> str:
-        """`4 high, 16 medium known defects`; conventions are none."""
+        """`4 high, 16 medium known defects`; conventions are none, and what cannot be read is said."""
         counts = {name: len(found) for name, found in self.by_severity.items() if name != "convention"}
         counted = ", ".join(f"{n} {severity}" for severity, n in counts.items()) or "no"
-        return f"{counted} known defect{'' if sum(counts.values()) == 1 else 's'}"
+        said = f"{counted} known defect{'' if sum(counts.values()) == 1 else 's'}"
+        return f"{said} that the run met ({self.unread} cannot be read here)" if self.unread else said
 
 
 def _unknown(id: str, finding: Finding) -> Entry:
