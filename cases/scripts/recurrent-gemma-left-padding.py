@@ -1,23 +1,9 @@
 # transformers 5.23: RecurrentGemma's log-probs depend on how far a prompt is padded on the left
 # RecurrentGemmaRecurrentBlock.forward takes no attention mask: convolution and recurrence begin with the padding tokens.
 import torch
-import transformers
+from setup_recurrent_gemma import recurrent_gemma
 
-torch.manual_seed(0)
-config = transformers.RecurrentGemmaConfig(
-    vocab_size=32,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    head_dim=16,
-    lru_width=32,
-    conv1d_width=4,
-    attention_window_size=64,
-    block_types=["recurrent", "attention"],
-    pad_token_id=0,
-)
-model = transformers.RecurrentGemmaForCausalLM(config).double().eval()
+model = recurrent_gemma(pad_token_id=0).double().eval()
 for weight in model.parameters():
     if weight.dim() >= 2:  # as large as a trained model's
         weight.data.normal_(0.0, weight.shape[-1] ** -0.5)
