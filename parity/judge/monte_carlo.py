@@ -8,9 +8,10 @@ writes the definition and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -363,6 +364,15 @@ class MonteCarlo(TorchDispatchMode):
         """x, whose gradient overflows where `accumulate` cannot hold it before the upstream gradient comes to it."""
         return _Held.apply(x, self) if self.range_partial() < torch.inf else x
 
+    @contextlib.contextmanager
+    def unrounded(self) -> Iterator[None]:
+        """Operations within are not rounded by themselves."""
+        before, self.quiet = self.quiet, True
+        try:
+            yield
+        finally:
+            self.quiet = before
+
     def spread(
         self,
         x: torch.Tensor,
@@ -371,8 +381,7 @@ class MonteCarlo(TorchDispatchMode):
         along: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """x + δ with δ = 2·u·size·ξ, a rounding that the gradient of x does not see, or sees as δ times `along`'s."""
-        self.quiet = True
-        try:
+        with self.unrounded():
 
             def off(value: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
                 error = self.scattered(value, 2 * UNIT_ROUNDOFF[dtype] * size) - value
@@ -383,22 +392,16 @@ class MonteCarlo(TorchDispatchMode):
                 return x + error
             direction = along()
             return x + error * (1 + direction - direction.detach())
-        finally:
-            self.quiet = False
 
     def shifted(self, x: torch.Tensor, size: Callable[[], torch.Tensor]) -> torch.Tensor:
         """x + 2·u·size·ξ in half of the replicas, one ξ a replica: what is equal stays so."""
-        before, self.quiet = self.quiet, True
-        try:
+        with self.unrounded():
             by = in_front(lambda x: self.noise.each(x).clamp(min=0) * (1 - 2 * (self.noise.each(x) > 0)), x)
             return x + (2 * self.u_sum * size().detach() * by).nan_to_num(0.0, 0.0, 0.0)
-        finally:
-            self.quiet = before
 
     def made_again(self, logps: torch.Tensor, z: torch.Tensor, size: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The log-softmax of z, whose gradient sees p·(1 + δ) for p in half of the replicas; `stages.log_softmax` has δ."""
-        before, self.quiet = self.quiet, True
-        try:
+        with self.unrounded():
 
             def off(z: torch.Tensor, logs: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
                 top = logs.argmax(-1, keepdim=True)
@@ -409,23 +412,18 @@ class MonteCarlo(TorchDispatchMode):
                 return torch.where(self.noise.each(off) > 0, off, 0.0)
 
             return _MadeAgain.apply(logps, z, in_front(off, z, logps, size()))
-        finally:
-            self.quiet = before
 
     def store(self, x: torch.Tensor, dtype: str | None, factor: float = 1.0) -> torch.Tensor:
         """x perturbed by the unit roundoff of `dtype`, infinite beyond its range; `factor` as in `stored`."""
         if dtype in (None, "fp32", "fp64"):
             return x
         assert dtype is not None
-        self.quiet = True
-        try:
+        with self.unrounded():
             given = x if _finite(x) else x.clamp(-_HUGE, _HUGE)
             y = self._grid(given if factor == 1.0 else given * factor, dtype)
             if y.numel() and not y.abs().amax().item() <= LARGEST[dtype]:
                 y = torch.where(y.abs() > LARGEST[dtype], torch.copysign(torch.full_like(y, torch.inf), y), y)
             return y if factor == 1.0 else y.div_(factor)
-        finally:
-            self.quiet = False
 
 
 @functools.cache

@@ -81,11 +81,8 @@ class _Scaled(torch.autograd.Function):
 
 
 def _unrounded(mode: MonteCarlo, x: torch.Tensor, factor: float) -> torch.Tensor:
-    before, mode.quiet = mode.quiet, True
-    try:
+    with mode.unrounded():
         return x * factor
-    finally:
-        mode.quiet = before
 
 
 def _dtypes(mode: MonteCarlo, stage: str) -> tuple[str | None, str | None]:
