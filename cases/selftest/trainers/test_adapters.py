@@ -8,7 +8,7 @@ import torch
 
 from cases.selftest.trainers import asked
 from parity.trainers import catalogue
-from parity.trainers.checks import adapters
+from parity.trainers.checks.variations import Adapter
 from parity.trainers.rig import stored_window
 
 QUANTITIES = {"sequences", "loss", "finite gradient", "gradient"}
@@ -43,7 +43,7 @@ def test_a_reference_that_is_another_model_is_seen(monkeypatch, trainer, stand_i
 
 
 def test_policy_and_references_are_three_models():
-    adapter = adapters.Adapter("existing")
+    adapter = Adapter("existing")
     ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         policy = adapter.policy("llama")(ids).logits
@@ -54,6 +54,6 @@ def test_policy_and_references_are_three_models():
 
 
 def test_only_the_adapter_is_trained_and_none_of_it_is_zero():
-    trained = {n: p for n, p in adapters.Adapter("new").policy("llama").named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in Adapter("new").policy("llama").named_parameters() if p.requires_grad}
     assert trained
     assert all("lora_" in name and bool((p != 0).all()) for name, p in trained.items())

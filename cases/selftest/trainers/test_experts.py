@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parity.trainers.checks import experts
-from parity.trainers.checks.experts import balance
+from parity.trainers.checks.variations import EXPERTS, balance
 from parity.trainers.rig import stored_window
 from parity.trainers.rig.stored_window import Window
 
@@ -39,7 +38,7 @@ def test_padding_is_sent_to_nobody():
 def test_balance_is_the_models_own():
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-    model = stored_window.policy(experts.MODEL, torch.float64)
+    model = stored_window.policy(EXPERTS, torch.float64)
     width = max(map(len, WINDOW))
     mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in WINDOW])
     rows = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in WINDOW])

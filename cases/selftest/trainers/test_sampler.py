@@ -8,7 +8,7 @@ import torch
 
 from cases.selftest.mutants.trainers import EDITS, mutated
 from cases.selftest.trainers.asked import verdicts
-from parity.trainers.checks import sampler
+from parity.trainers.checks import variations as sampler
 from parity.trainers.definitions.formulas import padded
 from parity.trainers.definitions.scored import Scored
 from parity.trainers.rig import drive, stored_window

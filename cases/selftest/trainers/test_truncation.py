@@ -3,7 +3,7 @@
 import pytest
 
 from cases.selftest.trainers.asked import disagreeing, verdicts
-from parity.trainers.checks import truncation
+from parity.trainers.checks import variations as truncation
 from parity.trainers.rig.stored_window import Window
 
 

@@ -1,0 +1,330 @@
+"""One batch of a twin with one thing more: a LoRA, a limit on the length, experts that are balanced, another sampler."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.case.case import normal
+from parity.case.inputs import Setting
+from parity.errors import Unsupported
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check
+from parity.trainers.checks.twins import judged, twin
+from parity.trainers.definitions.formulas import Loss, padded
+from parity.trainers.definitions.scored import Scored, rows
+from parity.trainers.rig import batches, drive, models, stored_window, twin_runs
+from parity.trainers.rig.batches import Sequences
+from parity.trainers.rig.stored_window import Window
+from parity.trainers.rig.twin_runs import Run
+from parity.trainers.specs import SPECS, TWINS, having
+from parity.upstream import trl
+
+SPLIT = Setting("8x1", "batch x accumulation", ("8x1", "1x8", "2x4", "4x2"))
+
+ADAPTERS = {
+    "new": "peft_config: the reference is the base model",
+    "existing": "a PeftModel with an adapter that is trained on: the reference is that adapter before the first step",
+    "saved-head": "peft_config with the LM head in modules_to_save: the reference has the base model's head",
+}
+REFERRED = tuple(t for t in TWINS if SPECS[t].rewarded or SPECS[t].given == "ref_model")
+"""Trainers that have a reference."""
+TRAINED = 2
+"""Seed of the adapter at the step that is judged; `stored_window.HANDED_OVER` of one at construction."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """What `twin_runs.build` asks for: the model, its peft_config, and the adapter moved after construction."""
+
+    kind: str
+
+    def model(self, architecture: str) -> Any:
+        """What is handed to the trainer."""
+        base = models.model(architecture)
+        return stored_window.adapted(base, stored_window.HANDED_OVER) if self.kind == "existing" else base
+
+    def config(self) -> Any:
+        """The trainer's peft_config."""
+        return None if self.kind == "existing" else trl.lora(**self._saved)
+
+    def move(self, model: Any) -> None:
+        """The adapter, away from where it started: a reference that were the policy would show."""
+        stored_window.fill_adapter(model, TRAINED)
+
+    def policy(self, architecture: str) -> Any:
+        base = models.model(architecture, torch.float64)
+        return stored_window.adapted(base, TRAINED, **self._saved).train()
+
+    def reference(self, architecture: str) -> str:
+        """What `stored_window.reference` knows the reference by."""
+        return architecture + (stored_window.ADAPTED if self.kind == "existing" else "")
+
+    @property
+    def _saved(self) -> dict[str, Any]:
+        return {"modules_to_save": ["lm_head"]} if self.kind == "saved-head" else {}
+
+
+def adapter_cases(seed: int) -> Iterator[CheckCase]:
+    """Every trainer with every kind that is one to it."""
+    for trainer in TWINS:
+        for kind in ADAPTERS if trainer in REFERRED else ("new", "saved-head"):
+            yield trainer, {"adapter": kind}
+            if trainer in having("precompute_ref_log_probs"):
+                yield trainer, {"adapter": kind, "precomputed": True}
+            if SPECS[trainer].data == "labels":
+                yield trainer, {"adapter": kind, "kl": True}
+
+
+@check(
+    "adapters",
+    TWINS,
+    {
+        "adapter": Setting("new", "; ".join(f"{k}: {v}" for k, v in ADAPTERS.items()), tuple(ADAPTERS)),
+        "precomputed": Setting(False, "precompute_ref_log_probs, DPO and KTO", (False, True)),
+        "kl": Setting(False, "KTO with its own loss, which estimates a KL to the reference", (False, True)),
+    },
+    adapter_cases,
+    pr=[
+        *((t, {}) for t in REFERRED),
+        *((t, {"adapter": "existing"} | ({"precomputed": True} if t == "dpo-trainer" else {})) for t in REFERRED),
+        *((t, {"adapter": "saved-head"}) for t in ("grpo-trainer", "dpo-trainer", "kto-trainer")),  # Liger takes heads
+        ("kto-trainer", {"kl": True}),
+    ],
+    paths=EVERY_PATH,
+)
+def adapters(call: CheckCall) -> Iterator[Quantity]:
+    """One batch with a LoRA: loss and every gradient of the adapter, by the reference that its kind implies."""
+    trainer, s = call.case.family, call.settings
+    if s.adapter == "existing" and trainer not in REFERRED:
+        raise Unsupported(f"{trainer} has no reference: an existing adapter is a new one to it")
+    if s.kl and call.spec.data != "labels":
+        raise Unsupported(f"{trainer} estimates no KL")
+    more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
+    more |= {"loss_type": "kto"} if s.kl else {}
+    drive.needs(call.trainer, *more)
+    adapter, settings = Adapter(s.adapter), twin(trainer, beta=0.04)
+    run = Run(trainer, settings, call.path, adapter=adapter, **more)
+    told = SimpleNamespace(**vars(settings) | ({"loss": "kto"} if s.kl else {}))
+    loss = Loss(run.window, told, adapter.reference(settings.model))
+    yield from judged(call, run, loss, adapter.policy(settings.model))
+
+
+MAX_LENGTH = 10
+"""At it four of the window's eight sequences are too long, every prompt keeps a token of its completion at either end."""
+MODES_OF_TRUNCATION = ("keep_start", "keep_end")
+
+
+def truncation_cases(seed: int) -> Iterator[CheckCase]:
+    """Every trainer with every setting."""
+    for trainer in having("max_length"):
+        for mode in MODES_OF_TRUNCATION if trainer in having("truncation_mode") else ("keep_start",):
+            yield from ((trainer, {"mode": mode, "split": split}) for split in ("8x1", "1x8"))
+
+
+@check(
+    "truncation",
+    having("max_length"),
+    {
+        "mode": Setting("keep_start", "truncation_mode; KTO and later releases keep the start", MODES_OF_TRUNCATION),
+        "split": SPLIT,
+    },
+    truncation_cases,
+    pr=[("dpo-trainer", {})],
+    covered=always,
+    paths=EVERY_PATH,
+)
+def truncation(call: CheckCall) -> Iterator[Quantity]:
+    """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
+    s, known = call.settings, trl.fields(drive.config(call.trainer))
+    limits: dict[str, Any] = {"max_length": MAX_LENGTH}
+    if "truncation_mode" in known or s.mode != "keep_start":
+        drive.needs(call.trainer, "truncation_mode")
+        limits["truncation_mode"] = s.mode
+    run = Run(call.case.family, twin(call.case.family, split=s.split), call.path, plain=True, **limits)
+    whole = sorted(run.window.expected)
+    run.window = Cut(run.trainer, run.window.rows, s.mode)
+    late = sorted(batches.sequences_of(run.steps.batches)) == whole  # DPO up to 1.3 cuts behind where a batch is seen
+    yield from judged(call, run, Loss(run.window, run.s), there=not late)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut(Window):
+    """A window whose sequences are cut."""
+
+    mode: str = "keep_start"
+
+    def _of(self, name: str) -> Sequences:
+        return cut(super()._of(name), self.mode)
+
+
+def cut(window: Sequences, mode: str) -> Sequences:
+    """At most `MAX_LENGTH` tokens of each sequence, the first or the last; prompts give way at the end that is cut."""
+    out = []
+    for tokens, start in window:
+        gone = max(0, len(tokens) - MAX_LENGTH)
+        out.append((tokens[gone:], max(0, start - gone)) if mode == "keep_end" else (tokens[:MAX_LENGTH], start))
+    return out
+
+
+EXPERTS, BALANCED = "qwen3_moe", "router_aux_loss_coef"
+
+
+@check(
+    "experts",
+    having(BALANCED),
+    {"coefficient": Setting(0.5, f"{BALANCED} of the trainer's config", (0.5, 0.0)), "split": SPLIT},
+    lambda seed: [(t, s) for t in having(BALANCED) for s in ({}, {"split": "4x2"}, {"coefficient": 0.0})],
+    pr=[(trainer, {"split": "4x2"}) for trainer in having(BALANCED)],
+)
+def experts(call: CheckCall) -> Iterator[Quantity]:
+    """Loss and gradients are those of the trainer's loss plus coefficient times the mean over micro-batches of the balance."""
+    s = call.settings
+    drive.needs(call.trainer, BALANCED)
+    settings = twin(call.case.family, model=EXPERTS, split=s.split)
+    run = Run(call.case.family, settings, call.path, plain=True, **{BALANCED: s.coefficient})
+    loss = Loss(run.window, settings)
+
+    def define(model: Any) -> Tensor:
+        parts = [[tokens for tokens, _ in batches.sequences_of([batch])] for batch in run.steps.batches]
+        return loss(model) + s.coefficient * torch.stack([balance(model, part) for part in parts]).mean()
+
+    yield from judged(call, run, define)
+
+
+def balance(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """E·Σ_i f_i·P_i over all tokens of the sequences in all layers, 0-dim (Switch Transformer, arXiv 2101.03961, 4 to 6).
+
+    E: experts; f_i: how often expert i is among the k chosen, per token (Σ f = k; no gradient); P_i: the mean of its
+    probability. 1 for k = 1 where every expert gets the same.
+    """
+    batch = rows(sequences)
+    counted = batch["attention_mask"].flatten().bool()
+    found = model.base_model(**batch, use_cache=False, output_router_logits=True).router_logits
+    p = torch.cat([torch.softmax(z[counted], -1) for z in found])
+    chosen = p.topk(model.config.get_text_config().num_experts_per_tok, -1).indices
+    f = torch.nn.functional.one_hot(chosen, p.shape[-1]).sum((0, 1)) / len(p)
+    return p.shape[-1] * (f * p.mean(0)).sum()
+
+
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+SAMPLER = {
+    "mode": Setting("sequence_mask", "vllm_importance_sampling_mode", MODES),
+    "low": Setting(None, "vllm_importance_sampling_clip_min", (None, 0.5)),
+    "high": Setting(2.0, "vllm_importance_sampling_clip_max, in older releases _cap", (2.0, 30.0)),
+    "correction": Setting(True, "vllm_importance_sampling_correction", (True, False)),
+    "loss": Setting("dapo", "loss type", ("dapo", "grpo", "dr_grpo")),
+    "beta": Setting(0.0, "weight of the KL", (0.0, 0.04)),
+    "split": Setting("8x1", SPLIT.doc, ("8x1", "2x4")),
+    "tools": Setting(False, "some completion tokens are a tool's: the sampler reports 0 for them", (False, True)),
+    "missing": Setting(False, "the sampler has no log-prob for one token of each completion", (False, True)),
+}
+APART = 0.6
+"""Spread of a token's log-prob at the sampler around the trainer's, nats: no ratio is near a bound."""
+FIELDS = {"mode": "vllm_importance_sampling_mode", "low": "vllm_importance_sampling_clip_min"}
+
+
+def sampler_cases(seed: int) -> Iterator[CheckCase]:
+    """Every mode with every bound, and each other setting with a mode of tokens and of sequences."""
+    for mode in MODES:
+        for low in (None, 0.5):
+            for high in (2.0, 30.0):
+                yield "grpo-trainer", {"mode": mode, "low": low, "high": high}
+    for mode in ("token_truncate", "sequence_mask"):
+        for name in ("correction", "loss", "beta", "split", "tools", "missing"):
+            for value in SAMPLER[name].choices or ():
+                yield "grpo-trainer", {"mode": mode, name: value}
+
+
+@check(
+    "sampler",
+    ("grpo-trainer",),
+    SAMPLER,
+    sampler_cases,
+    pr=[("grpo-trainer", s) for s in ({"mode": "token_truncate"}, {"tools": True, "split": "2x4"}, {"tools": True})],
+    covered=always,
+    paths=EVERY_PATH,
+)
+def sampler(call: CheckCall) -> Iterator[Quantity]:
+    """Loss and every gradient by exp(log π - log π_sampler), truncated or masked as the mode says."""
+    s, trainer = call.settings, call.case.family
+    settings = twin(trainer, loss=s.loss, beta=s.beta, split=s.split, tools=s.tools)
+    run = Run(trainer, settings, call.path, **_options(call))
+    given = log_probs(run.window.sequences, s.missing, s.tools)
+    _report(run.built, run.window.sequences, given)
+    run.built.use_vllm = True
+    weigh = functools.partial(ratio, s, padded(given)) if s.correction else None
+    yield from judged(call, run, Loss(run.window, run.s, ratio=weigh))
+
+
+def _options(call: CheckCall) -> dict[str, Any]:
+    """The config's fields of the correction.
+
+    Raises:
+        Unsupported: where the installed version has none, or lacks a setting that is not at its default.
+    """
+    s, known = call.settings, trl.fields(drive.config(call.trainer))
+    if "vllm_importance_sampling_correction" not in known:
+        raise Unsupported("the installed version does not correct for the sampler's log-probs")
+    if s.mode not in ("token_truncate",) and FIELDS["mode"] not in known:
+        raise Unsupported(f"the installed version has no {FIELDS['mode']}: it truncates the ratios of tokens")
+    if s.low is not None and FIELDS["low"] not in known:
+        raise Unsupported(f"the installed version has no {FIELDS['low']}")
+    newer = "vllm_importance_sampling_clip_max" in known
+    wanted = {
+        "vllm_importance_sampling_correction": s.correction,
+        FIELDS["mode"]: s.mode,
+        FIELDS["low"]: s.low,
+        f"vllm_importance_sampling_{'clip_max' if newer else 'cap'}": s.high,
+    }
+    return {k: v for k, v in wanted.items() if k in known}
+
+
+def log_probs(window: Sequences, missing: bool, tools: bool) -> list[Tensor]:
+    """What the sampler reports of each completion, (T_i,) float32: NaN where it has none, 0 for a tool's token."""
+    out = []
+    with torch.no_grad():
+        scored = Scored(stored_window.policy("llama", torch.float64), window)
+        pairs = list(zip(scored.tokens, scored.completions, strict=True))
+    for i, (logps, tokens) in enumerate(pairs):
+        reported = (logps + APART * normal(21, f"sampler {i}", logps.shape).double()).float()
+        if tools:
+            reported = reported * stored_window.external(tokens).float()
+        if missing:
+            reported[len(reported) // 2] = math.nan
+        out.append(reported)
+    return out
+
+
+def _report(trainer: Any, window: Sequences, given: list[Tensor]) -> None:
+    """The sampler's log-probs beside the stored completions, in the lists in which a server's arrive."""
+    names = twin_runs.handed_names(trainer._generate_single_turn.original)
+    if "logprobs" not in names:
+        raise Unsupported(f"_generate_single_turn of the installed version returns {', '.join(names)}: no logprobs")
+    known = {(tuple(t[:n]), tuple(t[n:])): lp for (t, n), lp in zip(window, given, strict=True)}
+
+    def reporting(args: tuple[Any, ...], out: Any) -> Any:
+        found = dict(zip(names, out, strict=True))
+        ids = [stored_window.ids(p) if isinstance(p, str) else list(p) for p in args[0]]
+        reported = [known[tuple(p), tuple(c)].tolist() for p, c in zip(ids, found["completion_ids"], strict=True)]
+        found["logprobs"] = [[None if math.isnan(x) else x for x in lp] for lp in reported]
+        return tuple(found.values())
+
+    drive.changed(trainer, "_generate_single_turn", reporting)
+
+
+def ratio(s: SimpleNamespace, reported: Tensor, logps: Tensor, mask: Tensor) -> Tensor:
+    """exp(log π - log π_sampler) of tokens (N, T) or of sequences (N, 1); 1 for a token whose log-prob is missing."""
+    counted = mask > 0.5  # a replica rounds the 0 of a mask to the smallest numbers
+    apart = torch.where(counted & ~reported.isnan(), logps - reported.double().nan_to_num(0.0), 0.0)
+    if s.mode.startswith("sequence"):
+        apart = apart.sum(-1, keepdim=True)
+    found = apart.exp()
+    low = -math.inf if s.low is None else s.low
+    if s.mode.endswith("truncate"):
+        return found.clamp(low, s.high)
+    return torch.where((found < low) | (found > s.high), 0.0, found)
