@@ -29,8 +29,7 @@ from parity.tools import replay
 from parity.tools.audit import Pairs, answer
 from parity.trainers.catalogue import is_trainer
 from parity.trainers.definitions.formulas import Loss
-from parity.trainers.definitions.gradients import Parameters, gradients
-from parity.trainers.definitions.training_step import exact_step
+from parity.trainers.definitions.training_step import Parameters, exact_step, gradients
 from parity.trainers.execute import judge as judge_quantity
 from parity.trainers.rig import stored_window
 from parity.trainers.rig.stored_window import Window

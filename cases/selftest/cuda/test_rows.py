@@ -9,7 +9,6 @@ import pytest
 from parity.registry import load
 from parity.trainers import catalogue, execute
 from parity.trainers.check import CHECKS, holds
-from parity.trainers.rig import first_step
 
 
 @pytest.mark.parametrize(("moves", "used"), [(False, "cpu"), (True, "cuda")])
@@ -34,7 +33,5 @@ def test_a_check_hands_the_device_on_or_says_that_it_does_not():
     for name, one in CHECKS.items():
         alone = [c.run.__module__ for c in CHECKS.values()].count(one.run.__module__) == 1
         source = inspect.getsource(sys.modules[one.run.__module__] if alone else one.run)
-        if name == "step-one":
-            source += inspect.getsource(first_step)
         hands_on = "call.device" in source.replace("on {call.device} trains", "")
         assert one.moves == hands_on, name

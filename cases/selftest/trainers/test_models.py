@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 from parity.errors import Unsupported
 from parity.judge.operations import Double
 from parity.trainers.rig import checkpointing, models
-from parity.trainers.rig.architectures import SOFTCAP
+from parity.trainers.rig.models import SOFTCAP
 
 IDS = torch.arange(3, 59).remainder(53).add(3).view(2, 28)
 ALL = tuple(models.ARCHITECTURES)

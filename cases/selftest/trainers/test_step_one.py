@@ -16,7 +16,6 @@ from parity.trainers.catalogue import family
 from parity.trainers.check import CheckCall
 from parity.trainers.checks import step_one
 from parity.trainers.execute import judge
-from parity.trainers.rig import first_step
 
 
 def call(trainer, settings, path="released"):
@@ -45,7 +44,7 @@ def test_a_wrapper_of_its_own_is_lost_as_released_and_kept_with_our_fix():
 def honest():
     """One honest step, and its definition."""
     asked = call("grpo-trainer", {"check": "step-one", "temperature": 0.7})
-    step = step_one.run(asked)
+    step = step_one.watched(asked)
     return asked, step, step_one.definition(asked, step)
 
 
@@ -99,12 +98,12 @@ def test_the_kl_is_allowed_what_its_algebra_loses(honest):
 def test_rows_in_the_order_of_the_micro_batch():
     ids = torch.tensor([[1, 2], [3, 4], [5, 6]])
     logps = torch.tensor([[0.1], [0.2], [0.3]])
-    assert torch.equal(first_step.in_order(ids[[2, 0]], ids, logps), logps[[2, 0]])
+    assert torch.equal(step_one.in_order(ids[[2, 0]], ids, logps), logps[[2, 0]])
 
 
 def test_the_bound_of_online_dpo_leaves_out_padded_prompts():
     asked = call("online-dpo-trainer", {"check": "step-one"})
-    step = step_one.run(asked)
+    step = step_one.watched(asked)
     truth = step_one.definition(asked, step)
     assert bool((step.mask[:, 0] == 0).any())  # prompts of unequal length, padded on the left
     assert all(j.agrees for j in results(asked, step, truth).values())

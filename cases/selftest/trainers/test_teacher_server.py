@@ -3,7 +3,8 @@
 import pytest
 
 from cases.selftest.trainers.asked import rows
-from parity.trainers.rig import drive, teacher_client
+from parity.trainers.checks import distillation
+from parity.trainers.rig import drive
 
 
 def outcome(path="released", **settings):
@@ -13,7 +14,7 @@ def outcome(path="released", **settings):
 @pytest.fixture
 def as_in_1_3_0(monkeypatch):
     """The server path as trl 1.1.0 to 1.3.0 wired it: what stands at padding goes into the divergence."""
-    kind = drive.trl_class(teacher_client.upstream())
+    kind = drive.trl_class(distillation.upstream())
 
     def unmasked(self, teacher_result, student_log_probs, completion_tokens, labels):
         return self._compute_sparse_top_1_divergence_loss(
@@ -37,7 +38,7 @@ def test_leaking_padding_is_red_and_the_patch_mends_it(as_in_1_3_0):
 
 
 def test_an_accumulated_sum_is_red(monkeypatch):
-    kind = drive.trl_class(teacher_client.upstream())
+    kind = drive.trl_class(distillation.upstream())
     original = kind.compute_loss
 
     def summed(self, model, inputs, *args, **kwargs):

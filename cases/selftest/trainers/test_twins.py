@@ -11,8 +11,7 @@ from parity.errors import Unsupported
 from parity.fixes.accumulation import divide_by_accumulation
 from parity.trainers.checks import twin_processes, twin_windows, twins
 from parity.trainers.definitions.formulas import Loss
-from parity.trainers.definitions.gradients import Parameters
-from parity.trainers.definitions.training_step import exact_step
+from parity.trainers.definitions.training_step import Parameters, exact_step
 from parity.trainers.rig import batches, drive, ranks, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run

@@ -17,9 +17,8 @@ from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, shared
-from parity.trainers.definitions.gradients import gradients
 from parity.trainers.definitions.scored import completion_logps
-from parity.trainers.definitions.training_step import LOSS, exact_step, measured
+from parity.trainers.definitions.training_step import LOSS, exact_step, gradients, measured
 from parity.trainers.rig import drive, models, quantised_heads, stored_window
 from parity.upstream import trl
 

@@ -6,30 +6,33 @@ trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the fir
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
+from parity.errors import Unsupported
 from parity.families.divergence import completed, divergence
 from parity.fixes import patches
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, pairwise
 from parity.trainers.definitions.formulas import jsd
-from parity.trainers.definitions.gradients import first_step
 from parity.trainers.definitions.scored import Scored
-from parity.trainers.definitions.training_step import exact_step
-from parity.trainers.rig import batches, drive, models, recorder, stored_window, teacher_client
+from parity.trainers.definitions.training_step import exact_step, first_step
+from parity.trainers.rig import batches, drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.batches import Sequences
-from parity.trainers.rig.teacher_client import Teacher
+from parity.trainers.rig.stored_window import Sample
 
 ARCHITECTURE, TEACHER = "llama", "qwen2"
+SAMPLES = {"ragged": ((2, 5), (4, 2)), "equal": ((3, 5), (3, 2))}
+"""Tokens of prompt and completion, by what the prompts are; ragged ones shift the offsets within a batch."""
 SETTINGS = {
     "beta": Setting(1.0, "teacher's weight in the divergence: 0 forward KL, 1 reverse KL", (0.0, 0.5, 1.0)),
     "split": Setting("2x1", "batch x accumulation", ("1x2", "2x1")),
 }
-PROMPTS = {"prompts": Setting("equal", "lengths of the prompts", tuple(teacher_client.SAMPLES))}
+PROMPTS = {"prompts": Setting("equal", "lengths of the prompts", tuple(SAMPLES))}
 LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
 SHORT: list[CheckCase] = [("server-distillation-trainer", s) for s in ({"beta": 0.0}, LEAKED)]
@@ -52,7 +55,7 @@ def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     s = call.settings
     teacher = Teacher(models.model(TEACHER).eval())
     with patches.mask_teacher_padding() if call.path == "fixed" else contextlib.nullcontext():
-        steps = recorder.train(teacher_client.trainer(teacher, ARCHITECTURE, s.split, s.beta))
+        steps = recorder.train(served(teacher, s.split, s.beta))
     window = [batches.sequences_of([batch]) for batch in steps.batches]
     yield holds("sequences", sorted(len(t) for b in window for t, _ in b) == [6, 7], f"the window holds {window}")
 
@@ -89,6 +92,84 @@ def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float) -> Tenso
     return divergence(p, q, gone, gone, beta).sum(-1)
 
 
+class Teacher:
+    """A model in place of TRL's `VLLMClient`; `answers`: the log-probs (T, V) of the completion of each scored sequence."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.answers: dict[tuple[int, ...], Tensor] = {}
+
+    def get_sequence_logprobs(
+        self, sequences: Sequence[list[int]], prompt_lengths: Sequence[int], top_logprobs: int, temperature: float
+    ) -> dict[str, list[Any]]:
+        """Of each completion token: the likeliest `top_logprobs` tokens of the vocabulary, and the token that is there."""
+        out: dict[str, list[Any]] = {}
+        for ids, start in zip(sequences, prompt_lengths, strict=True):
+            with torch.no_grad():
+                logits = self.model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1]
+            logps = self.answers[tuple(ids)] = torch.log_softmax(logits.double() / temperature, -1).float()
+            top, there = logps.topk(top_logprobs, -1), torch.tensor(ids[start:]).unsqueeze(-1)
+            found = {
+                "logprobs": top.values,
+                "logprob_token_ids": top.indices,
+                "actual_logprobs": logps.gather(-1, there),
+                "actual_token_ids": there,
+            }
+            for name, value in found.items():
+                out.setdefault(name, []).append(value.tolist())
+        return out
+
+
+def upstream() -> str:
+    """The class of the installed release whose teacher may be a server.
+
+    Raises:
+        Unsupported: when it has none.
+    """
+    for name in ("ServerDistillationTrainer", "DistillationTrainer"):
+        try:
+            if hasattr(drive.trl_class(name), "_get_teacher_token_logprobs_from_server"):
+                return name
+        except Unsupported:
+            pass
+    raise Unsupported("the installed version has no distillation from a teacher server")
+
+
+def samples(prompts: str = "ragged") -> list[Sample]:
+    """The samples as words."""
+    return [
+        Sample(models.words(i, "prompt", p), models.words(i, "completion", c), "", label=True)
+        for i, (p, c) in enumerate(SAMPLES[prompts])
+    ]
+
+
+def served(teacher: Teacher, split: str, beta: float) -> Any:
+    """A trainer over a tiny student; `split` is "batch x accumulation"."""
+    name = upstream()
+    wanted = recorder.plain(split) | {
+        "num_generations": 1,
+        "teacher_model_server_url": "http://127.0.0.1",
+        "use_teacher_server": True,
+        "lmbda": 0.0,
+        "max_length": 32,
+        "temperature": 1.0,
+        "loss_top_k": 1,
+        "beta": beta,
+    }
+    generates = hasattr(drive.trl_class(name), "_generate_single_turn")
+    data = stored_window.dataset(samples(), "prompts" if generates else "turns")
+    from trl.generation import vllm_client
+
+    with mock.patch.object(vllm_client, "VLLMClient", return_value=teacher):
+        made = drive.build(name, models.model(ARCHITECTURE), wanted, train_dataset=data)
+    stored = {tuple(stored_window.ids(s.prompt)): stored_window.ids(s.completion) for s in samples()}
+    if generates:
+        made._generate_single_turn = lambda prompt_ids, *_: [list(stored[tuple(p)]) for p in prompt_ids]
+    elif not hasattr(made.args, "lmbda"):  # 1.9, which always samples
+        twin_runs.generate_in_model(made, {prompt: [completion] for prompt, completion in stored.items()})
+    return made
+
+
 @check(
     "ragged-control",
     ("gkd-trainer",),
@@ -103,7 +184,7 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
     s = call.settings
     wanted = recorder.plain(s.split) | {"lmbda": 0.0, "beta": s.beta, "temperature": 1.0, "max_length": 32}
-    data = stored_window.dataset(teacher_client.samples(s.prompts), "turns")
+    data = stored_window.dataset(samples(s.prompts), "turns")
     given = {"teacher_model": models.model(TEACHER), "train_dataset": data}
     trainer = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
     steps = recorder.train(trainer)

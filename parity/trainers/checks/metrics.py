@@ -14,9 +14,8 @@ from parity.families.policy import divergence as k3
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import LOSSES, Loss, kl_of_others, log_odds
-from parity.trainers.definitions.gradients import logged
 from parity.trainers.definitions.scored import Scored, completion_logps
-from parity.trainers.definitions.training_step import measured
+from parity.trainers.definitions.training_step import logged, measured
 from parity.trainers.rig import drive, recorder, stored_window
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run

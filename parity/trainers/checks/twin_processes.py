@@ -10,7 +10,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
 from parity.trainers.checks.twins import by_definition, twin
-from parity.trainers.definitions.gradients import gradients
+from parity.trainers.definitions.training_step import gradients
 from parity.trainers.rig import ranks
 from parity.trainers.rig.ranks import Rank
 from parity.trainers.rig.stored_window import Window

@@ -16,9 +16,8 @@ from parity.judge.oracle import Oracle
 from parity.trainers.check import CheckCall, CheckCase, Quantity, always, check, holds, shared, summed
 from parity.trainers.checks.twins import GRPO_TYPES, SETTINGS, by_definition, twin
 from parity.trainers.definitions.formulas import Generation, Loss, beyond
-from parity.trainers.definitions.gradients import first_step, gradients, logged, window_loss
 from parity.trainers.definitions.scored import Scored
-from parity.trainers.definitions.training_step import exact_step, measured
+from parity.trainers.definitions.training_step import exact_step, first_step, gradients, logged, measured, window_loss
 from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run

@@ -18,8 +18,7 @@ from parity.judge.operations import AnyOperation
 from parity.judge.oracle import Oracle
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared
 from parity.trainers.definitions.formulas import Loss
-from parity.trainers.definitions.gradients import first_step
-from parity.trainers.definitions.training_step import AutocastRounding, exact_step
+from parity.trainers.definitions.training_step import AutocastRounding, exact_step, first_step
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run

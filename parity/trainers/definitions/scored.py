@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parity.trainers.rig import stored_window
-from parity.trainers.rig.architectures import PAD
+from parity.trainers.rig.models import PAD
 from parity.trainers.rig.stored_window import Sequences
 
 

@@ -6,7 +6,7 @@ angles), `Double` keeps float64.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,14 @@ from torch import Tensor
 
 from parity.errors import OracleError
 from parity.judge.escalation import CONFIRMATION
+from parity.judge.gates import Judgement
 from parity.judge.operations import AnyOperation
 from parity.judge.oracle import Oracle, gradient_name
 from parity.judge.problem import Problem
-from parity.judge.recipe import Recipe
+from parity.judge.recipe import IEEE_FP32, Recipe
+from parity.results.row import finite as finite_number
+from parity.trainers.check import Entry, Quantity, holds
+from parity.trainers.rig.recorder import Steps
 
 FARTHEST = 0.05
 """Share of the norm of all gradients by which a replica in float32 may differ from them."""
@@ -113,3 +117,125 @@ def exact_step(model: Any, loss: Loss, rounding: type[AnyOperation] = AnyOperati
 def _total(gradients: Mapping[str, Tensor]) -> float:
     """The norm of all of them together, at least the smallest number whose square is one."""
     return max(math.sqrt(sum(float(g.square().sum()) for g in gradients.values())), 1e-150)
+
+
+SHOWN = 5
+PREFIX = gradient_name("")
+Given = Mapping[str, Tensor | None]
+
+
+def first_step(step: Oracle, steps: Steps) -> Iterator[Quantity]:
+    """Loss and gradients of the one optimizer step of a run: finite, and the definition's."""
+    yield window_loss(step, sum(steps.losses))
+    yield finite(steps.gradients[0])
+    yield gradients(step, steps.gradients[0])
+
+
+def window_loss(step: Oracle, value: float, quantity: str = "loss") -> Quantity:
+    """The loss of a window through the scalar gate."""
+    return Quantity(quantity, value, Entry(step, LOSS))
+
+
+def logged(oracle: Oracle, log: Mapping[str, Any], message: str = "") -> Iterator[Quantity]:
+    """The numbers of an oracle that a trainer logged."""
+    yield from (Quantity(name, float(log[name]), Entry(oracle, name), message) for name in oracle.exact if name in log)
+
+
+def gradients(step: Oracle, found: Given, quantity: str = "gradient") -> Quantity:
+    """Every parameter's gradient, in one row."""
+    return Quantity(quantity, found, Parameters(step))
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """The gradient of every parameter of a step; each gate's headroom is that of its worst parameter.
+
+    The message names the first parameter, in the order of the forward pass, that disagrees: where the two part.
+    """
+
+    step: Oracle
+
+    @property
+    def exact(self) -> Mapping[str, Tensor]:
+        return {n.removeprefix(PREFIX): e for n, e in self.step.exact.items() if n.startswith(PREFIX)}
+
+    def judge(self, value: Given) -> Judgement:
+        exact = self.exact
+        found = {PREFIX + n: _given(value.get(n), e) for n, e in exact.items()}
+        judgements = {n.removeprefix(PREFIX): j for n, j in self.step.judge(found, IEEE_FP32).items()}
+        gates: dict[str, float] = {}
+        for j in judgements.values():
+            for gate, headroom in j.gates.items():
+                gates[gate] = max(gates.get(gate, 0.0), math.inf if math.isnan(headroom) else headroom)
+        failing = [n for n in forward_order(exact) if not judgements[n].agrees]
+        errors = {n: _relative(value.get(n), exact[n]) for n in failing}
+        shown = sorted(failing, key=lambda n: -judgements[n].headroom)[:SHOWN]
+        return Judgement(
+            gates,
+            _message(value, exact, errors, shown) if failing else "",
+            max_abs=max((j.max_abs for j in judgements.values() if j.max_abs is not None), default=None),
+            max_rel=max((j.max_rel for j in judgements.values() if j.max_rel is not None), default=None),
+            worst=tuple(
+                {
+                    "parameter": n,
+                    "error": errors[n],
+                    "headroom": finite_number(judgements[n].headroom),
+                    "gate": judgements[n].gate,
+                }
+                for n in shown
+            ),
+        )
+
+
+def _given(value: Tensor | None, exact: Tensor) -> Tensor | None:
+    """No gradient is one of zero, where zero is right."""
+    return torch.zeros_like(exact, dtype=torch.float32) if value is None and not bool(exact.any()) else value
+
+
+def finite(found: Given) -> Quantity:
+    bad = [name for name, g in found.items() if g is not None and not bool(g.isfinite().all())]
+    message = f"the gradient of {len(bad)} of {len(found)} parameters is not finite, first {bad[0] if bad else None}"
+    return holds("finite gradient", not bad, message)
+
+
+def forward_order(names: Mapping[str, Tensor]) -> list[str]:
+    """Parameter names as a forward pass meets them: embeddings, layers, final norm, head."""
+
+    def key(name: str) -> tuple[int, int]:
+        parts = name.split(".")
+        layer = next((int(p) for p in parts if p.isdigit()), None)
+        if layer is not None:
+            return (1, layer)
+        return (0, 0) if "embed" in name else (3, 0) if "head" in name or "score" in name else (2, 0)
+
+    return sorted(names, key=key)
+
+
+def _message(
+    found: Given, exact: Mapping[str, Tensor], errors: Mapping[str, float | None], worst: Sequence[str]
+) -> str:
+    """`errors`: of what disagrees, in the order of the forward pass; `worst`: its names, worst first."""
+    first, error = next(iter(errors.items()))
+    size = (
+        "no gradient" if found.get(first) is None else "not finite" if error is None else f"relative error {error:.3g}"
+    )
+    ratio = _ratio(found.get(worst[0]), exact[worst[0]])
+    scale = "" if ratio is None else f"; {worst[0]} is {ratio:.5g} times the definition's"
+    return f"{len(errors)} of {len(exact)} parameters disagree, first {first} ({size}){scale}"
+
+
+def _ratio(value: Tensor | None, exact: Tensor) -> float | None:
+    """The factor between the two, where one is the other times a factor (to 1e-3)."""
+    if value is None or not bool(value.isfinite().all()) or not bool(exact.any()):
+        return None
+    value = value.detach().cpu().double()
+    factor = float((value * exact).sum() / exact.square().sum())
+    rest = float((value - factor * exact).norm() / exact.norm())
+    return factor if rest < 1e-3 * abs(factor) else None
+
+
+def _relative(value: Tensor | None, exact: Tensor) -> float | None:
+    """‖value - exact‖/‖exact‖, where it is finite."""
+    if value is None:
+        return None
+    return finite_number(float((value.detach().cpu().double() - exact).norm() / exact.norm().clamp(min=1e-300)))
