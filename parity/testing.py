@@ -8,12 +8,14 @@ def test_rms_norm():
 """
 
 from parity.judge.assertion import Parity, ParityError, assert_parity, check_parity, tolerance
+from parity.judge.calls import DEFAULT as PROTOCOL
 from parity.judge.gates import Judgement
 from parity.judge.recipe import EAGER, Recipe
 from parity.judge.stages import stored
 
 __all__ = [
     "EAGER",
+    "PROTOCOL",
     "Judgement",
     "Parity",
     "ParityError",

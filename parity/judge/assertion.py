@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from parity.judge.calls import FunctionCalls, parts
 from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate, ladder
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating
 from parity.judge.oracle import gradient_name
-from parity.judge.problem import Problem, call, clone, laid_out, named
+from parity.judge.problem import Problem, call, named
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 
 TF32_PRODUCTS = "tf32 products"
@@ -42,7 +43,7 @@ class Parity:
             where all agree.
         explained_by: the finest of some coarser precisions that would explain it, in words, or None.
         hints: quantity -> what the error looks like.
-        side_effects: what the call changed and may not.
+        protocol: what does not hold of the protocol of calls, a sentence each.
         recipe: the recipe it was judged by, in words.
         inputs: shapes and dtypes, in words.
         seconds: of wall time that the judgement took.
@@ -53,15 +54,15 @@ class Parity:
     kind: str | None
     explained_by: str | None
     hints: Mapping[str, Sequence[str]]
-    side_effects: Sequence[str]
+    protocol: Sequence[str]
     recipe: str
     inputs: str
     seconds: float
 
     @property
     def agrees(self) -> bool:
-        """Whether every quantity agrees and nothing was changed."""
-        return not self.wrong and not self.side_effects
+        """Whether every quantity agrees and the protocol holds."""
+        return not self.wrong and not self.protocol
 
     @property
     def wrong(self) -> dict[str, Judgement]:
@@ -77,12 +78,13 @@ class Parity:
     @property
     def message(self) -> str:
         """The failure as a test prints it."""
-        lines = [f"{self.function} {'agrees with' if self.agrees else 'differs from'} its definition in float64"]
+        lines = [f"{self.function} {'differs from' if self.wrong else 'agrees with'} its definition in float64"]
+        lines[0] += ", and breaks the protocol of calls" if self.protocol else ""
         if self.kind:
             joined = "; as precise as" if self.kind == "precision" else ", or as precise as"
             lines.append(f"  class    {self.kind}" + (f"{joined} {self.explained_by}" if self.explained_by else ""))
         lines += [f"  inputs   {self.inputs}", f"  recipe   {self.recipe}"]
-        lines += [f"  changed  {effect}" for effect in self.side_effects]
+        lines += [f"✗ protocol {line}" for line in self.protocol]
         shown = [g for g in GATES if any(g in j.gates for j in self.quantities.values())]
         width = max([len(n) for n in self.quantities] + [14]) + 2
         lines.append("  error ÷ allowed".ljust(width + 2) + "".join(g.rjust(10) for g in shown))
@@ -113,6 +115,7 @@ def assert_parity(
     in_place: Collection[str] = (),
     recipe: Recipe | None = None,
     cotangent: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+    protocol: str | Collection[str] = "default",
     seed: int = 0,
 ) -> None:
     """Raise `ParityError`, an AssertionError, unless `function` differs from `definition` by no more than rounding explains.
@@ -132,6 +135,11 @@ def assert_parity(
         in_place: inputs that the function may overwrite.
         recipe: the precision that the function may have; default: float32 inside, results in the dtype of the inputs.
         cotangent: the upstream gradient of the output, or output -> gradient; required with gradients in `actual`.
+        protocol: what else must hold of a call that agrees: "default", "all", "none", or names of parts. Default: "inputs" stay
+            as they are, upstream gradients too; a second call gives the same "bits"; "accumulation": a second backward adds the
+            same gradient to `.grad`; "interleaved": so does one after another forward; "repeated": values that are exchanged
+            in the same tensors, in place and through `.data`, are seen, and results of earlier calls stay; "no_grad" changes no
+            output. Also: "checkpoint", "reentrant checkpoint", "compile" (aot_eager).
         seed: of upstream gradient and replicas.
 
     Raises:
@@ -150,6 +158,7 @@ def assert_parity(
         in_place=in_place,
         recipe=recipe,
         cotangent=cotangent,
+        protocol=protocol,
         seed=seed,
     )
     if not parity.agrees:
@@ -167,6 +176,7 @@ def check_parity(
     in_place: Collection[str] = (),
     recipe: Recipe | None = None,
     cotangent: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+    protocol: str | Collection[str] = "default",
     seed: int = 0,
 ) -> Parity:
     """The record of the same judgement as `assert_parity`, which has the arguments; nothing is raised for a disagreement."""
@@ -177,14 +187,18 @@ def check_parity(
         raise ValueError("give a function, or the values that one gave as actual={…}, and not both")
     problem = _problem(function, definition, inputs, actual, grad, also, cotangent, seed)
     recipe = _recipe(recipe, problem)
-    in_place = _names("in_place", in_place, problem.tensors, problem.inputs)
-    side_effects: list[str] = []
-    if actual is None:
-        values, side_effects = _run(function, problem, in_place)
-    else:
-        values = dict(actual)
+    asked = parts(protocol)
+    calls = FunctionCalls(function, problem, _names("in_place", in_place, problem.tensors, problem.inputs))
+    values = calls.values() if actual is None else dict(actual)
     quantities = _judged(problem, values, recipe)
     wrong = {name: values.get(name) for name, j in quantities.items() if not j.agrees}
+    broken: list[str] = []
+    if actual is None and not wrong:
+
+        def agrees(name: str, value: torch.Tensor | None) -> bool:
+            return name in quantities and _judged(problem, {name: value}, recipe, (name,))[name].agrees
+
+        broken = dataclasses.replace(calls, agrees=agrees).broken(asked, values)
     kind = explained = None
     looks: dict[str, list[str]] = {}
     if wrong:
@@ -199,7 +213,7 @@ def check_parity(
         kind=kind,
         explained_by=explained,
         hints=looks,
-        side_effects=side_effects,
+        protocol=(*(calls.changed if "inputs" in asked else ()), *broken),
         recipe=recipe.describe(),
         inputs=_described(problem),
         seconds=time.perf_counter() - began,
@@ -320,38 +334,11 @@ def _names(argument: str, names: Collection[str], tensors: Collection[str], tree
     return found
 
 
-def _run(
-    function: Any, problem: Problem, in_place: Collection[str]
-) -> tuple[dict[str, torch.Tensor | None], list[str]]:
-    """The function forward and backward: its quantities, and what it changed."""
-    given = {n: laid_out(x) for n, x in problem.tensors.items()}
-    leaves = {n: x.requires_grad_(n in problem.leaves) for n, x in given.items()}
-    handed = {n: x.clone() if n in in_place and x.requires_grad else x for n, x in leaves.items()}
-    with torch.enable_grad():
-        outputs = named(call(function, clone(problem.inputs), handed, problem.parameters))
-    values: dict[str, torch.Tensor | None] = {n: o.detach().clone() for n, o in outputs.items()}
-    cotangents = {n: g for n, g in problem.cotangents.items() if n in outputs and outputs[n].requires_grad}
-    cotangents = {n: g for n, g in cotangents.items() if g.shape == outputs[n].shape}
-    if cotangents and problem.leaves:
-        upstream = [laid_out(problem.given.get(n, g).to(outputs[n])) for n, g in cotangents.items()]
-        torch.autograd.backward([outputs[n] for n in cotangents], upstream)
-    for name in problem.leaves:
-        found = leaves[name].grad
-        if found is None and not bool(problem.oracle.exact[gradient_name(name)].any()):
-            found = torch.zeros_like(problem.tensors[name])
-        values[gradient_name(name)] = found
-    allowed = {n for n in given if any(n == i or n.startswith((f"{i}.", f"{i}[")) for i in in_place)}
-    changed = [n for n in given if n not in allowed and not _same(given[n], problem.tensors[n])]
-    return values, [f"input {name}, in place" for name in changed]
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()) if is_floating(a) else torch.equal(a, b)
-
-
-def _judged(problem: Problem, values: Mapping[str, torch.Tensor | None], recipe: Recipe) -> dict[str, Judgement]:
+def _judged(
+    problem: Problem, values: Mapping[str, torch.Tensor | None], recipe: Recipe, only: Collection[str] | None = None
+) -> dict[str, Judgement]:
     """Every quantity: by its dtype's own precision first, which replicas only widen; then with as many as it takes."""
-    exact = problem.oracle.exact
+    exact = {n: x for n, x in problem.oracle.exact.items() if only is None or n in only}
 
     def judge_with(count: int, finer: bool, names: Collection[str] | None) -> dict[str, Judgement]:
         return {n: _judge(problem, n, values, recipe, count, finer) for n in exact if names is None or n in names}
@@ -430,8 +417,7 @@ def _in_float32(function: Any, problem: Problem, wrong: Collection[str], explain
         problem.definition, arguments, parameters, problem.leaves, problem.also, problem.cotangents, problem.seed
     )
     with contextlib.suppress(Exception):  # a kernel without float32: its dtype's own coarser precisions decide
-        values, _ = _run(function, precise, ())
-        judged = _judged(precise, values, Recipe())
+        judged = _judged(precise, FunctionCalls(function, precise).values(), Recipe())
         return all(judged[n].agrees for n in wrong)
     return explained is not None
 

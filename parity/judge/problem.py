@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.operations import AnyOperation, OwnConstants, as_definition, is_floating
@@ -209,11 +209,6 @@ def laid_out(x: torch.Tensor) -> torch.Tensor:
         return x.detach().clone()
     span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return x.detach().as_strided((span,), (1,)).clone().as_strided(x.shape, x.stride())
-
-
-def clone(tree: Any) -> Any:
-    """A tree with its own copies of the tensors, laid out alike."""
-    return tree_map(lambda x: laid_out(x) if isinstance(x, torch.Tensor) else x, tree)
 
 
 @contextlib.contextmanager

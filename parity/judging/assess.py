@@ -20,11 +20,12 @@ from parity.judge.escalation import REPLICAS, escalate, if_near, ladder
 from parity.judge.gates import Judgement, failed, judge
 from parity.judge.oracle import Oracle, Quantities, gradient_name
 from parity.judge.products import CutOperands
+from parity.judge.protocol import same_bits
 from parity.judge.recipe import DTYPES, EAGER, Recipe
 from parity.judge.timings import within
 from parity.judging.oracle import exact, largest, replicas
 from parity.protocol.call import execute
-from parity.protocol.exceptions import Outcome, same_bits
+from parity.protocol.exceptions import Outcome
 from parity.results.row import Class
 
 ON_DEVICE = 1 << 20

@@ -15,9 +15,10 @@ from parity.case.layouts import elsewhere
 from parity.errors import Returned, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judge.oracle import gradient_name
+from parity.judge.protocol import same_bits
 from parity.judge.timings import within
 from parity.protocol import faults, process_state
-from parity.protocol.exceptions import Outcome, ended_by, same_bits
+from parity.protocol.exceptions import Outcome, ended_by
 from parity.protocol.switches import matmul_precision
 
 
@@ -105,7 +106,7 @@ def upstream(g: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     return elsewhere(g, dtype=output.dtype, device=output.device)
 
 
-def differentiated(x: Inputs, outputs: Outputs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def differentiated(x: Inputs, outputs: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Output and upstream gradient of every quantity that has one.
 
     An output of the wrong shape is left out: the structure gate names it, where autograd would only raise.
@@ -116,7 +117,7 @@ def differentiated(x: Inputs, outputs: Outputs) -> dict[str, tuple[torch.Tensor,
 
 @faults.running("backward pass")
 @within("phase", "backward")
-def backward(x: Inputs, outputs: Outputs, retain_graph: bool = False) -> list[str]:
+def backward(x: Inputs, outputs: Mapping[str, torch.Tensor], retain_graph: bool = False) -> list[str]:
     """Accumulate the gradients of every output into the leaves; which upstream gradients were changed on the way."""
     pairs = differentiated(x, outputs)
     if not pairs or not x.leaves:

@@ -16,6 +16,7 @@ import torch
 import parity
 from parity.errors import HarnessError, OracleError, Returned, Unsupported
 from parity.implementations.implementation import Implementation
+from parity.judge.protocol import same_bits
 from parity.process import installed, packaged
 from parity.protocol import faults
 
@@ -53,15 +54,6 @@ class Outcome:
         ran = self.verdict == other.verdict == "ran"
         theirs = other.quantities
         return ran and all(name in theirs and same_bits(x, theirs[name]) for name, x in self.quantities.items())
-
-
-def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two tensors are equal in dtype, shape and every entry, a NaN equal to a NaN; or neither is there."""
-    if a is None or b is None:
-        return a is b
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def ended_by(error: BaseException, implementation: Implementation) -> Outcome:

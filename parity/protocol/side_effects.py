@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -11,10 +11,11 @@ from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.case.layouts import like
 from parity.implementations.implementation import Implementation, Outputs
-from parity.judge.oracle import gradient_name
+from parity.judge import protocol
+from parity.judge.protocol import Values
 from parity.judge.timings import within
 from parity.protocol.call import backward, differentiated, execute, forward, fresh, gradients, guarded, surroundings
-from parity.protocol.exceptions import Outcome, same_bits
+from parity.protocol.exceptions import Outcome
 
 
 def left_again(implementation: Implementation, inputs: Inputs, leaks: list[str]) -> list[str]:
@@ -28,65 +29,76 @@ def left_again(implementation: Implementation, inputs: Inputs, leaks: list[str])
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class AdapterCalls(protocol.Calls[Inputs]):
+    """Calls of an adapter; `agree` says of outputs that differ in bits whether they are right too."""
+
+    implementation: Implementation
+    values: Inputs
+    other: Inputs
+    agree: Callable[[Outcome], bool] = lambda outcome: False
+
+    def fresh(self, other: bool = False) -> Inputs:
+        """Leaves on the case's own tensors; with other values in memory of their own, laid out like the case's."""
+        if not other:
+            return fresh(self.values)
+        tensors = {n: None if t is None else like(t, t) for n, t in self.values.tensors.items()}
+        x = fresh(self.values.replace(**tensors))
+        _write(x, self.other)
+        return x
+
+    def write(self, x: Inputs, through_data: bool) -> None:
+        _write(x, self.values, through_data)
+
+    def inputs(self, x: Inputs) -> Iterable[torch.Tensor]:
+        return (t for t in x.tensors.values() if t is not None)
+
+    def leaves(self, x: Inputs) -> dict[str, torch.Tensor]:
+        return {n: t for n in x.leaves if (t := x.tensors[n]) is not None}
+
+    def forward(self, x: Inputs) -> Outputs:
+        return forward(self.implementation, x)
+
+    def upstream(self, x: Inputs, outputs: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        return differentiated(x, outputs)
+
+    def backward(self, x: Inputs, outputs: Mapping[str, torch.Tensor], retain_graph: bool = False) -> list[str]:
+        return backward(x, outputs, retain_graph)
+
+    def gradients(self, x: Inputs) -> dict[str, torch.Tensor | None]:
+        return gradients(x)
+
+    def differ(self, values: Values, expected: Values) -> list[str]:
+        found = [n for n, v in values.items() if not _close_bits(v, expected[n])]
+        return [] if found and self.agree(Outcome("ran", dict(values))) else found
+
+    def held(self, part: Callable[[AdapterCalls], list[str]], fails: str) -> list[str]:
+        """What a part of the protocol finds, or how the calls end that it makes; `fails` names them."""
+        found: list[str] = []
+
+        def run() -> Outcome:
+            with surroundings(self.implementation, self.values):
+                found.extend(part(self))
+            return Outcome("ran")
+
+        then = guarded(self.implementation, run, self.values, self.other)
+        return found if then.verdict == "ran" else [f"{fails}{then.verdict}: {then.message}"]
+
+
 @within("stage", "protocol")
 def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
-    """State that leaks from call to call (A, B, A), where B and the last A are the same tensors, written over in between.
-
-    So an optimizer updates a parameter, and a CUDA graph's caller its inputs: nothing may be kept by shape or by address,
-    and what the earlier call returned stays as it was.
-    """
-    found: list[str] = []
-    memory = inputs.replace(**{n: None if t is None else like(t, t) for n, t in inputs.tensors.items()})
-
-    def run() -> Outcome:
-        with surroundings(implementation, memory) as x:
-            _write(x, other)
-            outputs = forward(implementation, x)
-            theirs = dict(outputs) | _asked(x, outputs, x.leaves)
-            kept = {n: v.detach().clone() for n, v in theirs.items()}
-            _write(x, inputs)
-            for name in x.leaves:
-                x.tensors[name].grad = None  # type: ignore[union-attr]
-            again = forward(implementation, x)
-            backward(x, again)
-        found.extend(
-            f"{n} that an earlier call returned is changed by a later one"
-            for n, v in theirs.items()
-            if not same_bits(v.detach(), kept[n])
-        )
-        return Outcome("ran", {n: v.detach() for n, v in again.items()} | gradients(x))
-
-    again = guarded(implementation, run, inputs, other)
-    if again.verdict != first.verdict:
-        return [f"second call of the same inputs {again.verdict}: {again.message}"]
-    for name, value in first.quantities.items():
-        if not _close_bits(value, again.quantities.get(name)):
-            found.append(f"{name} differs when called again after other values in the same tensors")
-    return found
+    """State that leaks from call to call: `protocol.repeated`."""
+    calls = AdapterCalls(implementation, inputs, other)
+    return calls.held(lambda c: protocol.repeated(c, first.quantities), "second call of the same inputs ")
 
 
-def _write(x: Inputs, values: Inputs) -> None:
-    """Write values into the tensors in place, but for those of another shape and those whose entries share memory."""
+def _write(x: Inputs, values: Inputs, through_data: bool = False) -> None:
+    """Write values into the tensors, but for those of another shape and those whose entries share memory."""
     with torch.no_grad():
         for name, tensor in x.tensors.items():
             new = values.tensors.get(name)
             if tensor is not None and new is not None and new.shape == tensor.shape and all(tensor.stride()):
-                tensor.copy_(new)
-
-
-def _asked(x: Inputs, outputs: Outputs, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Gradients of some leaves as `torch.autograd.grad` gives them; a reentrant checkpoint gives none in this way."""
-    pairs = differentiated(x, outputs)
-    if not pairs or not names:
-        return {}
-    outs, above = zip(*pairs.values(), strict=True)
-    try:
-        given = torch.autograd.grad(outs, [x.tensors[n] for n in names], above, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        return {}
-    return {gradient_name(n): g for n, g in zip(names, given, strict=True) if g is not None}
+                (tensor.data if through_data else tensor).copy_(new)
 
 
 @within("stage", "protocol")
@@ -99,41 +111,18 @@ def unrecorded(
     """
     if inputs.context == "compile":  # each mode compiles anew, for seconds
         return []
-    found = []
-    for mode in (torch.no_grad, torch.inference_mode):
-
-        def run(mode: Callable[[], AbstractContextManager[None]] = mode) -> Outcome:
-            with surroundings(implementation, inputs) as x, mode():
-                return Outcome("ran", dict(forward(implementation, x)))
-
-        then = guarded(implementation, run, inputs)
-        if then.verdict != "ran":
-            found += [] if mode is torch.inference_mode else [f"under no_grad: {then.verdict}, {then.message}"]
-        elif not all(_close_bits(v, first.quantities[n]) for n, v in then.quantities.items()) and not agree(then):
-            found.append(f"under {mode.__name__} the outputs differ from those with gradients")
-    return found
+    calls = AdapterCalls(implementation, inputs, inputs, agree)
+    found = calls.held(lambda c: protocol.unrecorded(c, first.quantities), "under no_grad: ")
+    then = calls.held(lambda c: protocol.unrecorded(c, first.quantities, torch.inference_mode), "")
+    return found + [line for line in then if line.startswith("under")]
 
 
 @within("stage", "protocol")
 def interleaved(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
-    """What is kept for the backward belongs to its call: forward A, forward B, backward A gives the gradients of A.
-
-    A preference loss does so with its two halves, and so does every loss of two terms.
-    """
-
-    def run() -> Outcome:
-        with surroundings(implementation, inputs) as a:
-            outputs = forward(implementation, a)
-            forward(implementation, fresh(other))
-            backward(a, outputs)
-        return Outcome("ran", gradients(a))
-
-    then = guarded(implementation, run, inputs, other)
-    if then.verdict != "ran":
-        return [f"a second forward before the backward of the first: {then.verdict}, {then.message}"]
-    both = [n for n, now in then.quantities.items() if now is not None and first.quantities.get(n) is not None]
-    differ = [n for n in both if not _close_bits(first.quantities[n], then.quantities[n])]
-    return [f"{n} differs when another forward comes before its backward" for n in differ]
+    """Two forwards before the first's backward: `protocol.interleaved`."""
+    calls = AdapterCalls(implementation, inputs, other)
+    fails = "a second forward before the backward of the first: "
+    return calls.held(lambda c: protocol.interleaved(c, first.quantities), fails)
 
 
 def _close_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -149,43 +138,23 @@ def _close_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 @within("stage", "protocol")
-def accumulation(implementation: Implementation, inputs: Inputs) -> list[str]:
-    """Backward into an existing .grad adds, a second backward with retain_graph adds the same again, and the gradient of
-    one leaf is the same whether the others are asked for or not."""
-    found: list[str] = []
+def accumulation(implementation: Implementation, inputs: Inputs, first: Outcome) -> list[str]:
+    """Gradients that are added to, and each leaf's alone: `protocol.accumulation`."""
+    calls = AdapterCalls(implementation, inputs, inputs)
+    found = calls.held(lambda c: _alone(c, first.quantities), "the gradient of one leaf alone: ")
+    return found + calls.held(protocol.accumulation, "a second backward with retain_graph=True ")
 
-    def run() -> Outcome:
-        alone: dict[str, torch.Tensor] = {}
-        for name in inputs.leaves if len(inputs.leaves) > 1 else ():  # each through a graph of its own
-            with surroundings(implementation, inputs) as x:
-                alone |= _asked(x, forward(implementation, x), (name,))
-        with surroundings(implementation, inputs) as x:
-            outputs = forward(implementation, x)
-            try:
-                backward(x, outputs, retain_graph=True)
-            except RuntimeError as error:
-                if "donated buffers" not in str(error):
-                    raise
-                x = fresh(inputs)  # torch.compile frees what a backward pass has read, and says so: a graph for each
-                backward(x, forward(implementation, x))
-                outputs = forward(implementation, x)
-            first = {n: g.clone() for n, g in gradients(x).items() if g is not None}
-            backward(x, outputs)
-        for name, now in gradients(x).items():
-            if (grad := first.get(name)) is None:
-                continue
-            leaf = name.removeprefix("grad_")
-            if name in alone and not _close_bits(alone[name], grad):
-                found.append(f"the gradient of {leaf} alone is not that beside the others")
-            if torch.isfinite(grad).all() and not _close_bits(now, grad + grad):
-                found.append(f"a second backward into .grad of {leaf} does not add the same gradient")
-        return Outcome("ran")
 
-    outcome = guarded(implementation, run, inputs)
-    if outcome.verdict != "crashed":
-        return found
-    kept = " with retain_graph=True" if "retain_graph" in outcome.message or "second time" in outcome.message else ""
-    return [f"a second backward{kept} fails: {outcome.message}"]
+def _alone(calls: AdapterCalls, first: Values) -> list[str]:
+    """The gradient of one leaf is the same whether the others are asked for or not."""
+    found: dict[str, torch.Tensor] = {}
+    names = calls.values.leaves
+    for name in names if len(names) > 1 else ():  # each through a graph of its own
+        x = calls.fresh()
+        found |= protocol.asked(calls, x, calls.forward(x), {name: calls.leaves(x)[name]})
+    found = {n: g for n, g in found.items() if first.get(n) is not None}
+    differ = calls.differ(found, {n: first[n] for n in found})
+    return [f"the gradient of {n.removeprefix('grad_')} alone is not that beside the others" for n in differ]
 
 
 @within("stage", "relations")

@@ -197,7 +197,7 @@ def test_what_a_call_overwrites_is_declared():
 
     inputs = drawn(torch.float32, x=X, weight=W)
     parity = check_parity(overwrites, rms_norm, inputs, grad=("weight",))
-    assert not parity.agrees and parity.side_effects == ["input x, in place"]
+    assert not parity.agrees and parity.protocol == ("input x was changed in place",)
     assert_parity(overwrites, rms_norm, inputs, grad=("weight",), in_place=("x",))
 
 

@@ -66,7 +66,7 @@ def test_honest_code_leaks_nothing_and_holds_every_relation(base, dtype):
         leaks = (
             [*outcome.leaks]
             + side_effects.repeated(implementation, x, other, outcome)
-            + side_effects.accumulation(implementation, x)
+            + side_effects.accumulation(implementation, x, outcome)
         )
         leaks += side_effects.unrecorded(implementation, x, outcome, lambda outcome: False)
         assert not leaks
@@ -108,7 +108,8 @@ class Freed(torch.autograd.Function):
 @pytest.mark.parametrize(("function", "says"), [(Once, "does not add the same gradient"), (Freed, "freed")])
 def test_a_second_backward(function, says):
     implementation = wrong(lambda x: PLAIN.call(x.replace(hidden=function.apply(x.hidden))))
-    found = side_effects.accumulation(implementation, inputs())
+    x = inputs()
+    found = side_effects.accumulation(implementation, x, execute(implementation, x))
     assert any(says in leak for leak in found), found
 
 
@@ -128,7 +129,8 @@ class Donated(torch.autograd.Function):
 
 def test_a_compiled_function_keeps_no_graph():
     implementation = wrong(lambda x: PLAIN.call(x.replace(hidden=Donated.apply(x.hidden))))
-    assert side_effects.accumulation(implementation, inputs()) == []
+    x = inputs()
+    assert side_effects.accumulation(implementation, x, execute(implementation, x)) == []
 
 
 def test_a_reentrant_checkpoint_gives_no_gradient_alone():
@@ -143,7 +145,7 @@ def test_a_reentrant_checkpoint_gives_no_gradient_alone():
     given = inputs(entropy="none")
     first = execute(wrong(call), given)
     assert first.verdict == "ran"
-    assert side_effects.accumulation(wrong(call), given) == []
+    assert side_effects.accumulation(wrong(call), given, first) == []
     assert side_effects.repeated(wrong(call), given, inputs(seed=4, entropy="none"), first) == []
 
 
@@ -251,7 +253,7 @@ def test_another_way_without_gradients_may_round_otherwise():
     assert {r.verdict for r in run_case(case, [wrong(other_way)])} == {"agree"}
     refusing = wrong(lambda x: PLAIN.call(x) if torch.is_grad_enabled() else raising(x))
     (row,) = [r for r in run_case(case, [refusing]) if r.failing]
-    assert row.message == "under no_grad: crashed, ZeroDivisionError: a bug"
+    assert row.message == "under no_grad: crashed: ZeroDivisionError: a bug"
 
 
 def raising(x):
@@ -320,4 +322,4 @@ def test_two_forwards_that_cannot_be_are_named():
 
     x, other = inputs(), inputs(seed=4)
     found = side_effects.interleaved(wrong(once), x, other, execute(wrong(once), x))
-    assert found == ["a second forward before the backward of the first: crashed, RuntimeError: busy"]
+    assert found == ["a second forward before the backward of the first: crashed: RuntimeError: busy"]

@@ -1,0 +1,232 @@
+"""The protocol of calls: what breaks it is named in one sentence, and right code of many kinds holds it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parity.testing import PROTOCOL, assert_parity, check_parity
+
+X = {"x": torch.linspace(-2, 3, 24).reshape(4, 6), "w": torch.linspace(0.5, 1.5, 6)}
+
+
+def definition(x, w):
+    return x.sin() * w
+
+
+class Product(torch.autograd.Function):
+    """x·w with a backward that a subclass changes."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0)
+
+
+class KeepsWorkspace(Product):
+    """One buffer for the backward of all calls."""
+
+    kept = torch.empty(4, 6)
+
+    @staticmethod
+    def forward(ctx, x, w):
+        KeepsWorkspace.kept.copy_(x)
+        ctx.save_for_backward(w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0], (g * KeepsWorkspace.kept).sum(0)
+
+
+class WritesUpstream(Product):
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        dw = (g * x).sum(0)
+        return g.mul_(w), dw
+
+
+class MultipliesSaved(Product):
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        dw = (x.detach().data.mul_(g) if ctx.needs_input_grad[1] else x).sum(0)
+        return g * w, dw
+
+
+def by(function):
+    return lambda: lambda x, w: function.apply(x.sin(), w)
+
+
+def by_address():
+    cache = {}
+
+    def call(x, w):
+        if w.data_ptr() not in cache:
+            cache[w.data_ptr()] = w.detach().clone(), w
+        return x.sin() * (w + (cache[w.data_ptr()][0] - w).detach())
+
+    return call
+
+
+def by_version():
+    cache = {}
+
+    def call(x, w):
+        key = (id(w), w._version)
+        if key not in cache:
+            cache[key] = w.detach().clone(), w
+        return x.sin() * (w + (cache[key][0] - w).detach())
+
+    return call
+
+
+def static_output():
+    buffer = torch.empty(4, 6)
+
+    class Static(Product):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return torch.mul(x, w, out=buffer).view(4, 6)
+
+    return lambda x, w: Static.apply(x.sin(), w)
+
+
+def last_bit():
+    calls = [0]
+
+    def call(x, w):
+        calls[0] += 1
+        return x.sin() * w * (1 + calls[0] % 2 * 2**-23)
+
+    return call
+
+
+def without_gradients():
+    return lambda x, w: x.sin() * w if torch.is_grad_enabled() else x.sin()
+
+
+def overwrites():
+    def call(x, w):
+        out = x.sin() * w.clone()
+        w.data.mul_(2)
+        return out
+
+    return call
+
+
+def refuses_checkpoint():
+    """Where the forward is recorded twice with other values of a flag, as a kernel that looks at is_grad_enabled does."""
+    calls = [0]
+
+    def call(x, w):
+        calls[0] += 1
+        return x.sin() * w if calls[0] % 2 else (x.sin() * w).relu()
+
+    return call
+
+
+FAULTS = {
+    "inputs": (overwrites, "input w was changed in place"),
+    "upstream": (by(WritesUpstream), "upstream gradient of output was changed in place"),
+    "bits": (last_bit, "bits: output has other bits in a second call"),
+    "accumulation": (by(MultipliesSaved), "does not add the same gradient"),
+    "interleaved": (by(KeepsWorkspace), "interleaved: grad_w differs when another forward comes before its backward"),
+    "address": (by_address, "output differs when called again after other values in the same tensors"),
+    "version": (by_version, "other values in the same tensors, which .data exchanged"),
+    "static output": (static_output, "output that an earlier call returned is changed by a later one"),
+    "no_grad": (without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(name):
+    make, said = FAULTS[name]
+    parity = check_parity(make(), definition, X)
+    assert any(line.endswith(said) for line in parity.protocol), parity.protocol
+    assert not parity.wrong and "breaks the protocol" in parity.message and said in parity.message
+    assert check_parity(make(), definition, X, protocol="none").agrees
+
+
+def test_checkpoints_and_the_compiler_are_asked_with_all():
+    recomputed = []
+
+    def once(x, w):
+        recomputed.append(x)
+        return x.sin() * w if len(recomputed) < 2 or torch.is_grad_enabled() else x.sin() * w * 2
+
+    assert check_parity(by(Product)(), definition, X, protocol="all").agrees
+    twice = check_parity(once, definition, X, protocol=("reentrant checkpoint",))
+    assert twice.protocol == ("reentrant checkpoint: output differs",)
+    assert check_parity(refuses_checkpoint(), definition, X, protocol="checkpoint").protocol
+    compiled = lambda x, w: x.sin() * w * (2 if torch.compiler.is_compiling() else 1)  # noqa: E731
+    assert check_parity(compiled, definition, X, protocol="compile").protocol[0] == "compile: output differs"
+
+
+def test_a_call_that_fails_the_second_time_is_named_and_not_raised():
+    class Freed(Product):
+        @staticmethod
+        def backward(ctx, g):
+            out = Product.backward(ctx, g)
+            ctx.saved_tensors[0].zero_()
+            return out
+
+    parity = check_parity(by(Freed)(), definition, X)
+    assert len(parity.protocol) == 1 and parity.protocol[0].startswith("accumulation: the call fails, RuntimeError: ")
+
+
+def test_bits_may_be_left_out():
+    """As a kernel with atomic additions does: its other calls are judged by the definition."""
+    names = [n for n in PROTOCOL if n != "bits"]
+    assert_parity(last_bit(), definition, X, protocol=names)
+    with pytest.raises(ValueError, match="protocol='bit'"):
+        check_parity(definition, definition, X, protocol="bit")
+
+
+HONEST = {
+    "a view of its input": (lambda x, w: x.view(6, 4), {}),
+    "the input itself": (lambda x, w: x, {}),
+    "a tuple with integers": (lambda x, w: (x.argmax(-1), x @ w), {}),
+    "without gradients": (definition, {"grad": ()}),
+    "another way without gradients": (
+        lambda x, w: x.sin() * w if torch.is_grad_enabled() else (x.double().sin() * w.double()).float(),
+        {"definition": definition},
+    ),
+    "a loss": (lambda x, w: F.cross_entropy(x * w, torch.tensor([0, 5, 2, 2])), {}),
+    "an unused weight": (lambda x, w: x.exp(), {}),
+    "what it may overwrite": (
+        lambda x, w: x.mul_(2) * w,
+        {"in_place": ("x",), "definition": lambda x, w: 2 * x * w},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", HONEST)
+def test_right_code_holds_it(name, dtype):
+    function, more = HONEST[name]
+    wide = lambda x, w: tuple_of(function(x.float(), w.float()), dtype)  # noqa: E731
+    given = {n: t.to(dtype) for n, t in X.items()}
+    right = function if dtype == torch.float32 or "in_place" in more else wide
+    arguments = {"definition": function} | more
+    assert_parity(right, arguments.pop("definition"), given, protocol="all", **arguments)
+
+
+def tuple_of(out, dtype):
+    parts = tuple(o.to(dtype) if o.is_floating_point() else o for o in (out if isinstance(out, tuple) else (out,)))
+    return parts if isinstance(out, tuple) else parts[0]
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, ::3], lambda x: x.T, lambda x: x[:1].expand(4, 12), lambda x: x[0]])
+def test_views_are_written_over_as_they_lie(view):
+    x = {"x": view(torch.linspace(-2, 3, 48).reshape(4, 12))}
+    assert_parity(lambda x: x.sin(), lambda x: x.sin(), x)
+    stale = {}
+    wrong = lambda x: stale.setdefault((x.data_ptr(), x._version), (x.detach().clone(), x))[0].sin()  # noqa: E731
+    assert check_parity(wrong, lambda x: x.sin(), x, grad=()).protocol

@@ -1,0 +1,167 @@
+"""A function on the tensors of a problem, called once for its values and several times for its protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from parity.judge import protocol
+from parity.judge.operations import is_floating
+from parity.judge.oracle import gradient_name
+from parity.judge.problem import Problem, call, laid_out, named
+from parity.judge.protocol import Values, same_bits
+
+Tensors = dict[str, torch.Tensor]
+DEFAULT = ("inputs", "bits", "accumulation", "interleaved", "repeated", "no_grad")
+ALL = (*DEFAULT, "checkpoint", "reentrant checkpoint", "compile")
+NEED_GRADIENTS = ("accumulation", "interleaved", "checkpoint", "reentrant checkpoint")
+
+
+def parts(asked: str | Collection[str]) -> tuple[str, ...]:
+    """Which parts of the protocol are asked for: "default", "all", "none", or names of parts."""
+    words = {"default": DEFAULT, "all": ALL, "none": ()}
+    names = words.get(asked, (asked,)) if isinstance(asked, str) else tuple(asked)
+    if unknown := [name for name in names if name not in ALL]:
+        raise ValueError(f"protocol={unknown[0]!r}: give {', '.join(words)}, or some of {', '.join(ALL)}")
+    return tuple(names)
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionCalls(protocol.Calls[Tensors]):
+    """Calls of a function.
+
+    Attributes:
+        function: a function or a module.
+        problem: its definition, inputs and upstream gradients.
+        in_place: inputs that it may overwrite.
+        agrees: (name, value, under the problem's own values) -> whether the value agrees with the definition.
+    """
+
+    function: Any
+    problem: Problem
+    in_place: Collection[str] = ()
+    agrees: Callable[[str, torch.Tensor | None], bool] = lambda name, value: False
+    changed: list[str] = dataclasses.field(default_factory=list)
+
+    def fresh(self, other: bool = False) -> Tensors:
+        tensors = {n: (_other if other else laid_out)(x) for n, x in self.problem.tensors.items()}
+        return {n: x.requires_grad_(n in self.problem.leaves) for n, x in tensors.items()}
+
+    def write(self, x: Tensors, through_data: bool) -> None:
+        for name, value in self.problem.tensors.items():
+            _memory(x[name].data if through_data else x[name].detach()).copy_(_memory(value.detach()))
+
+    def inputs(self, x: Tensors) -> Collection[torch.Tensor]:
+        return x.values()
+
+    def leaves(self, x: Tensors) -> Tensors:
+        return {n: x[n] for n in self.problem.leaves}
+
+    def forward(self, x: Tensors) -> Tensors:
+        handed = {n: t.clone() if n in self.in_place and t.requires_grad else t for n, t in x.items()}
+        return named(call(self.function, self.problem.inputs, handed, self.problem.parameters))
+
+    def upstream(self, x: Tensors, outputs: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        given = {n: (outputs[n], g) for n, g in self.problem.cotangents.items() if n in outputs}
+        return {
+            n: (out, laid_out(self.problem.given.get(n, g).to(out)))
+            for n, (out, g) in given.items()
+            if out.requires_grad and out.shape == g.shape
+        }
+
+    def backward(self, x: Tensors, outputs: Mapping[str, torch.Tensor], retain_graph: bool = False) -> None:
+        if (pairs := self.upstream(x, outputs)) and self.problem.leaves:
+            torch.autograd.backward(*zip(*pairs.values(), strict=True), retain_graph=retain_graph)
+            before = self.upstream(x, outputs)
+            self._note(f"upstream gradient of {n}" for n in pairs if not same_bits(pairs[n][1], before[n][1]))
+
+    def gradients(self, x: Tensors) -> dict[str, torch.Tensor | None]:
+        out = {gradient_name(n): leaf.grad for n, leaf in self.leaves(x).items()}
+        for name, leaf in self.leaves(x).items():
+            exact = self.problem.oracle.exact[gradient_name(name)]
+            if leaf.grad is None and not bool(exact.any()):
+                out[gradient_name(name)] = torch.zeros_like(leaf)
+        return out
+
+    def differ(self, values: Values, expected: Values) -> list[str]:
+        return [n for n, v in values.items() if not same_bits(v, expected[n]) and not self.agrees(n, v)]
+
+    def values(self) -> dict[str, torch.Tensor | None]:
+        """Outputs and gradients of one call, in tensors of their own."""
+        x = self.fresh()
+        with torch.enable_grad():
+            outputs = self.forward(x)
+        values: dict[str, torch.Tensor | None] = {n: o.detach().clone() for n, o in outputs.items()}
+        self.backward(x, outputs)
+        kept = {n for n in x if not any(n == i or n.startswith((f"{i}.", f"{i}[")) for i in self.in_place)}
+        self._note(f"input {n}" for n in x if n in kept and not same_bits(x[n].detach(), self.problem.tensors[n]))
+        return values | self.gradients(x)
+
+    def _note(self, names: Any) -> None:
+        found = [f"{name} was changed in place" for name in names]
+        self.changed.extend(line for line in found if line not in self.changed)
+
+    def bits(self, first: Values) -> list[str]:
+        """A second call on the same inputs gives the same bits."""
+        again = self.values()
+        return [f"{n} has other bits in a second call" for n in first if not same_bits(again.get(n), first[n])]
+
+    def through(self, first: Values, way: Callable[..., Any]) -> list[str]:
+        """Values of a call by way of a checkpoint or a compiler."""
+        x, names = self.fresh(), []  # type: tuple[Tensors, list[str]]
+
+        def on_leaves(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            out = self.forward({**x, **dict(zip(self.problem.leaves, leaves, strict=True))})
+            names[:] = list(out)
+            return tuple(out.values())
+
+        outputs = dict(zip(names, way(on_leaves, *self.leaves(x).values()), strict=True))
+        self.backward(x, outputs)
+        values = {n: o.detach() for n, o in outputs.items()} | self.gradients(x)
+        return [f"{n} differs" for n in self.differ({n: values.get(n) for n in first}, first)]
+
+    def broken(self, names: Collection[str], first: Values) -> list[str]:
+        """What of the protocol does not hold, a sentence each."""
+        found: list[str] = []
+        ways = {
+            "bits": lambda: self.bits(first),
+            "accumulation": lambda: protocol.accumulation(self),
+            "interleaved": lambda: protocol.interleaved(self, first),
+            "repeated": lambda: protocol.repeated(self, first),
+            "no_grad": lambda: protocol.unrecorded(self, first),
+            "checkpoint": lambda: self.through(first, lambda f, *x: checkpoint(f, *x, use_reentrant=False)),
+            "reentrant checkpoint": lambda: self.through(first, lambda f, *x: checkpoint(f, *x, use_reentrant=True)),
+            "compile": lambda: self.through(first, lambda f, *x: torch.compile(f, backend="aot_eager")(*x)),
+        }
+        for name, way in ways.items():
+            if name not in names or (name in NEED_GRADIENTS and not self.problem.leaves):
+                continue
+            try:
+                with torch.enable_grad():
+                    found += [f"{name}: {line}" for line in way()]
+            except Exception as error:
+                said = str(error).strip().partition("\n")[0]
+                found.append(f"{name}: the call fails, {type(error).__name__}: {said}")
+        return found
+
+
+def _memory(x: torch.Tensor) -> torch.Tensor:
+    """What x covers of its storage, gaps included, as a vector."""
+    if x.layout != torch.strided or not x.numel():
+        return x
+    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((span,), (1,))
+
+
+def _other(x: torch.Tensor) -> torch.Tensor:
+    """Other values of the same kind: rows that changed places, or half of each value where that changes nothing."""
+    out = laid_out(x)
+    if not is_floating(x) or out.layout != torch.strided:
+        return out
+    if out.dim() and out.is_contiguous():
+        out = out.roll(1, 0)
+    return _memory(out).mul_(0.5).as_strided(out.shape, out.stride()) if same_bits(out, x.detach()) else out
