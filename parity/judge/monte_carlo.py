@@ -188,13 +188,10 @@ class MonteCarlo(TorchDispatchMode):
     def off(self, log_sum: torch.Tensor, dtype: str) -> torch.Tensor:
         """By how much log Σ exp(z - max) is off: torch's CPU kernels round the sum and its logarithm to a narrow dtype.
 
-        Equal sums are off alike, and a single possible token is not: the logarithm of 1 is 0 in any dtype. A sum of more
-        than `dtype` holds is infinite: in float16 that of 65,520 logits that are all alike.
+        Equal sums are off alike, and a single possible token is not: the logarithm of 1 is 0 in any dtype.
         """
-        total = self._grid(log_sum.exp(), dtype)
-        stored = self._grid(total.log(), dtype)
-        off = torch.where(torch.isfinite(stored) & (log_sum > 0), stored - log_sum, 0.0)
-        return torch.where(total > LARGEST[dtype], torch.inf, off)
+        stored = self._grid(self._grid(log_sum.exp(), dtype).log(), dtype)
+        return torch.where(torch.isfinite(stored) & (log_sum > 0), stored - log_sum, 0.0)
 
     def _drift(self, terms: torch.Tensor, dim: int) -> torch.Tensor:
         """Of their sum in float32, added in turn in half of the replicas and in 16 lanes in the others."""
