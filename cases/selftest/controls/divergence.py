@@ -16,7 +16,7 @@ from parity.case.inputs import Inputs
 from parity.families.divergence import LARGEST_LOG_MASS
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs
+from parity.implementations.implementation import Outputs, require
 from parity.judge.recipe import Recipe
 
 BLOCK = 5
@@ -70,6 +70,13 @@ def completed(x: Inputs, lp: torch.Tensor, lq: torch.Tensor) -> Pair:
     if not x.settings.tail:
         return lp - mass[0], lq - mass[1]
     return torch.cat([lp, tail(mass[0])], -1), torch.cat([lq, tail(mass[1])], -1)
+
+
+def by_torch(z: torch.Tensor) -> torch.Tensor:
+    """torch's log-softmax over the vocabulary; wrong in float16 beyond 65,504 tokens (`torch-log-softmax-fp16-divergence`)."""
+    fits = z.dtype != torch.float16 or z.shape[-1] < 65504
+    require(fits, "torch sums the exponentials of a float16 softmax in float16 on the CPU")
+    return torch.log_softmax(z, -1)
 
 
 def tail(mass: torch.Tensor) -> torch.Tensor:
@@ -146,7 +153,7 @@ class Steps:
     student: Callable[[Inputs], Model] = student
     teacher: Callable[[Inputs], Model] = teacher
     rows: Callable[[Inputs], torch.Tensor] = rows
-    log_softmax: Callable[[torch.Tensor], torch.Tensor] = lambda z: torch.log_softmax(z, -1)
+    log_softmax: Callable[[torch.Tensor], torch.Tensor] = by_torch
     supported: Callable[[Inputs, torch.Tensor], Pair] = supported
     completed: Callable[[Inputs, torch.Tensor, torch.Tensor], Pair] = completed
     measure: Measure = by_log_mixture
