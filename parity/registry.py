@@ -27,6 +27,7 @@ LIBRARIES = (
     "trl",
     "trl_trainer",
     "cce",
+    "pytorch",
     "liger",
     "liger_grpo",
     "trl_divergence",

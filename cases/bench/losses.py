@@ -40,6 +40,7 @@ LOGPROBS = (
     "trl.ChunkedLogProbFunction",
     "liger.chunked_selective_logprob",
     "cce.torch_compile",
+    "torch.linear_cross_entropy",
     "cce.unfiltered",
     "cce.default",
     "fixes.selective_log_probs",

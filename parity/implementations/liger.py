@@ -28,6 +28,10 @@ offer = functools.partial(implementation, family="logprobs", library="liger-kern
 """The decorator of this file."""
 
 NO_SOFTCAP = only("no softcap parameter", lambda s: s.softcap is None)
+UNBIASED = only(
+    "scale or temperature with a bias: scaling the hidden states leaves the bias out",
+    lambda s: s.logit_scale == s.temperature or s.bias == "none",
+)
 NO_SCALE = only("no logit-scale parameter", lambda s: s.logit_scale == 1.0)
 
 
@@ -108,10 +112,7 @@ def chunked_selective_logprob(x: Inputs) -> Outputs:
             lambda s: {"softcap": (s.softcap, None)},
         ),
         FOLDED,
-        only(
-            "scale or temperature with a bias: scaling the hidden states leaves the bias out",
-            lambda s: s.logit_scale == s.temperature or s.bias == "none",
-        ),
+        UNBIASED,
     ),
     **KERNEL,
 )

@@ -135,6 +135,12 @@ def test_a_function_of_ones_own_is_called_by_its_name(tmp_path, monkeypatch):
     assert "| logps | " in text.partition("## Script")[0]
 
 
+def test_a_title_names_what_is_not_finite_before_the_error_of_the_rest():
+    own = load()["torch.linear_cross_entropy"]
+    case = Case("logprobs", 0, "fp32", {"B": 1, "H": 2, "T": 4, "V": 3, "bias": "banned", "ignored": "some"})
+    assert ": logps: 2 NaN and 0 infinite entries" in issue_text(case, own, rows_of(case, own)).splitlines()[0]
+
+
 def test_a_family_of_ones_own_gets_an_issue():
     resolved(f"{OWN}:FAMILY")
     (wrong,) = (i for i in select([f"{OWN}:wrong"]) if i.is_function)

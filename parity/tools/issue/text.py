@@ -97,13 +97,16 @@ def _short(value: Any) -> str:
 
 
 def effect(failing: Sequence[Row]) -> str:
-    """What goes wrong, in a few words: a relative error, else the message."""
+    """What goes wrong, in a few words: what is not finite, a relative error, else the message."""
     if not failing:
         return "differs from its definition"
-    if errors := [(r.dist / abs(r.value_oracle), str(r.quantity)) for r in failing if r.dist and r.value_oracle]:
+    worst = next((r for r in failing if r.gate == "structure"), failing[0])
+    if worst.gate != "structure" and (
+        errors := [(r.dist / abs(r.value_oracle), str(r.quantity)) for r in failing if r.dist and r.value_oracle]
+    ):
         error, quantity = max(errors)
         return f"{quantity} off by {100 * error:.2g} %"
-    return f"{failing[0].subject}: {failing[0].message}"[:90]
+    return f"{worst.subject}: {worst.message}"[:90]
 
 
 def _setting(case: Case) -> str:

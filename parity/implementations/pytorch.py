@@ -1,0 +1,111 @@
+"""torch's own fused loss: log-probs as minus the unreduced `linear_cross_entropy`, public since 2.13.
+
+It has no temperature, logit scale or softcap; a caller folds the first two into the hidden states. `chunk_size` of a case
+is the number of tokens in a chunk. Without `options` it is plain logits and torch's cross entropy, which others show.
+"""
+
+import functools
+import math
+from typing import Any
+
+from parity.case.inputs import Inputs
+from parity.families.logprobs import IGNORE_INDEX
+from parity.implementations import plain
+from parity.implementations.implementation import (
+    EVERY_CONTEXT,
+    ONE_DTYPE,
+    Outputs,
+    accepted,
+    by_token,
+    implementation,
+    only,
+)
+from parity.implementations.liger import NO_SOFTCAP, UNBIASED
+from parity.judge.recipe import Recipe
+
+offer = functools.partial(
+    implementation,
+    family="logprobs",
+    library="torch",
+    contexts=EVERY_CONTEXT,
+    sources=("torch.nn.modules.linear_cross_entropy._linear_cross_entropy_batch_chunked_accumulator",),
+    limits=(
+        ONE_DTYPE,
+        NO_SOFTCAP,
+        UNBIASED,
+        only(
+            "scale or temperature in float16: the gradient of scaled hidden states flushes to 0",
+            lambda s: s.logit_scale == s.temperature or s.dtype != "fp16",
+        ),
+    ),
+)
+"""The decorator of this file."""
+
+
+def _call(x: Inputs, **options: Any) -> Outputs:
+    import torch
+
+    s = x.settings
+    function = accepted(torch.nn.functional, "linear_cross_entropy")
+    chosen = accepted(torch.nn, "LinearCrossEntropyOptions")(batch_chunk_size=s.chunk_size, **options)
+    factor = plain.factor(x)
+    hidden = x.hidden if factor == 1.0 else x.hidden * factor
+    nll = function(
+        hidden.flatten(0, 1),
+        x.weight,
+        x.ids.flatten().long(),
+        linear_bias=x.bias,
+        reduction="none",
+        ignore_index=IGNORE_INDEX,
+        options=chosen,
+    )
+    return {"logps": by_token(-nll, x)}
+
+
+def _chunks(x: Inputs) -> int:
+    """How many chunks of tokens: without a size, tokens x vocabulary of a chunk are at most twice tokens x hidden size."""
+    s = x.settings
+    return math.ceil(s.B * s.T / s.chunk_size) if s.chunk_size else min(2 * math.ceil(s.V / s.H), s.B * s.T)
+
+
+def _accurate(x: Inputs, **more: Any) -> Recipe:
+    """float32 inside; each chunk's gradient of head and bias is rounded and added to what is stored."""
+    factor = plain.factor(x)
+    named: dict[str, Any] = {
+        "folded": factor,
+        "accumulate": "input",
+        "partials": 2 * _chunks(x),
+        "inputs": None if factor == 1.0 else "input",
+        "output": "input",
+    }
+    return Recipe(**named | more)
+
+
+def _sums_narrow(x: Inputs) -> Recipe:
+    """The same; logits and probabilities in float16 where the inputs are, products of the gradient of the hidden states in
+    the dtype of the inputs."""
+    if x.case.dtype != "fp16":
+        return _accurate(x)
+    return _accurate(x, logits="input", dlogits="input", elementwise="input", softmax="input")
+
+
+@offer("torch.linear_cross_entropy", recipe=_accurate)
+def linear_cross_entropy(x: Inputs) -> Outputs:
+    """Minus `linear_cross_entropy` with `LinearCrossEntropyOptions()` as it comes: "accurate" on a CPU."""
+    return _call(x)
+
+
+@offer("torch.linear_cross_entropy.balanced", recipe=_sums_narrow)
+def balanced(x: Inputs) -> Outputs:
+    """The same with `acc_policy="balanced"` and float32 sums."""
+    import torch
+
+    return _call(x, acc_policy="balanced", acc_dtype=torch.float32)
+
+
+@offer("torch.linear_cross_entropy.compact", recipe=_sums_narrow)
+def compact(x: Inputs) -> Outputs:
+    """The same with `acc_policy="compact"`, whose head gradient is summed in its own dtype."""
+    import torch
+
+    return _call(x, acc_policy="compact", acc_dtype=torch.float32)
