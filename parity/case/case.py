@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,10 +21,9 @@ import torch
 
 from parity.decoding import convert, json_of, of_schema, shown, text_of
 from parity.errors import UsageError
+from parity.judge import values
 
 SCHEMA = 1
-
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,53 +139,9 @@ def _beside(path: Path, case: Case) -> Case:
     return dataclasses.replace(case, tensors=str(path.parent / case.tensors))
 
 
-def _mix(h: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): a bijection of 64-bit integers."""
-    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return h ^ (h >> np.uint64(31))
-
-
 def hashes(seed: int, name: str, shape: Sequence[int]) -> np.ndarray:
-    """uint64 array of `shape`; element (i, j, …) depends on seed, name and (i, j, …) only."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    out = np.full((), int.from_bytes(digest, "little"), dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for size in shape:
-            index = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-            out = _mix(out[..., None] + index)
-    return out
-
-
-def uniform(seed: int, name: str, shape: Sequence[int]) -> torch.Tensor:
-    """float64 in [0, 1) on the grid 2⁻²⁴."""
-    return torch.as_tensor((hashes(seed, name, shape) >> np.uint64(40)).astype(np.float64) * 2.0**-24)
-
-
-def normal(seed: int, name: str, shape: Sequence[int]) -> torch.Tensor:
-    """float64, bell-shaped with mean 0 and standard deviation 1.03 in ±3.6, on the grid 2⁻¹³ (a sum of four uniforms)."""
-    h = hashes(seed, name, shape)
-    total = np.zeros(h.shape, dtype=np.int64)
-    for field in range(4):
-        total += ((h >> np.uint64(16 * field)) & np.uint64(0x3FFF)).astype(np.int64)
-    return torch.as_tensor((total - 2 * 0x3FFF).astype(np.float64) * 2.0**-13 * 0.8984375)
-
-
-def integers(seed: int, name: str, shape: Sequence[int], bound: int) -> torch.Tensor:
-    """int64 in [0, bound). Lowering `bound` keeps every value that stays below it.
-
-    Candidates are read from the high bits downwards with the smallest sufficient number of bits and rejected while too
-    large; `bound` of the same bit length therefore share their candidates.
-    """
-    if bound < 1:
-        raise UsageError(f"integers {name!r}: bound {bound} must be at least 1")
-    bits = max(1, math.ceil(math.log2(bound))) if bound > 1 else 1
-    mask = np.uint64((1 << bits) - 1)
-    out = np.full(tuple(shape), -1, dtype=np.int64)
-    for attempt in range(12):
-        candidate = (hashes(seed, f"{name}#{attempt}", shape) & mask).astype(np.int64)
-        out = np.where((out < 0) & (candidate < bound), candidate, out)
-    return torch.as_tensor(np.where(out < 0, 0, out))
+    """uint64 array of `shape`: `parity.judge.values.hashes`."""
+    return values.hashes(seed, name, shape).numpy().view(np.uint64)
 
 
 def rounded(x: torch.Tensor, bits: int = 10) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case.case import integers
 from parity.case.inputs import Inputs, Setting
+from parity.judge.values import integers
 
 KINDS = ("contiguous", "offset", "flat", "strided", "transposed", "expanded")
 HIDDEN = Setting(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parity.case.case import Case, normal, rounded, uniform
+from parity.case.case import Case, rounded
 from parity.case.family import Family
 from parity.case.inputs import Inputs, Setting
 from parity.case.layouts import arranged
@@ -17,6 +17,7 @@ from parity.errors import UsageError
 from parity.families import head, stored_tensors
 from parity.families.logprobs import IGNORE_INDEX
 from parity.judge.recipe import DTYPES
+from parity.judge.values import normal, uniform
 
 SETTINGS = head.SETTINGS | {
     "beta": Setting(0.5, "0 forward KL(q‖p), 1 reverse KL(p‖q), between JSD; the teacher's weight in the mixture"),

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from parity.case import layouts
-from parity.case.case import Case, integers, normal, uniform
+from parity.case.case import Case
 from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
 from parity.judge import stages
 from parity.judge.recipe import DTYPES, LARGEST
 from parity.judge.stages import scaled, stored
+from parity.judge.values import integers, normal, uniform
 
 SETTINGS = {
     "B": Setting(2, "sequences, at least 1", size="rows"),

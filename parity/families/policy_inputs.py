@@ -15,13 +15,14 @@ from types import SimpleNamespace
 import torch
 
 from parity import recording
-from parity.case.case import Case, integers, normal, rounded, uniform
+from parity.case.case import Case, rounded
 from parity.case.inputs import Inputs
 from parity.case.layouts import arranged
 from parity.errors import UsageError
 from parity.families import head
 from parity.families.policy_settings import MASKS
 from parity.judge.recipe import UNIT_ROUNDOFF
+from parity.judge.values import integers, normal, uniform
 
 
 def build(case: Case, s: SimpleNamespace) -> Inputs:

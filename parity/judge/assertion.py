@@ -17,7 +17,7 @@ from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating
 from parity.judge.oracle import gradient_name
-from parity.judge.problem import Problem, call, named
+from parity.judge.problem import UPSTREAM, Problem, call, named, upstream
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 
 TF32_PRODUCTS = "tf32 products"
@@ -47,6 +47,7 @@ class Parity:
         recipe: the recipe it was judged by, in words.
         inputs: shapes and dtypes, in words.
         seconds: of wall time that the judgement took.
+        case: the id of a drawn case, or nothing.
     """
 
     function: str
@@ -58,6 +59,7 @@ class Parity:
     recipe: str
     inputs: str
     seconds: float
+    case: str = ""
 
     @property
     def agrees(self) -> bool:
@@ -69,6 +71,11 @@ class Parity:
         """The quantities that disagree, the farthest first."""
         found = {n: j for n, j in self.quantities.items() if not j.agrees}
         return dict(sorted(found.items(), key=lambda item: -item[1].headroom))
+
+    @property
+    def failing(self) -> set[str]:
+        """The quantities that disagree, and the parts of the protocol that do not hold."""
+        return {*self.wrong, *(line.partition(":")[0] for line in self.protocol)}
 
     @property
     def headroom(self) -> float:
@@ -83,6 +90,7 @@ class Parity:
         if self.kind:
             joined = "; as precise as" if self.kind == "precision" else ", or as precise as"
             lines.append(f"  class    {self.kind}" + (f"{joined} {self.explained_by}" if self.explained_by else ""))
+        lines += [f"  case     {self.case}"] if self.case else []
         lines += [f"  inputs   {self.inputs}", f"  recipe   {self.recipe}"]
         lines += [f"✗ protocol {line}" for line in self.protocol]
         shown = [g for g in GATES if any(g in j.gates for j in self.quantities.values())]
@@ -114,7 +122,7 @@ def assert_parity(
     also: Sequence[Callable[..., Any]] = (),
     in_place: Collection[str] = (),
     recipe: Recipe | None = None,
-    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | str | None = None,
     protocol: str | Collection[str] = "default",
     seed: int = 0,
 ) -> None:
@@ -131,10 +139,12 @@ def assert_parity(
         actual: instead of a function the values that it gave: output -> tensor, and "grad_" + input -> tensor.
         grad: the inputs and parameters whose gradients are judged; default: every floating-point one ("a.b" in a dictionary,
             "a[0]" in a list); with `actual` those that it holds.
-        also: other correct forms of the definition, such as one that uses a stored output in its backward pass.
+        also: other correct forms of the definition, such as one that uses a stored output in its backward pass; added to those
+            that a definition has as its own `also`.
         in_place: inputs that the function may overwrite.
         recipe: the precision that the function may have; default: float32 inside, results in the dtype of the inputs.
-        cotangent: the upstream gradient of the output, or output -> gradient; required with gradients in `actual`.
+        cotangent: the upstream gradient of the output, or output -> gradient, required with gradients in `actual`; or "random",
+            "ones" or "zeros" (expanded scalars), "scaled" (random times 65,536, in float16 1,024) for every output.
         protocol: what else must hold of a call that agrees: "default", "all", "none", or names of parts. Default: "inputs" stay
             as they are, upstream gradients too; a second call gives the same "bits"; "accumulation": a second backward adds the
             same gradient to `.grad`; "interleaved": so does one after another forward; "repeated": values that are exchanged
@@ -175,7 +185,7 @@ def check_parity(
     also: Sequence[Callable[..., Any]] = (),
     in_place: Collection[str] = (),
     recipe: Recipe | None = None,
-    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | str | None = None,
     protocol: str | Collection[str] = "default",
     seed: int = 0,
 ) -> Parity:
@@ -253,7 +263,7 @@ def _problem(
     actual: Mapping[str, torch.Tensor] | None,
     grad: Collection[str] | None,
     also: Sequence[Any],
-    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | None,
+    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | str | None,
     seed: int,
 ) -> Problem:
     """What is asked, checked."""
@@ -262,6 +272,9 @@ def _problem(
         raise ValueError("the definition is a module and the function is not: give its parameters as inputs")
     source = module or (definition if isinstance(definition, torch.nn.Module) else None)
     parameters = {} if source is None else dict(source.named_parameters())
+    kind, cotangent = (cotangent, None) if isinstance(cotangent, str) else ("random", cotangent)
+    if kind not in UPSTREAM:
+        raise ValueError(f"cotangent={kind!r}: give a tensor, or {', '.join(UPSTREAM)}")
     _check_types(inputs, actual, cotangent)
     found = [x for x in tree_leaves(dict(inputs)) if isinstance(x, torch.Tensor)]
     tensors = {**named(dict(inputs)), **parameters}
@@ -287,8 +300,11 @@ def _problem(
     if actual is not None and grad and not given:
         raise ValueError("gradients in actual={…} are judged with the upstream gradient that made them: cotangent=…")
     leaves = tuple(n for n in floating if n in grad)
-    problem = Problem(definition, inputs, parameters, leaves, tuple(also), given, seed)
+    problem = Problem(definition, inputs, parameters, leaves, (*also, *getattr(definition, "also", ())), given, seed)
     outputs = problem.cotangents
+    if kind != "random":
+        made = {n: upstream(kind, n, problem.outputs[n], seed, problem.dtype) for n in outputs}
+        problem = dataclasses.replace(problem, given=made)
     if not problem.outputs:
         raise ValueError("the definition returns no tensor: return one, or a list, tuple or dictionary of tensors")
     if set(given) - set(outputs):

@@ -66,11 +66,11 @@ class FunctionCalls(protocol.Calls[Tensors]):
         return named(call(self.function, self.problem.inputs, handed, self.problem.parameters))
 
     def upstream(self, x: Tensors, outputs: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        given = {n: (outputs[n], g) for n, g in self.problem.cotangents.items() if n in outputs}
+        given = {n: self.problem.given.get(n, g) for n, g in self.problem.cotangents.items() if n in outputs}
         return {
-            n: (out, laid_out(self.problem.given.get(n, g).to(out)))
-            for n, (out, g) in given.items()
-            if out.requires_grad and out.shape == g.shape
+            n: (outputs[n], _memory(laid_out(g)).to(outputs[n]).as_strided(g.shape, laid_out(g).stride()))
+            for n, g in given.items()
+            if outputs[n].requires_grad and outputs[n].shape == g.shape
         }
 
     def backward(self, x: Tensors, outputs: Mapping[str, torch.Tensor], retain_graph: bool = False) -> None:

@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
-from parity.case.case import SCHEMA, Case, hashes, integers, normal, rounded, uniform
+from parity.case.case import SCHEMA, Case, hashes, rounded
 from parity.errors import UsageError
+from parity.judge.values import integers, normal, uniform
 from parity.registry import family
 
 SHAPE = (4, 6, 9)
@@ -52,7 +53,8 @@ def test_inputs_of_a_smaller_case_are_a_corner_of_the_larger(loss, name):
 
 
 PINNED = (
-    "from parity.case.case import *; print(hashes(1, 'hidden', (2, 2)).tolist(), uniform(1, 'u', (2,)).tolist(), "
+    "from parity.judge.values import *; from parity.case.case import Case, hashes; "
+    "print(hashes(1, 'hidden', (2, 2)).tolist(), uniform(1, 'u', (2,)).tolist(), "
     "normal(1, 'n', (2,)).tolist(), integers(1, 'i', (5,), 1000).tolist(), Case('logprobs', 1, 'bf16', {'V': 9}).id)"
 )
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from parity.case.case import normal
 from parity.case.family import Family
 from parity.case.inputs import Inputs, Setting
 from parity.compare.hint import hints
 from parity.compare.one_case import run_case
 from parity.implementations.implementation import Implementation
+from parity.judge.values import normal
 from parity.protocol.exceptions import Outcome
 from parity.registry import family, oracle_of
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from parity.case.case import normal
+from parity.judge.values import normal
 from parity.recording import Recording
 from parity.rollouts.judge import without_softcap
 from parity.rollouts.trainer_scores import Trainer

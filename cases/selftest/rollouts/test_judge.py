@@ -8,10 +8,10 @@ from click.testing import CliRunner
 
 from cases.selftest.rollouts.controls import CONTROLS, stale_weights
 from parity import data, recording
-from parity.case.case import normal
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
+from parity.judge.values import normal
 from parity.rollouts import engine_models
 from parity.rollouts.judge import judge
 from parity.rollouts.trainer_scores import Scores, Trainer, kept_mass, score

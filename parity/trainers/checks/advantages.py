@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case.case import uniform
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
+from parity.judge.values import uniform
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, always, check
 from parity.trainers.rig import drive, models, stored_window
 from parity.upstream import trl

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
+from parity.judge.values import normal
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, shared
 from parity.trainers.definitions.scored import completion_logps
 from parity.trainers.definitions.training_step import LOSS, exact_step, gradients, measured

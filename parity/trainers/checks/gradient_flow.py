@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from parity.case.case import normal
 from parity.case.inputs import Setting
+from parity.judge.values import normal
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
 from parity.trainers.rig import drive, models, recorder
 from parity.upstream import trl

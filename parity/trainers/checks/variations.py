@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case.case import normal
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
+from parity.judge.values import normal
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss, padded

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from parity.case.case import normal
 from parity.errors import Unsupported
+from parity.judge.values import normal
 
 
 class Carrying:

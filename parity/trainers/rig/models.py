@@ -17,8 +17,9 @@ import torch
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from parity.case.case import hashes, normal
+from parity.case.case import hashes
 from parity.errors import Unsupported
+from parity.judge.values import normal
 from parity.upstream import trl
 
 VOCABULARY, PAD, EOS, BOS = 64, 0, 1, 2

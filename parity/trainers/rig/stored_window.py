@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case.case import hashes, normal
+from parity.case.case import hashes
+from parity.judge.values import normal
 from parity.trainers.rig import batches, models
 from parity.trainers.rig.batches import Sequences
 from parity.trainers.specs import SPECS, TrainerSpec

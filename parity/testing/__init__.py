@@ -12,16 +12,22 @@ from parity.judge.calls import DEFAULT as PROTOCOL
 from parity.judge.gates import Judgement
 from parity.judge.recipe import EAGER, Recipe
 from parity.judge.stages import stored
+from parity.testing.drawing import Case, Description, draw, index, tensor
 
 __all__ = [
     "EAGER",
     "PROTOCOL",
+    "Case",
+    "Description",
     "Judgement",
     "Parity",
     "ParityError",
     "Recipe",
     "assert_parity",
     "check_parity",
+    "draw",
+    "index",
     "stored",
+    "tensor",
     "tolerance",
 ]

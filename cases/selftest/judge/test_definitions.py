@@ -1,0 +1,81 @@
+"""The shipped definitions: right implementations of several styles agree on drawn inputs, and hold the protocol."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+from cases.selftest.judge.operations import OPERATIONS
+from parity.testing import definitions
+
+STYLES = [(name, style) for name, operation in OPERATIONS.items() for style in operation.all_styles()]
+
+
+def judged(name, style, count, seed=0):
+    operation = OPERATIONS[name]
+    drawn = dataclasses.replace(operation.drawn, seed=seed)
+    if style.startswith("fp32"):
+        drawn = dataclasses.replace(drawn, dtypes=("fp32",))
+    for case in drawn.cases(count):
+        yield case, case.check_parity(operation.all_styles()[style], operation.definition)
+
+
+@pytest.mark.parametrize(("name", "style"), STYLES)
+def test_right_code_agrees(name, style):
+    assert [(str(case), parity.message) for case, parity in judged(name, style, 4) if not parity.agrees] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "style"), STYLES)
+def test_right_code_agrees_on_many_inputs(name, style):
+    assert [str(case) for case, parity in judged(name, style, 300, seed=7) if not parity.agrees] == []
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_factor_of_a_hundredth_does_not(name):
+    operation, found = OPERATIONS[name], False
+    wide = operation.all_styles()["wide"]
+
+    def off(**given):
+        out = wide(**given)
+        many = out if isinstance(out, tuple) else (out,)
+        many = tuple(o * 1.01 if o.is_floating_point() else o for o in many)
+        return many if isinstance(out, tuple) else many[0]
+
+    for case in operation.drawn.cases(12):
+        if case.dtype == "fp32" and not found:
+            found = not case.check_parity(off, operation.definition).agrees
+    assert found
+
+
+def test_every_definition_has_its_source_and_is_judged():
+    functions = {
+        n: f for n, f in vars(definitions).items() if inspect.isfunction(f) and f.__module__ == definitions.__name__
+    }
+    public = {n for n in functions if not n.startswith("_")}
+    assert all(functions[n].__doc__ for n in public)
+    used = {getattr(o.definition, "__name__", o.definition) for o in OPERATIONS.values()} | {"top_k_router"}
+    forms = {f.__name__ for f in functions.values() for f in getattr(f, "also", ()) if hasattr(f, "__name__")}
+    assert public <= used | forms
+
+
+def test_they_are_what_torch_computes_in_float64():
+    x, w, b = torch.randn(6, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64), torch.randn(8).double()
+    F = torch.nn.functional
+    assert torch.allclose(definitions.rms_norm(x, w), F.rms_norm(x, (8,), w, 1e-6))
+    assert torch.allclose(definitions.layer_norm(x, w, b), F.layer_norm(x, (8,), w, b))
+    assert torch.allclose(definitions.group_norm(x, w, b, 4), F.group_norm(x, 4, w, b))
+    assert torch.allclose(definitions.swiglu(x, x), F.silu(x) * x)
+    assert torch.allclose(definitions.geglu(x, x), F.gelu(x, approximate="tanh") * x)
+    ids = torch.tensor([0, 3, -100, 7, 1, 1])
+    for smoothing in (0.0, 0.1):
+        for reduction in ("mean", "sum", "none"):
+            ours = definitions.cross_entropy(x, ids, label_smoothing=smoothing, reduction=reduction)
+            assert torch.allclose(ours, F.cross_entropy(x, ids, label_smoothing=smoothing, reduction=reduction))
+    p, q = x.log_softmax(-1), (x * 2).log_softmax(-1)
+    assert torch.allclose(definitions.kl(q, p), F.kl_div(q, p, log_target=True, reduction="batchmean"))
+    heads = [torch.randn(2, n, 5, 8, dtype=torch.float64) for n in (4, 2, 2)]
+    for form in (definitions.attention, definitions.attention_made_again):
+        theirs = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        assert torch.allclose(form(*heads, causal=True), theirs)

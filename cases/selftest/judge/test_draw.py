@@ -1,0 +1,208 @@
+"""Drawn inputs: what a description covers, ids that hold a case, and failures that shrink to the smallest one."""
+
+import os
+import subprocess
+import sys
+
+import hypothesis
+import pytest
+import torch
+
+from cases.selftest.judge.operations import OPERATIONS, hand_rms
+from parity.testing import ParityError, draw, index, tensor
+from parity.testing import definitions as D
+from parity.testing.drawing import LAYOUTS, REPEATS, VALUES
+
+RMS = OPERATIONS["rms_norm"].drawn
+TABLE = draw(ids=index("N", below="V"), weight=tensor("V", "H"), sizes={"N": 4097, "H": 33})
+
+
+def test_ids_hold_a_case():
+    for name, operation in OPERATIONS.items():
+        for case in operation.drawn.cases(5):
+            again = operation.drawn.case(str(case))
+            assert str(again) == str(case), name
+            for key, value in case.inputs.items():
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(value.nan_to_num(), again.inputs[key].nan_to_num())
+                    assert value.stride() == again.inputs[key].stride()
+                else:
+                    assert value == again.inputs[key]
+    for wrong in ("fp32", "fp32/N:1", "fp32/N:1/H:2/eps:3/upstream:random/grad:all/seed:0"):
+        with pytest.raises(ValueError, match="no id of this description"):
+            RMS.case(wrong)
+
+
+def test_a_few_dozen_cases_cover_what_breaks_kernels():
+    cases = RMS.cases(120)
+    sizes = {c.sizes["H"] for c in cases}
+    assert {1, 2047, 2048, 2049} <= sizes and {s % 2 for s in sizes} == {0, 1}
+    for unit in (16, 64, 128, 256, 1024):
+        assert {s % unit for s in sizes if s >= unit - 1} >= {0, 1, unit - 1}
+    assert {c.sizes["N"] for c in cases} >= {0, 1, 64}
+    assert {c.layouts.get("x", "contiguous") for c in cases} == set(LAYOUTS)
+    assert {c.values.get("x", "plain") for c in cases} == set(VALUES)
+    assert {c.dtype for c in cases} == {"fp32", "bf16", "fp16"}
+    assert {c.upstream for c in cases} == {"random", "ones", "zeros", "scaled"}
+    assert {c.grad for c in cases} == {"all", "x", "weight", "none"}
+    assert {c.options["eps"] for c in cases} == {1e-6, 1e-5}
+    ids = [c for c in TABLE.cases(60) if c.values.get("ids") == "repeated"]
+    assert any(len(set(c.inputs["ids"].tolist())) == 1 and c.sizes["N"] > 1000 for c in ids)
+    assert {c.values.get("ids", "plain") for c in TABLE.cases(60)} == set(REPEATS)
+    assert all(t.numel() <= 1 << 16 for c in cases for t in (c.inputs["x"], c.inputs["weight"]))
+
+
+def test_values_stay_while_shapes_shrink():
+    long, short = (
+        RMS.case(f"fp32/N:{n}/H:{h}/eps:1e-06/upstream:random/grad:all/seed:3") for n, h in ((9, 40), (4, 7))
+    )
+    assert torch.equal(long.inputs["x"][:4, :7], short.inputs["x"])
+
+
+def ignores_strides(x, weight, eps):
+    memory = torch.as_strided(x, x.shape, (x.shape[-1], 1), x.storage_offset()) if x.numel() else x
+    return hand_rms(memory, weight, eps)
+
+
+def loses_a_tail(x, weight, eps):
+    return hand_rms(x, torch.cat([weight[: weight.shape[0] // 16 * 16], 0 * weight[weight.shape[0] // 16 * 16 :]]), eps)
+
+
+def wrong_at_one(x, weight, eps):
+    return hand_rms(x, weight, eps) * (2 if x.shape[-1] == 1 else 1)
+
+
+def always_both(x, weight, eps):
+    out = hand_rms(x, weight, eps)
+    return out if weight.requires_grad or not x.requires_grad else out.detach() + 0 * x
+
+
+def far_from_zero(x, weight, eps):
+    wide = x.float()
+    square = (wide - 30).square().mean(-1, keepdim=True) + 60 * wide.half().float().mean(-1, keepdim=True) - 900
+    return (wide * torch.rsqrt(square + eps) * weight.float()).to(x.dtype)
+
+
+def takes_ones(x, weight, eps):
+    """A backward that knows upstream gradients of ones alone."""
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return torch.where(g.abs() > 300, g * 0.5, g)
+
+    return Sum.apply(hand_rms(x, weight, eps))
+
+
+FAULTS = (ignores_strides, loses_a_tail, wrong_at_one, always_both, far_from_zero, takes_ones)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_and_shrunk_to_an_id(fault):
+    failure = None
+    for case in RMS.cases(60):
+        try:
+            case.assert_parity(fault, D.rms_norm, protocol="none")
+        except ParityError as error:
+            failure = error
+            break
+    assert failure is not None
+    smallest = RMS.case(failure.parity.case)
+    assert f"  case     {smallest}" in str(failure)
+    assert smallest.sizes["N"] <= 2 and smallest.sizes["H"] <= 2
+    assert not smallest.check_parity(fault, D.rms_norm, protocol="none").agrees
+    simple = [str(c) for c in smallest._simpler()]
+    assert all(
+        RMS.case(c).check_parity(fault, D.rms_norm, protocol="none").agrees for c in simple if c != str(smallest)
+    )
+
+
+def test_a_repeated_index_and_a_crash():
+    def loses_repeats(ids, weight):
+        class Rows(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, weight):
+                return weight[ids]
+
+            @staticmethod
+            def backward(ctx, g):
+                out = torch.zeros_like(weight)
+                out[ids] = g
+                return out
+
+        return Rows.apply(weight)
+
+    repeated = TABLE.case("fp32/N:1023/V:64/H:33/ids:repeated+contiguous/upstream:random/grad:weight/seed:3")
+    with pytest.raises(ParityError) as failure:
+        repeated.assert_parity(loses_repeats, D.embedding)
+    assert TABLE.case(failure.value.parity.case).sizes == {"N": 2, "V": 1, "H": 1}
+
+    def no_rows(x, weight, eps):
+        assert x.shape[0], "no rows"
+        return hand_rms(x, weight, eps)
+
+    empty = next(c for c in RMS.cases(60) if not c.sizes["N"])
+    with pytest.raises(AssertionError, match="no rows") as error:
+        empty.assert_parity(no_rows, D.rms_norm)
+    assert error.value.__notes__ == [f"case {empty}"]
+
+
+def test_hypothesis_draws_and_shrinks_the_same_cases():
+    seen = []
+
+    @hypothesis.settings(max_examples=40, deadline=None, database=None, derandomize=True)
+    @hypothesis.given(case=RMS.strategy())
+    def judged(case):
+        seen.append(case)
+        case.assert_parity(loses_a_tail, D.rms_norm, protocol="none")
+
+    with pytest.raises(ParityError) as error:
+        judged()
+    assert RMS.case(error.value.parity.case).sizes == {"N": 1, "H": 1}
+    assert f"case('{error.value.parity.case}')" in "".join(error.value.__notes__)
+
+
+PROGRAM = """
+from cases.selftest.judge.test_draw import RMS, loses_a_tail, hand_rms
+from parity.testing import definitions as D
+
+@RMS.parametrize(4, also=["fp32/N:2/H:3/eps:1e-05/x:ties+sliced/upstream:ones/grad:x/seed:9"])
+def test_right(case):
+    case.assert_parity(hand_rms, D.rms_norm)
+
+@RMS.parametrize(4)
+def test_wrong(case):
+    case.assert_parity(loses_a_tail, D.rms_norm)
+"""
+
+
+def test_a_pytest_parametrisation_has_ids_that_select_a_case(tmp_path):
+    (tmp_path / "test_kernel.py").write_text(PROGRAM)
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path), *arguments]
+        environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+
+    listed = run("--collect-only").stdout
+    assert "test_right[fp32/N:2/H:3/eps:1e-05/x:ties+sliced/upstream:ones/grad:x/seed:9]" in listed
+    done = run("-k", "test_right or seed:2", "-n", "2")
+    assert "6 passed" in done.stdout or ("5 passed" in done.stdout and "1 failed" in done.stdout), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"x": 3}, "x=3: give tensor"),
+        ({"x": tensor("N"), "sizes": {"M": 3}}, "the dimensions are N"),
+        ({"seed": 3, "x": 3}, "x=3"),
+        ({"grad": tensor("N")}, "another name"),
+    ],
+)
+def test_a_description_that_cannot_be_is_said(spec, said):
+    with pytest.raises(ValueError, match=said):
+        draw(**spec)

@@ -1,0 +1,356 @@
+"""Drawn inputs: a description of tensors and options, and cases of it, each of which its id tells whole.
+
+RMS_NORM = draw(x=tensor("N", "H"), weight=tensor("H", around=1), eps=[1e-6, 1e-5])
+
+@RMS_NORM.parametrize()
+def test_rms_norm(case):
+    case.assert_parity(my_kernel, rms_norm)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from parity.judge.assertion import Parity, ParityError, check_parity
+from parity.judge.problem import UPSTREAM
+from parity.judge.recipe import DTYPES
+from parity.judge.values import integers, normal, uniform
+
+SIZES = (
+    *(1, 2, 3, 5, 7, 13, 15, 16, 17, 31, 61, 63, 64, 65, 113, 127, 128, 129, 251, 255, 256, 257, 509, 1021, 1023),
+    *(1024, 1025, 2039, 2047, 2048, 2049, 4093, 4095, 4096, 4097, 8191, 8192, 8193),
+)
+"""1, primes, multiples of 16, 64, 128, 256 and 1,024, and those beside them."""
+VALUES = ("plain", "offset", "ties", "wide", "zeros", "tiny", "large")
+REPEATS = ("plain", "repeated", "edges")
+LAYOUTS = ("contiguous", "sliced", "offset", "transposed", "expanded", "odd")
+LARGEST, SMALL, WIDE = 1 << 16, 64, 2049
+"""Entries of a tensor at most; the largest size of a dimension, and of the last one of the first tensor."""
+TRIES = 60
+"""Smaller cases that are tried before a failure is shown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a description: `tensor(...)` and `index(...)` make one."""
+
+    dims: tuple[str | int, ...]
+    around: float = 0.0
+    scale: float = 1.0
+    values: tuple[str, ...] = VALUES
+    layouts: tuple[str, ...] = LAYOUTS
+    below: str | int | None = None
+    dtype: str | None = None
+    then: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its shape in a case."""
+        return tuple(sizes[d] if isinstance(d, str) else d for d in self.dims)
+
+    def make(self, name: str, case: Case) -> torch.Tensor:
+        """The tensor of a case: values by (seed, name, index), in the case's dtype and layout."""
+        shape, style, layout = self.shape(case.sizes), case.values.get(name, "plain"), case.layouts.get(name)
+        if self.below is not None:
+            bound = case.sizes[self.below] if isinstance(self.below, str) else self.below
+            x = integers(case.seed, name, shape, bound)
+            if style == "repeated":
+                x = torch.full_like(x, int(integers(case.seed, name, (1,), bound)))
+            return laid(x.clamp(0, 1) * (bound - 1) if style == "edges" else x, layout)
+        x = normal(case.seed, name, shape)
+        x = _STYLES[style](x, case.seed, name) * self.scale + self.around
+        x = x if self.then is None else self.then(x)
+        return laid(x.to(DTYPES[self.dtype or case.dtype]), layout)
+
+
+_STYLES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
+    "plain": lambda x, seed, name: x,
+    "offset": lambda x, seed, name: x + 30,
+    "ties": lambda x, seed, name: (x * 2).round() / 2,
+    "wide": lambda x, seed, name: (
+        x * 2.0 ** (12 * uniform(seed, name + "w", x.shape[:1]).view(-1, *[1] * (x.dim() - 1)) - 8) if x.dim() else x
+    ),
+    "zeros": lambda x, seed, name: x * (uniform(seed, name + "z", x.shape) < 0.5),
+    "tiny": lambda x, seed, name: x * 2.0**-12,
+    "large": lambda x, seed, name: x * 2.0**6,
+}
+
+
+def tensor(*dims: str | int, **fields: Any) -> Tensor:
+    """A floating-point tensor of named dimensions.
+
+    Args:
+        dims: names of dimensions, or sizes.
+        around: what is added to its values, which are bell-shaped around 0.
+        scale: their standard deviation.
+        values: which of `VALUES` are drawn.
+        layouts: which of `LAYOUTS` are drawn; ("contiguous",) for a kernel that takes no others.
+        dtype: "fp32" where it is in float32 whatever the case's dtype.
+        then: (float64 tensor) -> tensor, such as `lambda x: x.log_softmax(-1)`.
+    """
+    return Tensor(dims, **fields)
+
+
+def index(*dims: str | int, below: str | int, **fields: Any) -> Tensor:
+    """An int64 tensor in [0, below), a dimension's name or a number: any, one id everywhere, or both ends alone."""
+    return Tensor(dims, below=below, **{"values": REPEATS, "layouts": ("contiguous", "sliced"), **fields})
+
+
+def laid(x: torch.Tensor, layout: str | None) -> torch.Tensor:
+    """The same values in other memory, whose gaps hold NaN; expanded: the first row again and again.
+
+    "sliced": every second entry of its last dimension; "offset": one entry behind the start of its memory; "transposed":
+    its last two dimensions; "odd": dimensions of size 1 have a stride of 3.
+    """
+    if layout == "sliced" and x.dim():
+        wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), math.nan if x.is_floating_point() else -1)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    if layout == "offset":
+        long = x.new_full((x.numel() + 1,), math.nan if x.is_floating_point() else -1)
+        long[1:] = x.flatten()
+        return long[1:].view(x.shape)
+    if layout == "transposed" and x.dim() > 1:
+        return x.mT.contiguous().mT
+    if layout == "expanded" and x.dim() and x.shape[0]:
+        return x[:1].clone().expand(x.shape)
+    if layout == "odd" and x.numel():
+        return x.as_strided(x.shape, [3 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)])
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Inputs of a description; `str` is the id, of characters that pytest's -k takes: `Description.case` makes it again."""
+
+    description: Description
+    dtype: str
+    sizes: Mapping[str, int]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    layouts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    upstream: str = "random"
+    grad: str = "all"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        options = {n: self.description.labels(n)[self.description.options[n].index(v)] for n, v in self.options.items()}
+        styles = {n: self.values.get(n, "plain") for n in self.description.tensors}
+        styles = {n: s + "+" + self.layouts.get(n, "contiguous") for n, s in styles.items()}
+        parts = {**self.sizes, **options, **{n: s for n, s in styles.items() if s != "plain+contiguous"}}
+        parts |= {"upstream": self.upstream, "grad": self.grad, "seed": self.seed}
+        return "/".join([self.dtype, *(f"{n}:{v}" for n, v in parts.items())])
+
+    __repr__ = __str__
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """As Hypothesis prints it: to be pasted behind the description's name."""
+        printer.text(f"case({str(self)!r})")
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Name -> tensor or option."""
+        made = {n: t.make(n, self) for n, t in self.description.tensors.items()}
+        more = {n: make(self) for n, make in self.description.computed.items()}
+        return {**made, **self.options, **more}
+
+    def check_parity(self, function: Any, definition: Any, **more: Any) -> Parity:
+        """The record of the judgement on this case; arguments as of `parity.testing.check_parity`."""
+        leaves = None if self.grad == "all" else () if self.grad == "none" else (self.grad,)
+        given = {"grad": leaves, "cotangent": self.upstream, "seed": self.seed} | more
+        return check_parity(function, definition, self.inputs, **given)
+
+    def assert_parity(self, function: Any, definition: Any, **more: Any) -> None:
+        """Raise `ParityError` of the smallest case that fails in the same way, with its id; a crash has the id as a note."""
+        __tracebackhide__ = True
+        parity, crash = self._tried(function, definition, more)
+        if crash is not None:
+            crash.add_note(f"case {self}")
+            raise crash
+        if parity is None or parity.agrees:
+            return
+        drawn = (
+            "hypothesis" in sys.modules and sys.modules["hypothesis"].currently_in_test_context()
+        )  # it shrinks itself
+        smallest, parity = (self, parity) if drawn else self._smallest(function, definition, more, parity)
+        raise ParityError(dataclasses.replace(parity, case=str(smallest)))
+
+    def _tried(self, function: Any, definition: Any, more: Any) -> tuple[Parity | None, Exception | None]:
+        try:
+            return self.check_parity(function, definition, **more), None
+        except Exception as error:
+            return None, error
+
+    def _smallest(self, function: Any, definition: Any, more: Any, parity: Parity) -> tuple[Case, Parity]:
+        """A case that is simpler in every respect and fails in the same quantity or the same part of the protocol."""
+        case, seen, wanted, going = self, {str(self)}, parity.failing, True
+        while going:
+            going = False
+            for other in case._simpler():
+                if str(other) in seen or len(seen) > TRIES:
+                    continue
+                seen.add(str(other))
+                found, _ = other._tried(function, definition, more)
+                if found is not None and wanted & found.failing:
+                    case, parity, going = other, found, True
+                    break
+        return case, parity
+
+    def _simpler(self) -> Iterator[Case]:
+        for name, size in self.sizes.items():
+            low = self.description.sizes[name][0]
+            for smaller in dict.fromkeys((max(low, 1), size // 4, size // 2, size - 1)):
+                if low <= smaller < size:
+                    yield dataclasses.replace(self, sizes={**self.sizes, name: smaller})
+        yield dataclasses.replace(self, upstream="random")
+        yield dataclasses.replace(self, grad="all")
+        for name in self.layouts:
+            yield dataclasses.replace(self, layouts={n: v for n, v in self.layouts.items() if n != name})
+        for name in self.values:
+            yield dataclasses.replace(self, values={n: v for n, v in self.values.items() if n != name})
+        for name, value in self.options.items():
+            if value != self.description.options[name][0]:
+                yield dataclasses.replace(self, options={**self.options, name: self.description.options[name][0]})
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """Tensors, options, and the range of each dimension; `draw` makes one."""
+
+    tensors: Mapping[str, Tensor]
+    options: Mapping[str, Sequence[Any]]
+    computed: Mapping[str, Callable[[Case], Any]]
+    sizes: Mapping[str, tuple[int, int]]
+    dtypes: Sequence[str]
+    seed: int = 0
+
+    def labels(self, option: str) -> list[str]:
+        """The values of an option as ids have them."""
+        words = [str(v) if isinstance(v, str | int | float | None) else "" for v in self.options[option]]
+        return [word if re.fullmatch(r"[\w.+-]+", word) else f"[{i}]" for i, word in enumerate(words)]
+
+    def cases(self, count: int = 24) -> list[Case]:
+        """`count` cases, the same each time; each dimension's sizes, values and layouts are dealt like cards."""
+        return [self._dealt(i, _Deck(self.seed, i)) for i in range(count)]
+
+    def parametrize(self, count: int = 24, also: Sequence[str] = ()) -> Any:
+        """A decorator for a pytest function with the argument `case`: cases by id, those of `also` first."""
+        import pytest
+
+        return pytest.mark.parametrize("case", [*map(self.case, also), *self.cases(count)], ids=str)
+
+    def strategy(self) -> Any:
+        """A Hypothesis strategy of the same cases, which shrinks by size, option, layout and values."""
+        from hypothesis import strategies as st
+
+        class Drawn:
+            def __init__(self, draw: Callable[[Any], Any]):
+                self.draw = draw
+
+            def of(self, name: str, choices: Sequence[Any]) -> Any:
+                return self.draw(st.sampled_from(list(choices)))
+
+        return st.composite(lambda draw: self._dealt(draw(st.integers(0, 1 << 16)), Drawn(draw)))()
+
+    def case(self, id: str) -> Case:
+        """The case of an id.
+
+        Raises:
+            ValueError: for an id that is none of this description's.
+        """
+        dtype, *parts = id.split("/")
+        given = dict(part.partition(":")[::2] for part in parts)
+        try:
+            styles = {n: given[n].split("+") for n in self.tensors if n in given}
+            return Case(
+                self,
+                dtype,
+                {n: int(given[n]) for n in self.sizes},
+                {n: v[self.labels(n).index(given[n])] for n, v in self.options.items()},
+                {n: s for n, (s, _) in styles.items() if s != "plain"},
+                {n: s for n, (_, s) in styles.items() if s != "contiguous"},
+                given["upstream"],
+                given["grad"],
+                int(given["seed"]),
+            )
+        except (KeyError, ValueError, IndexError) as error:
+            raise ValueError(f"{id!r} is no id of this description: {error}") from error
+
+    def _dealt(self, seed: int, deck: Any) -> Case:
+        sizes = {
+            n: deck.of(n, [s for s in (low, *SIZES, high) if low <= s <= high]) for n, (low, high) in self.sizes.items()
+        }
+        for name in sorted(sizes, key=lambda n: -sizes[n])[1:]:  # the longest stays
+            while any(math.prod(t.shape(sizes)) > LARGEST for t in self.tensors.values()) and sizes[name] > 1:
+                sizes[name] = max(1, sizes[name] // 2)
+        floating = [n for n, t in self.tensors.items() if t.below is None]
+        values = {n: deck.of(f"{n} values", ("plain", *t.values)) for n, t in self.tensors.items()}
+        layouts = {n: deck.of(f"{n} layout", ("contiguous", *t.layouts)) for n, t in self.tensors.items()}
+        return Case(
+            self,
+            deck.of("dtype", self.dtypes),
+            sizes,
+            {n: deck.of(n, v) for n, v in self.options.items()},
+            {n: v for n, v in values.items() if v != "plain"},
+            {n: v for n, v in layouts.items() if v != "contiguous"},
+            deck.of("upstream", ("random", *UPSTREAM)),
+            deck.of("grad", ("all", "all", *floating, "none")),
+            seed,
+        )
+
+
+class _Deck:
+    """Choices in turn: all of them, in an order of their own, before one comes again."""
+
+    def __init__(self, seed: int, number: int):
+        self.seed, self.number = seed, number
+
+    def of(self, name: str, choices: Sequence[Any]) -> Any:
+        """The choice of this number."""
+        round_, place = divmod(self.number, len(choices))
+        order = list(range(len(choices)))
+        random.Random(f"{self.seed}/{name}/{round_}").shuffle(order)
+        return choices[order[place]]
+
+
+def draw(
+    sizes: Mapping[str, int | tuple[int, int]] | None = None,
+    dtypes: Sequence[str] = ("fp32", "bf16", "fp16"),
+    seed: int = 0,
+    **spec: Any,
+) -> Description:
+    """A description of inputs.
+
+    Args:
+        sizes: dimension -> its largest size, or (smallest, largest). Default: up to 64, the last dimension of the first tensor up
+            to 2,049; from 1, the first dimension of the first tensor from 0.
+        dtypes: those of the tensors that have none of their own.
+        seed: of the cases.
+        spec: input -> `tensor(...)`, `index(...)`, a list of options, or a function (case) -> value.
+    """
+    tensors = {n: t for n, t in spec.items() if isinstance(t, Tensor)}
+    options = {n: list(v) for n, v in spec.items() if isinstance(v, list | tuple)}
+    computed = {n: f for n, f in spec.items() if callable(f)}
+    if taken := {"upstream", "grad", "seed"} & set(spec):
+        raise ValueError(f"an input has another name than {taken.pop()!r}, which ids use")
+    if odd := [n for n in spec if n not in {**tensors, **options, **computed}]:
+        raise ValueError(
+            f"{odd[0]}={spec[odd[0]]!r}: give tensor(…), index(…), a list of options or a function of the case"
+        )
+    dims = [d for t in tensors.values() for d in (*t.dims, t.below) if isinstance(d, str)]
+    first = next((t.dims for t in tensors.values()), ())
+    ranges: dict[str, tuple[int, int]] = {}
+    for name in dict.fromkeys(dims):
+        low, high = (0 if len(first) > 1 and name == first[0] else 1), WIDE if first and name == first[-1] else SMALL
+        given = (sizes or {}).get(name, high)
+        ranges[name] = (low, given) if isinstance(given, int) else (given[0], given[1])
+    if unknown := set(sizes or ()) - set(ranges):
+        raise ValueError(f"sizes={unknown}: the dimensions are {', '.join(ranges)}")
+    return Description(tensors, options, computed, ranges, tuple(dtypes), seed)
