@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, ValuesView
 from types import ModuleType
 from typing import Any
 
@@ -30,16 +30,18 @@ MISSING = object()
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """The bindings of everything that is watched: (name, module or class, what it bound), and all their values in order."""
+    """The bindings of everything that is watched: (name, module or class, what it bound), all their values in order, and the
+    views that give what these are now."""
 
     modules: int
     owners: list[tuple[str, Any, dict[str, Any]]]
     values: list[Any]
+    now: list[ValuesView[Any]]
 
     def hold(self) -> bool:
         """Whether no value is another now: in C, by identity first."""
         try:
-            return self.values == [*itertools.chain.from_iterable(vars(owner).values() for _, owner, _ in self.owners)]
+            return self.values == [*itertools.chain.from_iterable(self.now)]
         except Exception:  # values that cannot be compared, arrays for example
             return False
 
@@ -66,7 +68,8 @@ def take() -> Names:
     """The bindings of everything; those of the last time where nothing was imported and no value is another since."""
     if not _last or _last[0].modules != len(sys.modules) or not _last[0].hold():
         owners = [(name, owner, dict(vars(owner))) for name, owner in _owners(len(sys.modules))]
-        _last[:] = [Names(len(sys.modules), owners, [v for *_, bound in owners for v in bound.values()])]
+        values = [v for *_, bound in owners for v in bound.values()]
+        _last[:] = [Names(len(sys.modules), owners, values, [vars(owner).values() for _, owner, _ in owners])]
     return _last[0]
 
 

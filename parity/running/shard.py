@@ -34,6 +34,8 @@ from parity.sampling.share import repeated, second_pass, selected
 from parity.trainers import catalogue
 
 STREAMS = 4
+"""Streams of a family whose cases are moved to what an implementation takes."""
+KEPT = 4 * STREAMS
 """Streams of drawn cases that a worker keeps, so that it draws each case once."""
 
 
@@ -90,7 +92,7 @@ class Session:
         if key not in self.streams:
             strategy = cases(loss_family(family), self.dtypes, self.profile_name)
             self.streams[key] = Stream(batches(strategy, f"{seed}/{family}/{index}", of))
-            for old in list(self.streams)[:-STREAMS]:
+            for old in list(self.streams)[:-KEPT]:
                 del self.streams[old]
         return self.streams[key]
 
