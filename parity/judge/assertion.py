@@ -21,6 +21,8 @@ from parity.judge.problem import UPSTREAM, Problem, call, named, upstream
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 
 TF32_PRODUCTS = "tf32 products"
+OBSERVERS: list[Callable[[Parity], None]] = []
+"""Who is told of every judgement of an `assert_parity`."""
 GATES = ("structure", "scalar", "exact", "norm", "max", "row", "slope")
 
 
@@ -171,6 +173,14 @@ def assert_parity(
         protocol=protocol,
         seed=seed,
     )
+    raise_unless(parity)
+
+
+def raise_unless(parity: Parity) -> None:
+    """Raise `ParityError` unless it agrees, and tell the observers."""
+    __tracebackhide__ = True
+    for observer in OBSERVERS:
+        observer(parity)
     if not parity.agrees:
         raise ParityError(parity)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from parity.judge.assertion import Parity, ParityError, check_parity
+from parity.judge.assertion import Parity, check_parity, raise_unless
 from parity.judge.problem import UPSTREAM
 from parity.judge.recipe import DTYPES
 from parity.judge.values import integers, normal, uniform
@@ -34,6 +34,8 @@ REPEATS = ("plain", "repeated", "edges")
 LAYOUTS = ("contiguous", "sliced", "offset", "transposed", "expanded", "odd")
 LARGEST, SMALL, WIDE = 1 << 16, 64, 2049
 """Entries of a tensor at most; the largest size of a dimension, and of the last one of the first tensor."""
+REPLAYED: list[str] = []
+"""Ids that a parametrisation has instead of its own cases: those of `--parity-replay`."""
 TRIES = 60
 """Smaller cases that are tried before a failure is shown."""
 
@@ -174,13 +176,14 @@ class Case:
         if crash is not None:
             crash.add_note(f"case {self}")
             raise crash
-        if parity is None or parity.agrees:
-            return
+        assert parity is not None
         drawn = (
             "hypothesis" in sys.modules and sys.modules["hypothesis"].currently_in_test_context()
         )  # it shrinks itself
-        smallest, parity = (self, parity) if drawn else self._smallest(function, definition, more, parity)
-        raise ParityError(dataclasses.replace(parity, case=str(smallest)))
+        smallest, parity = (
+            (self, parity) if drawn or parity.agrees else self._smallest(function, definition, more, parity)
+        )
+        raise_unless(dataclasses.replace(parity, case=str(smallest)))
 
     def _tried(self, function: Any, definition: Any, more: Any) -> tuple[Parity | None, Exception | None]:
         try:
@@ -244,7 +247,15 @@ class Description:
         """A decorator for a pytest function with the argument `case`: cases by id, those of `also` first."""
         import pytest
 
-        return pytest.mark.parametrize("case", [*map(self.case, also), *self.cases(count)], ids=str)
+        ids = [id for id in REPLAYED if self._has(id)]
+        cases = [*map(self.case, also), *self.cases(count)] if not REPLAYED else map(self.case, ids)
+        return pytest.mark.parametrize("case", list(cases), ids=str)
+
+    def _has(self, id: str) -> bool:
+        try:
+            return str(self.case(id)) == id
+        except ValueError:
+            return False
 
     def strategy(self) -> Any:
         """A Hypothesis strategy of the same cases, which shrinks by size, option, layout and values."""

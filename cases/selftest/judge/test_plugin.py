@@ -1,0 +1,86 @@
+"""The pytest plugin: what it shows, stores and replays, alone and over workers; without its options nothing."""
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+KERNELS = """
+import torch
+from cases.selftest.judge.operations import OPERATIONS, hand_rms
+from cases.selftest.judge.test_draw import RMS, ignores_strides
+from parity.testing import assert_parity, definitions as D
+
+@RMS.parametrize(6)
+def test_right(case):
+    case.assert_parity(hand_rms, D.rms_norm)
+
+@RMS.parametrize(6)
+def test_wrong(case):
+    case.assert_parity(ignores_strides, D.rms_norm, protocol="none")
+
+def test_plain():
+    assert_parity(lambda x: x.exp(), lambda x: x.exp(), {"x": torch.ones(3)})
+"""
+
+TOLERANCES = """
+import torch
+from torch.testing import assert_close
+
+def test_loose():
+    assert_close(torch.full((4, 8), 1e-3), torch.full((4, 8), 1e-3), atol=1e-1, rtol=0)
+    x = torch.arange(32.0).reshape(4, 8)
+    assert torch.allclose(x, x, rtol=0.02)
+
+def test_tight():
+    x = torch.arange(1.0, 33.0).reshape(4, 8)
+    assert_close(x, x)
+"""
+
+
+def run(folder, source, *arguments):
+    (folder / "test_kernel.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "parity.pytest_parity", "test_kernel.py", *arguments]
+    environment = os.environ | {"PYTHONPATH": ":".join(p for p in sys.path if p)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    return done.stdout
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_every_judgement_is_shown_and_what_fails_is_replayed(tmp_path, workers):
+    out = run(tmp_path, KERNELS, "--parity", "--junit-xml=out.xml", *workers)
+    section = out.split("parity: error ÷ allowed")[1]
+    assert re.search(r"\d  (output|grad_\w+) \(\w+\)  test_kernel.py::test_plain", section)
+    assert len(re.findall(r"test_kernel.py::", section.split("short test summary")[0])) == 12  # one crashes
+    (replay,) = set(re.findall(r"--parity-replay (\S+)", section))
+    notes = [
+        p.get("value") for p in ElementTree.parse(tmp_path / "out.xml").iter("property") if p.get("name") == "parity"
+    ]
+    assert len(notes) == 12 and any(replay in note for note in notes)
+    for asked in (replay, "last"):
+        out = run(tmp_path, KERNELS, f"--parity-replay={asked}", *workers)
+        assert "1 failed, 1 passed" in out, out
+        assert replay in out.split("short test summary")[1]
+    last = run(tmp_path, KERNELS, "--lf", *workers)
+    assert re.search(r"\d failed(?!, \d+ passed)", last.splitlines()[-1]), last
+
+
+def test_without_its_options_it_shows_nothing(tmp_path):
+    out = run(tmp_path, TOLERANCES)
+    assert "2 passed" in out and "parity" not in out
+    program = "import sys, parity.pytest_parity; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_the_audit_says_what_tolerances_let_pass(tmp_path, workers):
+    section = run(tmp_path, TOLERANCES, "--parity-audit", *workers).split("in so many of the calls")[1]
+    rows = {line.split()[-1]: line.split()[1:-1] for line in section.splitlines() if "test_kernel.py:" in line}
+    assert rows == {
+        "test_kernel.py:6": ["1", "1", "1"],  # zeros, a factor, the last entry; equal rows cannot be told apart
+        "test_kernel.py:8": ["1"],  # the factor alone
+        "test_kernel.py:12": [],
+    }
