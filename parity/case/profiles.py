@@ -22,6 +22,7 @@ class Profile:
         frozen_whole: whether frozen cases get the repeated calls and exact relations at once, not only where nothing else
             shows what the ledger knows, and those of whole trainers run; without them the ledger entries that rest on
             them are not evaluated.
+        frozen: whether frozen cases are run at all.
     """
 
     derandomised: bool = True
@@ -32,9 +33,11 @@ class Profile:
     findings: int = 12
     minimise_seconds: float = 60.0
     frozen_whole: bool = True
+    frozen: bool = True
 
 
 PROFILES = {
+    "demo": Profile(cost=16, least=10, frozen=False),
     "quick": Profile(
         cost=16,
         least=2,
@@ -57,7 +60,7 @@ PROFILES = {
         minimise_seconds=600.0,
     ),
 }
-CASES = {"quick": 60, "pr": 400, "nightly": 6000, "soak": 60000}
+CASES = {"demo": 8, "quick": 60, "pr": 400, "nightly": 6000, "soak": 60000}
 """Profile -> cases of a family that it draws, over all shards."""
 CASES_OF = {"logprobs": {"quick": 40, "pr": 700}, "policy": {"quick": 40, "pr": 700}}
 """Families that draw another number."""

@@ -63,6 +63,31 @@ def run_command(detail: Detail, **options: Any) -> None:
     sys.exit(result.exit_code)
 
 
+@main.command("demo", epilog="Example: parity demo")
+@options.path("--reports", "folder for the losses and the page", "reports/demo")
+def demo_command(reports: Path) -> None:
+    """Run a right loss and a wrong one, and show the finding.
+
+    Half a minute, without TRL and Liger. Exit code: 0 if the wrong one alone was found.
+    """
+    from parity.cli.demo import demo
+
+    sys.exit(demo(reports, console()))
+
+
+@main.command("init", epilog="Example: parity init my_kernel.py:my_loss")
+@click.argument("loss", required=False, metavar="[FILE.py:NAME]")
+def init_command(loss: str | None) -> None:
+    """Write a first test and a workflow into a repository.
+
+    The test judges a kernel. With FILE.py:NAME, a loss of yours, pull requests run it on drawn cases too, and a ledger of your
+    own keeps what is known. Files that are there stay as they are.
+    """
+    from parity.cli.init import init
+
+    init(Path.cwd(), loss)
+
+
 @main.command("list", epilog="Example: parity list --family policy")
 @options.FAMILIES
 @click.option(

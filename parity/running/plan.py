@@ -213,6 +213,8 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     families = [f for f in wanted or known if f in known and f in have]
     checked = catalogue.chosen(wanted, have)
     frozen = {name: Frozen.load(path).case for name, path in sorted(frozen_files(ledger_path).items())}
+    if not profile.frozen:
+        frozen = {}
     if not profile.frozen_whole:
         frozen = {name: case for name, case in frozen.items() if case.family in known}
     if options.dtypes:

@@ -1,0 +1,108 @@
+"""The first ten minutes: `parity demo` without TRL and Liger, and what `parity init` writes into a repository."""
+
+import importlib.metadata
+import os
+import re
+import shlex
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from parity.cli.commands import main
+
+ABSENT = ("trl", "transformers", "liger_kernel", "cut_cross_entropy", "triton")
+HIDING = f"""
+import importlib.metadata
+from importlib.machinery import PathFinder
+found, named = PathFinder.find_spec, importlib.metadata.Distribution.from_name
+def of_name(name):
+    if name.replace("-", "_") in {ABSENT}:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return named(name)
+importlib.metadata.Distribution.from_name = staticmethod(of_name)
+PathFinder.find_spec = staticmethod(
+    lambda name, *rest: None if name.partition(".")[0] in {ABSENT} else found(name, *rest)
+)
+"""
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def ran(folder, *words, env=None):
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600, cwd=folder, env=env)
+
+
+def test_the_demo_finds_the_dropped_ratio_without_trl_and_its_replay_line_works(tmp_path):
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "sitecustomize.py").write_text(HIDING)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "without"), *filter(None, sys.path)])}
+    done = ran(tmp_path, "-m", "parity", "demo", env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^right +agrees in all of (9|\d\d) cases$", done.stdout, re.MULTILINE)
+    assert re.search(r"^ratio_dropped +disagrees in (9|\d\d) of \1 cases$", done.stdout, re.MULTILINE)
+    assert (tmp_path / "reports/demo/index.html").stat().st_size > 10_000
+    line = re.search(r"^replay +parity (replay .*)$", done.stdout, re.MULTILINE)[1]
+    again = ran(tmp_path, "-m", "parity", *shlex.split(line), env=env)
+    assert again.returncode == 1 and "class    logic" in again.stdout, again.stdout + again.stderr
+
+
+def test_init_writes_a_test_that_passes_and_leaves_what_is_there(repository):
+    (repository / "test").mkdir()
+    first = CliRunner().invoke(main, ["init"])
+    assert first.exit_code == 0 and "wrote test/test_parity.py" in first.output
+    assert "next: python -m pytest test/test_parity.py" in first.output
+    done = ran(repository, "-m", "pytest", "-q", "test/test_parity.py")
+    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout
+    wrong = (repository / "test/test_parity.py").read_text().replace("weight, 1e-6)", "weight.roll(1), 1e-6)")
+    (repository / "test/test_parity.py").write_text(wrong)
+    assert "test/test_parity.py is there already" in CliRunner().invoke(main, ["init"]).output
+    done = ran(repository, "-m", "pytest", "-q", "test/test_parity.py")
+    assert "6 failed" in done.stdout, done.stdout
+
+
+def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
+    (repository / "mine.py").write_text("def loss(hidden, weight, ids): ...\n")
+    assert CliRunner().invoke(main, ["init", "mine.py:loss"]).exit_code == 0
+    workflow = repository / ".github/workflows/parity.yml"
+    assert "parity run --implementation mine.py:loss --ledger parity-ledger.toml" in workflow.read_text()
+    assert "llm-parity[cli]" in workflow.read_text()
+    done = ran(repository, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(workflow))
+    assert done.returncode == 0, done.stdout
+    listed = CliRunner().invoke(main, ["findings", "--ledger", "parity-ledger.toml"])
+    assert listed.exit_code == 0, listed.output
+
+
+@pytest.mark.parametrize(
+    ("source", "requirement"),
+    [
+        (
+            '{"url": "https://x.org/p.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}',
+            "@ git+https://x.org/p.git@abc'",
+        ),
+        ('{"url": "file:///nowhere/at/all", "dir_info": {}}', "==7.1'"),
+        (None, "==7.1'"),
+    ],
+)
+def test_the_workflow_installs_from_where_this_was_installed(repository, monkeypatch, source, requirement):
+    installed = SimpleNamespace(version="7.1", read_text=lambda name: source)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    said = CliRunner().invoke(main, ["init"]).output
+    assert requirement in (repository / ".github/workflows/parity.yml").read_text() and requirement in said
+
+
+def test_init_needs_a_repository_and_the_file_of_the_loss(tmp_path, monkeypatch, repository):
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    done = ran(tmp_path / "below", "-m", "parity", "init")
+    assert done.returncode == 2 and "no git repository" in done.stderr
+    done = ran(repository, "-m", "parity", "init", "gone.py:loss")
+    assert done.returncode == 2 and "expected FILE.py:NAME" in done.stderr
+    assert not (repository / "tests").exists()

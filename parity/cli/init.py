@@ -1,0 +1,101 @@
+"""`parity init`: a first test, a workflow and a ledger of one's own, in a repository of kernels or losses."""
+
+import importlib.metadata
+import json
+import subprocess
+from pathlib import Path
+
+import click
+
+from parity.errors import UsageError
+
+TEST = '''"""Our kernels against their definitions in float64, forward and backward; tolerances follow from rounding."""
+
+import pytest
+import torch
+from parity.testing import assert_parity
+
+
+def rms_norm(x, weight, eps=1e-6):
+    """The definition: plain torch, for any dtype."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def kernel(x, weight):
+    """Call your kernel here."""
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_rms_norm(rows, dtype):
+    x, weight = torch.randn(rows, 1024).to(dtype), torch.randn(1024).to(dtype)
+    assert_parity(kernel, definition=rms_norm, inputs={"x": x, "weight": weight})
+'''
+WORKFLOW = """name: parity
+on: [pull_request]
+jobs:
+  parity:
+    runs-on: ubuntu-latest  # a kernel for a GPU: a runner that has one
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          python-version: "3.12"
+      - run: pip install pytest {requirement}
+      - run: python -m pytest {test}
+{gate}"""
+GATE = """      - run: parity run --implementation {loss} --ledger {ledger}
+      - run: cat reports/summary.md >> "$GITHUB_STEP_SUMMARY"
+        if: always()
+"""
+LEDGER = """# Findings of our own code that are known: `parity run --ledger parity-ledger.toml` does not fail for them.
+# `parity ledger add CASE --reason ... --link ... --ledger parity-ledger.toml` enters one of the last run.
+"""
+
+
+def init(folder: Path, loss: str | None) -> None:
+    """Write what is not there yet, and say which; `loss`: FILE.py:NAME, which a pull request is then judged by.
+
+    Raises:
+        UsageError: where `folder` is no repository, or the file of the loss is not in it.
+    """
+    if not (folder / ".git").exists():
+        raise UsageError(f"{folder}: no git repository; run `parity init` in the folder that holds .git")
+    if loss is not None and not (folder / loss.rpartition(":")[0]).is_file():
+        raise UsageError(f"{loss}: expected FILE.py:NAME of a function in {folder}")
+    tests = next((name for name in ("tests", "test") if (folder / name).is_dir()), "tests")
+    test, ledger = f"{tests}/test_parity.py", "parity-ledger.toml"
+    files = {test: TEST}
+    gate = GATE.format(loss=loss, ledger=ledger) if loss else ""
+    requirement = _requirement("[cli]" if loss else "")
+    files[".github/workflows/parity.yml"] = WORKFLOW.format(requirement=requirement, test=test, gate=gate)
+    if loss:
+        files[ledger] = LEDGER
+    for name, text in files.items():
+        file = folder / name
+        if file.exists():
+            click.echo(f"{name} is there already")
+            continue
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        click.echo(f"wrote {name}")
+    click.echo(f"the workflow installs {requirement}: change that line if pip cannot get it from there")
+    click.echo(f"next: python -m pytest {test}")
+    if loss:
+        click.echo(f"      parity run --implementation {loss} --ledger {ledger} --profile quick")
+
+
+def _requirement(extra: str) -> str:
+    """How pip gets what runs here: from the repository that it was installed from, else by name and version."""
+    name = f"llm-parity{extra}"
+    installed = importlib.metadata.distribution("llm-parity")
+    source = json.loads(installed.read_text("direct_url.json") or "{}")
+    if "vcs_info" in source:
+        return f"'{name} @ git+{source['url']}@{source['vcs_info']['commit_id']}'"
+    if source.get("url", "").startswith("file://"):
+        asked = ["git", "-C", source["url"].removeprefix("file://"), "remote", "get-url", "origin"]
+        origin = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+        if origin.startswith("https://"):
+            return f"'{name} @ git+{origin}'"
+    return f"'{name}=={installed.version}'"
