@@ -216,11 +216,18 @@ def call(
 
 
 def laid_out(x: torch.Tensor) -> torch.Tensor:
-    """A copy with the strides of x, also where they leave gaps or repeat entries, as a slice and an expanded tensor do."""
-    if x.layout != torch.strided or x.is_contiguous():
-        return x.detach().clone()
+    """A copy with the strides of x, also where they leave gaps or repeat entries, and with as uneven a storage offset.
+
+    In front of a floating tensor that does not begin its storage there is NaN.
+    """
+    x = x.detach()
+    if x.layout != torch.strided or not x.numel():
+        return x.clone()
+    front = (x.storage_offset() - 1) % 64 + 1 if x.storage_offset() else 0
     span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return x.detach().as_strided((span,), (1,)).clone().as_strided(x.shape, x.stride())
+    memory = x.new_full((front + span,), torch.nan if x.is_floating_point() else 0)
+    memory[front:] = x.as_strided((span,), (1,))
+    return memory.as_strided(x.shape, x.stride(), front)
 
 
 @contextlib.contextmanager
