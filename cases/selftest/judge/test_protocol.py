@@ -223,6 +223,18 @@ def tuple_of(out, dtype):
     return parts if isinstance(out, tuple) else parts[0]
 
 
+def test_other_values_are_as_valid_as_the_given_ones():
+    """What a kernel demands of its inputs, that rows sum to 1 or a mask is 0 or 1, holds of those that the protocol makes."""
+
+    def demanding(p, mask):
+        assert bool((p.sum(-1) - 1).abs().max() < 1e-5) and set(mask.flatten().tolist()) <= {0.0, 1.0}
+        return p * mask
+
+    p = torch.linspace(-2, 3, 6).softmax(-1)[None]
+    for mask in (torch.ones(1, 6), torch.zeros(()), (torch.arange(6) % 2).float()):
+        assert_parity(demanding, lambda p, mask: p * mask, {"p": p, "mask": mask}, grad=("p",))
+
+
 @pytest.mark.parametrize("view", [lambda x: x[:, ::3], lambda x: x.T, lambda x: x[:1].expand(4, 12), lambda x: x[0]])
 def test_views_are_written_over_as_they_lie(view):
     x = {"x": view(torch.linspace(-2, 3, 48).reshape(4, 12))}
