@@ -165,10 +165,10 @@ OPERATIONS = {
     ),
     "rope": Operation(
         draw(
-            q=tensor("B", 3, "T", 16),
-            k=tensor("B", 1, "T", 16),
-            cos=tensor("B", "T", 16, then=torch.cos),
-            sin=tensor("B", "T", 16, then=torch.sin),
+            q=tensor("B", 3, "T", 20),
+            k=tensor("B", 1, "T", 20),
+            cos=tensor("B", "T", 20, then=torch.cos),
+            sin=tensor("B", "T", 20, then=torch.sin),
             sizes={"B": (1, 3), "T": 65},
         ),
         D.rope,

@@ -1,0 +1,55 @@
+"""Kernels of others: what the judge says of mistakes in every operation, and that each script of a finding shows it."""
+
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases.selftest.judge import kernel_mutants
+from parity.testing import check_parity
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = sorted((ROOT / "cases/scripts/kernels").glob("liger-*.py"))
+PAGE = (ROOT / "docs/measured/kernels.md").read_text()
+
+
+@functools.cache
+def recorded():
+    """(operation, dtype) -> what docs/measured/kernels.md says that is not caught."""
+    rows = re.findall(r"^\| (\w+) \| (fp32|fp16|bf16) \|.*\|([^|]*)\|$", PAGE, re.MULTILINE)
+    return {(name, dtype): {m for m in missed.strip().split(", ") if m} for name, dtype, missed in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", kernel_mutants.OPERATIONS)
+def test_what_the_page_says_is_caught_is_caught(name, dtype):
+    wrong = [m for m in kernel_mutants.MUTANTS if (dtype, m) not in kernel_mutants.NOT_WRONG]
+    survivors = {m for m in wrong if not kernel_mutants.killed(name, m, dtype, kernel_mutants.judged)}
+    assert survivors <= recorded()[name, dtype]
+    assert kernel_mutants.alarms(name, dtype, kernel_mutants.judged) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_shows_its_finding(script):
+    done = subprocess.run([sys.executable, script.name], cwd=script.parent, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.startswith("| "), done.stderr[-2000:]
+    assert script.stem in PAGE
+
+
+def test_every_mistake_is_caught_in_one_operation():
+    for mutant in kernel_mutants.MUTANTS:
+        assert kernel_mutants.killed("moe_combine", mutant, "fp32", kernel_mutants.judged), mutant
+
+
+@pytest.mark.parametrize("offset", [1, 63, 64, 65, 1000])
+def test_a_function_sees_an_uneven_offset_as_it_is(offset):
+    seen = []
+    x = torch.arange(1100.0)[offset : offset + 8]
+    check_parity(lambda x: (seen.append(x.storage_offset()), x.exp())[1], lambda x: x.exp(), {"x": x}, protocol="none")
+    assert seen[0] % 64 == offset % 64 and seen[0] > 0
