@@ -22,7 +22,7 @@ from parity.results.row import Row
 from parity.trainers import catalogue, execute
 from parity.trainers.catalogue import TrainerFamily, is_trainer
 
-NAMES = ("logprobs", "policy", "divergence")
+NAMES = ("logprobs", "policy", "divergence", "preference")
 LIBRARIES = (
     "trl",
     "trl_trainer",
@@ -32,6 +32,8 @@ LIBRARIES = (
     "liger_grpo",
     "trl_divergence",
     "liger_divergence",
+    "liger_preference",
+    "trl_preference",
     "unsloth",
     "fixes",
 )

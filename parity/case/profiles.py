@@ -62,7 +62,11 @@ PROFILES = {
 }
 CASES = {"demo": 8, "quick": 60, "pr": 400, "nightly": 6000, "soak": 60000}
 """Profile -> cases of a family that it draws, over all shards."""
-CASES_OF = {"logprobs": {"quick": 40, "pr": 700}, "policy": {"quick": 40, "pr": 700}}
+CASES_OF = {
+    "logprobs": {"quick": 40, "pr": 700},
+    "policy": {"quick": 40, "pr": 700},
+    "preference": {"quick": 30, "pr": 250},
+}
 """Families that draw another number."""
 
 

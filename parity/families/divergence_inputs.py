@@ -180,10 +180,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     tensors["ids"] = tensors["ids"].masked_fill(ignored, IGNORE_INDEX)
     if s.num_items == "given":
         tensors["num_items_in_batch"] = torch.tensor(max(int((~ignored).sum()) + s.other_tokens, 1))
-    g = head.cotangent(case, s.cotangent, "loss", ())
-    g = torch.where(g == 0, 0.5, g) if s.cotangent == "random" else g
-    g = g / 64 if s.cotangent == "scaled" and case.dtype == "fp16" else g  # a float16 loss cannot carry 65,536
-    return arranged(head.inputs(case, s, tensors, head.leaves(s), {"loss": g}))
+    return arranged(head.inputs(case, s, tensors, head.leaves(s), {"loss": head.of_a_loss(case, s)}))
 
 
 def check(case: Case, s: SimpleNamespace) -> None:

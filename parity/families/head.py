@@ -138,6 +138,13 @@ def cotangent(case: Case, kind: str, name: str, shape: tuple[int, ...]) -> torch
     return g
 
 
+def of_a_loss(case: Case, s: SimpleNamespace) -> torch.Tensor:
+    """The upstream gradient of a scalar, 0-dim, never 0 where it is random; a float16 loss cannot carry 65,536."""
+    g = cotangent(case, s.cotangent, "loss", ())
+    g = torch.where(g == 0, 0.5, g) if s.cotangent == "random" else g
+    return g / 64 if s.cotangent == "scaled" and case.dtype == "fp16" else g
+
+
 def logits(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
     """z = softcap(scale·(h Wᵀ + b))/τ, shape (…, B·T, V), float64; every leaf may carry leading replica dimensions.
 
@@ -395,7 +402,8 @@ def double_cotangents(x: Inputs) -> Inputs | None:
 
 
 REPLICATED = frozenset(
-    "hidden weight bias lora_a lora_b teacher_hidden teacher_weight teacher_bias teacher_logits support_logps".split()
+    "hidden weight bias lora_a lora_b teacher_hidden teacher_weight teacher_bias teacher_logits support_logps "
+    "ref_hidden ref_weight ref_bias".split()
 )
 """What an oracle rounds: every replica has its own."""
 

@@ -141,7 +141,41 @@ DIVERGENCE = (
     Probe("chunk_size", 3, bases=DENSE, stays=True),
 )
 
-PROBES: Mapping[str, tuple[Probe, ...]] = {"logprobs": LOGPROBS, "policy": POLICY, "divergence": DIVERGENCE}
+CPO: Mapping[str, Any] = {"method": "cpo"}
+KTO: Mapping[str, Any] = {"method": "kto", "loss_type": "kto"}
+PREFERENCE = (
+    *(dataclasses.replace(probe, bases=({}, CPO)) for probe in HEAD),
+    *(Probe("loss_type", value) for value in ("hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard")),
+    *(Probe("loss_type", value) for value in ("apo_zero", "apo_down", "discopop", "sigmoid_norm")),
+    Probe("loss_type", "exo_pair", {"smoothing": 0.1}),
+    Probe("loss_type", "robust", {"smoothing": 0.1}),
+    Probe("loss_type", "simpo", {"method": "cpo"}),
+    Probe("beta", 0.7, bases=({}, CPO, KTO)),
+    Probe("average", True, bases=({}, CPO, KTO)),
+    Probe("nll", 0.4, bases=({}, CPO)),
+    Probe("smoothing", 0.2, {"loss_type": "robust"}),
+    Probe("smoothing", 0.2, CPO, note="cpo"),
+    Probe("gamma", 1.5, {"method": "cpo", "loss_type": "simpo"}),
+    Probe("tau", 1.0, {"loss_type": "discopop"}),
+    Probe(
+        "reference",
+        "none",
+        off=_as_built_without("reference", "ref_hidden", "ref_weight", "ref_bias"),
+        bases=({}, KTO),
+    ),
+    Probe("kl", 2.0, KTO),
+    Probe("desirable", 0.7, KTO),
+    Probe("undesirable", 1.3, KTO),
+    Probe("ignored", "none", off=_as_built_without("ignored", "ids")),
+    Probe("chunk_size", 2, bases=({}, CPO, KTO), stays=True),
+)
+
+PROBES: Mapping[str, tuple[Probe, ...]] = {
+    "logprobs": LOGPROBS,
+    "policy": POLICY,
+    "divergence": DIVERGENCE,
+    "preference": PREFERENCE,
+}
 """Family -> what an audit moves."""
 BASES: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "policy": ({"old": "absent", "beta": 0.04}, {"loss_type": "bnpo"}),  # TRL 0.15, 0.16
@@ -156,6 +190,7 @@ def example(family: Family, number: int) -> dict[str, Any]:
         drawn = {n: s.drawn for n, s in family.settings.items() if s.drawn}
         return {name: values[-1 - number % len(values)] for name, values in drawn.items()}
     sizes = ({"B": 3, "T": 6, "V": 11, "H": 5}, {"B": 2, "T": 5, "V": 37, "H": 8})[number % 2]
+    sizes |= {"B": 4} if family.name == "preference" else {}
     out = {**sizes, "peak": 2.0, "grad": "hidden weight"}
     out |= {"lengths": ([6, 4, 2], [3, 5])[number % 2]} if family.name == "policy" else {}
     return out if family.name == "logprobs" else out | {"cotangent": "ones"}

@@ -8,10 +8,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from cases.selftest.controls import preference
 from cases.selftest.controls.divergence import ROADS
 from cases.selftest.controls.logprobs import HEADS, NARROW, Head
 from cases.selftest.controls.policy import METRICS, REORDERED, loss_of
 from parity.case.inputs import Inputs
+from parity.families.preference import PARTS
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judge.recipe import Recipe
 
@@ -67,6 +69,18 @@ CONTROLS: dict[str, tuple[Implementation, ...]] = {
     "divergence": tuple(
         _of("divergence", name, call=road, recipe=road.recipe, contexts=frozenset({"plain", "checkpoint", "compile"}))
         for name, road in ROADS.items()
+    ),
+    "preference": tuple(
+        _of(
+            "preference",
+            name,
+            call=preference.loss_of(head.call),
+            recipe=_loss_recipe(head),
+            outputs=frozenset(PARTS),
+            contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
+        )
+        for name, head in HEADS.items()
+        if name not in NARROW  # a loss in float32 of log-probs that are not
     ),
 }
 """Family -> its correct implementations."""

@@ -26,7 +26,7 @@ def test_a_share_of_the_float32_cases_runs_with_tf32_products_on_cuda():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_share_of_the_small_cases_has_a_real_vocabulary_in_long_profiles_on_cuda(name):
     fam = loss_family(name)
-    drawn = list(draws(cases(fam, ("bf16",), "nightly"), f"real/{name}", 200))
+    drawn = list(draws(cases(fam, ("bf16",), "nightly"), f"real/{name}", 600))
     real = [c for case in drawn for c in second_pass(case, "cuda", long=True)]
     assert real and {c.settings["V"] for c in real} <= set(VOCABULARIES)
     for case in real:

@@ -10,10 +10,11 @@ import torch
 
 from cases.selftest.mutants.trainers import EDITS, mutated
 from cases.selftest.trainers.asked import disagreeing, rows, verdicts
+from parity.families.preference_losses import CPO, DPO, unpaired
 from parity.trainers import check
 from parity.trainers.checks import losses
 from parity.trainers.definitions import formulas, training_step
-from parity.trainers.definitions.formulas import CPO, DPO, MIXED, Loss, Pairs, unpaired
+from parity.trainers.definitions.formulas import MIXED, Loss, pairs_of
 from parity.trainers.rig import drive
 from parity.trainers.rig.stored_window import Window
 
@@ -32,7 +33,7 @@ class Side:
 def pairs(chosen, rejected, ref_chosen=(0.0,), ref_rejected=(0.0,), lengths=(2, 4), **settings):
     """Pairs of given log-probs."""
     sides = Side(chosen, ref_chosen, lengths[0]), Side(rejected, ref_rejected, lengths[1])
-    return Pairs(sides, SimpleNamespace(**{**PLAIN, **settings}))
+    return pairs_of(sides, SimpleNamespace(**{**PLAIN, **settings}))
 
 
 def sigmoid(x):

@@ -1,7 +1,7 @@
 """The loss of every trainer on a stored window, by its definition: a formula a line, its paper beside it, in float64.
 
-Each is a mean over the window, however a trainer cuts it into micro-batches. Δ_w and Δ_l are log π - log π_ref of the chosen
-and the rejected completion, summed over its tokens; d = Δ_w - Δ_l.
+Each is a mean over the window, however a trainer cuts it into micro-batches. What the preference losses make of log-probs
+is in `parity.families.preference_losses`.
 """
 
 import dataclasses
@@ -16,9 +16,11 @@ from torch.nn.functional import logsigmoid, pad
 
 from parity.case.case import Case
 from parity.case.inputs import Inputs, Setting, defaults
+from parity.families import preference_losses
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.families.policy import divergence as k3
+from parity.families.preference_losses import DPO, Pairs, unpaired
 from parity.trainers.definitions.scored import Scored, completion_logps, rows, sums
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Sequences, Window
@@ -137,43 +139,11 @@ def sft(a: Loss, model: Any) -> Tensor:
     return -((logps.exp().detach() if a.s.loss == "dft" else 1.0) * logps).sum() / logps.numel()
 
 
-class Pairs:
-    """What the losses of a batch of pairs are made of.
-
-    Attributes:
-        s: beta, smoothing, divergence, alpha, ld_alpha and tau.
-        logps, ref: log-probs (N,) of chosen and rejected, weighted by ld_alpha behind the shorter one's length (LD-DPO,
-            arXiv 2409.06411).
-        scores: f'(π/π_ref) of chosen and rejected, (N,) (f-DPO, arXiv 2309.16240), 0 where they are equal.
-        lengths: tokens of chosen and rejected, (N,).
-        tokens: log-probs (T_i,) of the chosen.
-    """
-
-    def __init__(self, sides: Sequence[Scored], s: SimpleNamespace):
-        self.s, self.tokens, self.lengths = s, sides[0].tokens, [side.lengths for side in sides]
-        self.logps = _summed([side.tokens for side in sides], s.ld_alpha)
-        self.ref = _summed([side.base.tokens for side in sides], s.ld_alpha)
-        self.ratios = [a - b for a, b in zip(self.logps, self.ref, strict=True)]
-        self.scores = [_score(r, s.divergence, s.alpha) for r in self.ratios]
-
-    @property
-    def d(self) -> Tensor:
-        """Difference of the scores."""
-        return self.scores[0] - self.scores[1]
-
-    @property
-    def averaged(self) -> Tensor:
-        """Difference of the scores per token."""
-        return self.scores[0] / self.lengths[0] - self.scores[1] / self.lengths[1]
-
-    def sorted_difference(self, policy: Tensor, reference: Tensor) -> Tensor:
-        """Order statistics against order statistics."""
-        return policy.sort().values - reference.sort().values
-
-    def smoothed(self, d: Tensor) -> Tensor:
-        """-(1 - ε) log σ(βd) - ε log σ(-βd)."""
-        e, b = self.s.smoothing, self.s.beta
-        return -(1 - e) * logsigmoid(b * d) - e * logsigmoid(-b * d)
+def pairs_of(sides: Sequence[Scored], s: SimpleNamespace) -> Pairs:
+    """Chosen and rejected, the tokens weighted by ld_alpha behind the shorter one's length (LD-DPO, arXiv 2409.06411)."""
+    policy, reference = ([side.tokens for side in sides], [side.base.tokens for side in sides])
+    nll = -torch.cat(list(policy[0])).mean()
+    return Pairs(s, _summed(policy, s.ld_alpha), _summed(reference, s.ld_alpha), [x.lengths for x in sides], nll)
 
 
 def _summed(sides: Sequence[Sequence[Tensor]], ld_alpha: float) -> list[Tensor]:
@@ -185,60 +155,6 @@ def _summed(sides: Sequence[Sequence[Tensor]], ld_alpha: float) -> list[Tensor]:
     ]
 
 
-def _score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(u), u = exp(ratio), as f-DPO's table 1: log u, 1 - 1/u, log(2u/(1 + u)), (1 - u^-α)/α.
-
-    The paper's constant cancels between chosen and rejected; here f'(1) = 0, which losses per token need.
-    """
-    if divergence == "forward_kl":
-        return 1 - torch.exp(-ratio)
-    if divergence == "js_divergence":
-        return math.log(2) + logsigmoid(ratio)
-    if divergence == "alpha_divergence":
-        return (1 - torch.exp(-alpha * ratio)) / alpha
-    return ratio
-
-
-def _exo(p: Pairs) -> Tensor:
-    e, z = p.s.smoothing, p.s.beta * p.d
-    chosen = torch.sigmoid(z) * (logsigmoid(z) - math.log1p(-e))
-    return chosen + torch.sigmoid(-z) * (logsigmoid(-z) - math.log(e))
-
-
-def _robust(p: Pairs) -> Tensor:
-    e, z = p.s.smoothing, p.s.beta * p.d
-    return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
-
-
-def _nca(p: Pairs) -> Tensor:
-    w, loser = (p.s.beta * r for r in p.ratios)
-    return -logsigmoid(w) - 0.5 * logsigmoid(-w) - 0.5 * logsigmoid(-loser)
-
-
-def _discopop(p: Pairs) -> Tensor:
-    z = p.s.beta * p.d
-    share = torch.sigmoid(z / p.s.tau)
-    return -logsigmoid(z) * (1 - share) + torch.exp(-z) * share
-
-
-DPO: Mapping[str, Callable[[Pairs], Tensor]] = {
-    "sigmoid": lambda p: -logsigmoid(p.s.beta * p.d),  # DPO, arXiv 2305.18290
-    "hinge": lambda p: torch.relu(1 - p.s.beta * p.d),  # SLiC-HF, arXiv 2305.10425
-    "ipo": lambda p: (p.averaged - 1 / (2 * p.s.beta)) ** 2,  # arXiv 2310.12036, per token as its authors confirmed
-    "exo_pair": _exo,  # arXiv 2402.00856, equation 16
-    "nca_pair": _nca,  # arXiv 2402.05369
-    "robust": _robust,  # arXiv 2403.00409
-    "bco_pair": lambda p: -logsigmoid(p.s.beta * p.ratios[0]) - logsigmoid(-p.s.beta * p.ratios[1]),  # shift 0
-    "sppo_hard": lambda p: (p.ratios[0] - 0.5 / p.s.beta) ** 2 + (p.ratios[1] + 0.5 / p.s.beta) ** 2,  # 2405.00675
-    "aot": lambda p: p.smoothed(p.sorted_difference(p.logps[0] - p.logps[1], p.ref[0] - p.ref[1])),  # 2406.05882
-    "aot_unpaired": lambda p: p.smoothed(p.sorted_difference(*p.ratios)),
-    "apo_zero": lambda p: 1 - torch.sigmoid(p.s.beta * p.ratios[0]) + torch.sigmoid(p.s.beta * p.ratios[1]),
-    "apo_down": lambda p: torch.sigmoid(p.s.beta * p.ratios[0]) + 1 - torch.sigmoid(p.s.beta * p.d),  # 2408.06266
-    "discopop": _discopop,  # arXiv 2406.08414, equation 5
-    "sft": lambda p: -torch.cat(list(p.tokens)).mean().expand(len(p.tokens)),
-    "sigmoid_norm": lambda p: -logsigmoid(p.s.beta * p.averaged),  # per token, as SimPO's margin
-}
-"""Loss type of DPOTrainer -> loss of each pair, (N,)."""
 ONLINE = {"sigmoid": DPO["sigmoid"], "ipo": lambda p: (p.d - 1 / (2 * p.s.beta)) ** 2}
 """Loss type of OnlineDPOTrainer -> loss of each pair; ipo of whole completions."""
 MIXED = {"mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}}
@@ -248,7 +164,7 @@ MIXED = {"mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}}
 def dpo(a: Loss, model: Any) -> Tensor:
     """The mean over the pairs, each times its WPO weight where that is on (arXiv 2406.11827, equation 2)."""
     sides = a.sides(model)
-    pairs = Pairs(sides, a.s)
+    pairs = pairs_of(sides, a.s)
     loss = torch.stack([w * DPO[name](pairs) for name, w in MIXED.get(a.s.loss, {a.s.loss: 1.0}).items()]).sum(0)
     return (loss * _alignment(sides[0]) * _alignment(sides[1]) if a.s.weighting else loss).mean()
 
@@ -259,34 +175,17 @@ def _alignment(side: Scored) -> Tensor:
     return torch.stack([(own - torch.logsumexp(2 * table, -1)).mean().exp() for own, table in pairs]).detach()
 
 
-CPO = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
-"""Loss types of CPOTrainer."""
-
-
 def cpo(a: Loss, model: Any) -> Tensor:
-    """mean of f(r_w - r_l) plus nll·(-Σ log p / N) over the N tokens of the chosen completions (arXiv 2401.08417, 3).
-
-    r is log π of a completion, per token for ipo and simpo; (1 - exp(-a·r))/a with AlphaPO's exponent a (arXiv
-    2501.03884). f as DPO's; simpo: sigmoid of β(r_w - r_l) - γ (arXiv 2405.14734); alphapo: simpo with nll = 0.
-    """
-    s, sides = a.s, a.sides(model)
-    r = [side.means if s.loss in ("ipo", "simpo", "alphapo") else side.sums for side in sides]
-    if s.power:
-        r = [(1 - torch.exp(-s.power * x)) / s.power for x in r]
-    z = s.beta * (r[0] - r[1]) - (s.gamma if s.loss in ("simpo", "alphapo") else 0.0)
-    if s.loss == "hinge":
-        preferred = torch.relu(1 - z)
-    elif s.loss == "ipo":
-        preferred = (r[0] - r[1] - 1 / (2 * s.beta)) ** 2
-    else:
-        preferred = -(1 - s.smoothing) * logsigmoid(z) - s.smoothing * logsigmoid(-z)
-    weight = 0.0 if s.loss == "alphapo" else s.nll
-    return preferred.mean() - weight * torch.cat(sides[0].tokens).mean()
+    """mean of `preference_losses.cpo` plus nll·(-Σ log p / N) over the N tokens of the chosen completions; alphapo: nll = 0."""
+    sides = a.sides(model)
+    r = [side.means if a.s.loss in ("ipo", "simpo", "alphapo") else side.sums for side in sides]
+    weight = 0.0 if a.s.loss == "alphapo" else a.s.nll
+    return preference_losses.cpo(r, a.s, a.s.loss).mean() - weight * torch.cat(sides[0].tokens).mean()
 
 
 def log_odds(side: Scored) -> Tensor:
     """log p - log(1 - p) of each completion, log p the mean of its tokens' log-probs, (N,)."""
-    return side.means - torch.log(-torch.expm1(side.means))
+    return preference_losses.log_odds(side.means)
 
 
 def orpo(a: Loss, model: Any) -> Tensor:
@@ -301,23 +200,10 @@ def orpo(a: Loss, model: Any) -> Tensor:
 
 
 def kto(a: Loss, model: Any) -> Tensor:
-    """mean of λ_D (1 - σ(β(Δ - z))) of desirable and λ_U (1 - σ(β(z - Δ))) of undesirable ones (arXiv 2402.01306)."""
+    """The mean of `preference_losses.unpaired`."""
     ratios = a.scored(model).ratios
     z = kl_of_others(a, model) if a.s.loss == "kto" else None
     return unpaired(ratios, torch.tensor(a.window.labels), a.s, z).mean()
-
-
-def unpaired(ratios: Tensor, labels: Tensor, s: SimpleNamespace, z: Tensor | None) -> Tensor:
-    """Loss of each completion, (N,), by its log-ratio and label; `z` None: apo_zero_unpaired, λ_D (1 - σ(βΔ)) and λ_U σ(βΔ).
-
-    KTO's own z is a KL estimated on the micro-batch, so that the loss is not a sum over micro-batches; that one is (arXiv
-    2408.06266, equation 7, unpaired).
-    """
-    if z is None:
-        p = torch.sigmoid(s.beta * ratios)
-        return torch.where(labels, s.desirable * (1 - p), s.undesirable * p)
-    good, bad = (1 - torch.sigmoid(s.beta * x) for x in (ratios - z, z - ratios))
-    return torch.where(labels, s.desirable * good, s.undesirable * bad)
 
 
 def kl_of_others(a: Loss, model: Any) -> Tensor:
@@ -476,7 +362,7 @@ def jsd(student: Scored, beta: float) -> list[Tensor]:
 
 
 def _online(a: Loss, model: Any) -> Tensor:
-    return ONLINE[a.s.loss](Pairs(a.sides(model), a.s)).mean()
+    return ONLINE[a.s.loss](pairs_of(a.sides(model), a.s)).mean()
 
 
 LOSSES: Mapping[str, Callable[[Loss, Any], Tensor]] = {

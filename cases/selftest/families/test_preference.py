@@ -1,0 +1,107 @@
+"""Family `preference`: the loss by hand from log-probs, what is ignored, and what a wrong implementation of it shows."""
+
+import math
+
+import pytest
+import torch
+
+from cases.selftest.controls.soak import drawn
+from parity.case.case import Case
+from parity.errors import UsageError
+from parity.families.logprobs import IGNORE_INDEX
+from parity.families.preference import FAMILY, LOSS_TYPES
+from parity.judging.oracle import exact
+from parity.registry import load, run_case
+
+
+def sides(x):
+    """Log-probs of each completion by policy and reference, and their tokens, by torch's own cross entropy in float64."""
+    kept = x.ids != IGNORE_INDEX
+
+    def of(hidden, weight, bias):
+        z = torch.nn.functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+        return -torch.nn.functional.cross_entropy(z.mT, x.ids.long(), reduction="none").sum(-1)
+
+    reference = of(x.ref_hidden, x.ref_weight, x.ref_bias) if x.ref_hidden is not None else torch.zeros(len(x.ids))
+    return of(x.hidden, x.weight, x.bias), reference, kept.sum(-1)
+
+
+def log1pexp(x):
+    return math.log1p(math.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("settings", "pair"),
+    [
+        ({"beta": 0.5}, lambda w, l, n, m: log1pexp(0.5 * (w - l))),
+        ({"beta": 0.5, "average": True}, lambda w, l, n, m: log1pexp(0.5 * (w / n - l / m))),
+        ({"loss_type": "hinge", "beta": 0.5}, lambda w, l, n, m: max(0.0, 1 - 0.5 * (w - l))),
+        ({"loss_type": "ipo", "beta": 0.5}, lambda w, l, n, m: (w / n - l / m - 1) ** 2),
+        ({"method": "cpo", "loss_type": "simpo", "beta": 2.0}, lambda w, l, n, m: log1pexp(2 * (w / n - l / m) - 0.5)),
+        (
+            {"method": "orpo"},
+            lambda w, l, n, m: (
+                0.1 * log1pexp(w / n - l / m + math.log1p(-math.exp(l / m)) - math.log1p(-math.exp(w / n)))
+            ),
+        ),
+    ],
+)
+def test_a_loss_by_hand(settings, pair):
+    case = Case("preference", 4, "fp32", {"B": 4, "T": 5, "V": 9, "bias": "random", "gap": "apart", **settings})
+    x = FAMILY.build(case)
+    logps, ref, counts = sides(x)
+    d = logps - ref
+    pairs = [pair(float(d[i]), float(d[i + 2]), int(counts[i]), int(counts[i + 2])) for i in range(2)]
+    assert exact(FAMILY, x)["loss"].item() == pytest.approx(sum(pairs) / 2, rel=1e-9)
+
+
+def test_the_likelihood_is_of_the_chosen_tokens():
+    s = {"B": 4, "T": 5, "V": 9}
+    plain, more = (FAMILY.build(Case("preference", 4, "fp32", s | {"nll": nll})) for nll in (0.0, 0.4))
+    logps, _, counts = sides(plain)
+    nll = -float(logps[:2].sum() / counts[:2].sum())
+    found = exact(FAMILY, more)
+    assert found["loss"] - exact(FAMILY, plain)["loss"] == pytest.approx(0.4 * nll)
+    assert found["nll_loss"] == pytest.approx(nll)
+
+
+def test_kto_by_hand():
+    s = {"B": 3, "T": 5, "V": 9, "method": "kto", "loss_type": "kto", "kl": 0.3, "desirable": 0.7, "undesirable": 1.3}
+    x = FAMILY.build(Case("preference", 6, "fp32", s))
+    logps, ref, _ = sides(x)
+    assert x.labels.any() and not x.labels.all()
+    terms = [
+        (0.7 if good else 1.3) / (1 + math.exp((1 if good else -1) * 0.1 * (float(d) - 0.3)))
+        for d, good in zip(logps - ref, x.labels, strict=True)
+    ]
+    assert exact(FAMILY, x)["loss"].item() == pytest.approx(sum(terms) / 3, rel=1e-9)
+
+
+def test_what_is_ignored_changes_nothing():
+    x = FAMILY.build(Case("preference", 4, "fp32", {"B": 4, "T": 6, "nll": 1.0}))
+    ignored = (x.ids == IGNORE_INDEX).unsqueeze(-1)
+    assert ignored.any() and not ignored.all(1).any()
+    other = x.replace(hidden=torch.where(ignored, x.hidden + 1, x.hidden))
+    assert exact(FAMILY, x)["loss"] == exact(FAMILY, other)["loss"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"B": 3}, {"method": "kto"}, {"beta": 0.0}, {"loss_type": "exo_pair"}, {"smoothing": 0.5}], ids=str
+)
+def test_settings_without_a_meaning_are_refused(wrong):
+    with pytest.raises(UsageError):
+        FAMILY.build(Case("preference", 0, "fp32", wrong))
+
+
+def test_every_loss_type_is_drawn_and_has_a_gradient():
+    seen = set()
+    for case in drawn("preference", 150, 0):
+        s = FAMILY.full_settings(case)
+        seen.add((s.method, s.loss_type))
+    assert seen == {(m, t) for m, types in LOSS_TYPES.items() for t in types}
+
+
+def test_a_banned_first_token_at_an_ignored_label_is_seen():
+    case = Case("preference", 0, "fp32", {"B": 2, "T": 3, "V": 4, "H": 2, "bias": "banned"})
+    rows = list(run_case(case, [load()["liger.FusedLinearDPOLoss"]], thorough=False))
+    assert {r.gate for r in rows if r.failing} == {"structure"}

@@ -1,0 +1,271 @@
+"""Family `preference`: losses on pairs of completions (DPO, CPO, SimPO, ORPO) or on completions with a label (KTO), from
+hidden states x LM head to one scalar.
+
+Definitions: `preference_losses`, of log-probs summed over the tokens whose id is not -100 (`average`: their mean). The first
+half of the B sequences is chosen, the other rejected. The loss is the mean over pairs, with `nll` times minus the mean
+log-prob of the chosen tokens. A KTO loss is the mean over sequences.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parity.case.case import Case
+from parity.case.family import Family, Kind, Relation
+from parity.case.inputs import Inputs, Setting
+from parity.case.layouts import arranged
+from parity.errors import UsageError
+from parity.families import head, stored_tensors
+from parity.families.logprobs import IGNORE_INDEX
+from parity.families.preference_losses import DPO, Pairs, cpo, log_odds, unpaired
+from parity.judge.recipe import DTYPES
+from parity.judge.stages import of_teacher
+from parity.judge.values import normal, uniform
+
+LOSS_TYPES = {
+    "dpo": tuple(name for name in DPO if name != "sft"),
+    "cpo": ("sigmoid", "hinge", "ipo", "simpo"),
+    "orpo": ("sigmoid",),
+    "kto": ("kto", "apo_zero_unpaired"),
+}
+"""Method -> its loss types."""
+SMOOTHED = {"dpo": ("exo_pair", "robust", "aot", "aot_unpaired"), "cpo": ("sigmoid", "simpo")}
+PER_TOKEN = {"dpo": ("ipo", "sigmoid_norm"), "cpo": ("ipo", "simpo")}
+"""Method -> loss types that are of means by definition."""
+
+SETTINGS = head.SETTINGS | {
+    "method": Setting("dpo", "how completions are compared", tuple(LOSS_TYPES)),
+    "loss_type": Setting(
+        "sigmoid", "loss of a pair or a completion", tuple(dict.fromkeys(sum(LOSS_TYPES.values(), ())))
+    ),
+    "beta": Setting(0.1, "β, times log-ratios; ORPO: times the odds ratio's loss"),
+    "average": Setting(False, "log-probs of a completion: the mean of its tokens, not their sum", (False, True)),
+    "nll": Setting(0.0, "weight of the chosen tokens' negative log-likelihood"),
+    "smoothing": Setting(0.0, "share of labels taken to be wrong, below 0.5"),
+    "gamma": Setting(0.5, "margin of SimPO"),
+    "tau": Setting(0.05, "temperature of discopop"),
+    "reference": Setting("head", "the reference's hidden states and head, or none: log-probs 0", ("head", "none")),
+    "gap": Setting("near", "reference beside policy: independent, close, the same", ("apart", "near", "equal")),
+    "labels": Setting("mixed", "KTO: which completions are desirable", ("mixed", "all", "none")),
+    "kl": Setting(0.0, "KTO: z, a constant"),
+    "desirable": Setting(1.0, "KTO: weight λ_D"),
+    "undesirable": Setting(1.0, "KTO: weight λ_U"),
+    "ignored": Setting("some", "positions with id -100, one at least of each sequence is kept", ("none", "some")),
+    "chunk_size": Setting(1, "pairs (KTO: sequences) a chunk, for implementations that chunk"),
+}
+WIRING = ("softcap", "logit_scale", "temperature")
+"""Settings that no preference loss has a parameter for."""
+PARTS = ("chosen_logps", "rejected_logps", "nll_loss", "chosen_rewards", "rejected_rewards")
+OUTPUTS: dict[str, Kind] = {"loss": "required", **dict.fromkeys(PARTS, "optional")}
+
+
+def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
+    """Settings of one case; every dimension independently, so that they combine."""
+
+    def pick(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    out = head.draw_head(draw, st, dtype, profile=profile, contexts=contexts)
+    out["method"] = pick("dpo", "dpo", "dpo", "cpo", "cpo", "orpo", "kto", "kto")
+    out |= {
+        "loss_type": pick(*LOSS_TYPES[out["method"]]),
+        "beta": draw(head.number(st, 0.003, 4.0, 0.1, 0.05, 0.5, 1.0)),
+        "average": pick(False, False, True),
+        "nll": pick(0.0, 0.0, 1.0, 0.4),
+        "smoothing": pick(0.0, 0.1, 0.3, 0.001),
+        "gamma": draw(head.number(st, 0.05, 3.0, 0.5, 1.0)),
+        "tau": draw(head.number(st, 0.01, 2.0, 0.05)),
+        "reference": pick("head", "head", "head", "none"),
+        "gap": pick("near", "near", "apart", "equal"),
+        "labels": pick("mixed", "mixed", "mixed", "all", "none"),
+        "kl": pick(0.0, 0.3, 4.0),
+        "desirable": pick(1.0, 1.0, 0.7),
+        "undesirable": pick(1.0, 1.0, 1.3),
+        "ignored": pick("some", "some", "none"),
+        "chunk_size": pick(1, 1, 2, 3),
+        "cotangent": pick("ones", "ones", "ones", "random", "fine", "zero", "scaled", "small"),
+    }
+    if pick(True, True, True, False):
+        out |= {name: SETTINGS[name].default for name in WIRING}
+    return canonical(dtype, out)
+
+
+def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a case, with those at their defaults that say nothing beside the others."""
+    method = out["method"]
+    if out["loss_type"] not in LOSS_TYPES[method]:
+        out["loss_type"] = LOSS_TYPES[method][0]
+    loss, silent = out["loss_type"], set[str]()
+    if method != "kto":
+        out["B"] += out["B"] % 2
+        silent |= {"labels", "kl", "desirable", "undesirable"}
+    else:
+        silent |= {"nll"} | ({"kl"} if loss != "kto" else set())
+    silent |= {"reference", "gap"} if method in ("cpo", "orpo") else {"gap"} if out["reference"] == "none" else set()
+    silent |= {"smoothing"} if loss not in SMOOTHED.get(method, ()) else set()
+    silent |= {"gamma"} if loss != "simpo" else set()
+    silent |= {"tau"} if loss != "discopop" else set()
+    silent |= {"average"} if method == "orpo" or loss in PER_TOKEN.get(method, ()) else set()
+    if loss == "exo_pair" and not out["smoothing"]:
+        out["smoothing"] = 0.1
+    if method == "orpo":  # odds of a probability of 1 are infinite
+        silent |= {"level", "logit_scale", "softcap", "temperature"}
+        out |= {"peak": min(out["peak"], 1.0), "V": max(out["V"], 3), "targets": "random"}
+    out |= {name: SETTINGS[name].default for name in silent}
+    return head.canonical(dtype, out)
+
+
+def check(case: Case, s: SimpleNamespace) -> None:
+    """Refuse settings outside their range.
+
+    Raises:
+        UsageError: naming the setting and its value.
+    """
+    head.check(s, case)
+    if s.method != "kto" and s.B % 2:
+        raise UsageError(f"case {case.id}: B={s.B} must be even, pairs of sequences")
+    if s.loss_type not in LOSS_TYPES[s.method]:
+        raise UsageError(f"case {case.id}: loss_type={s.loss_type!r} is none of {s.method}'s")
+    least = 0.0 if s.loss_type != "exo_pair" else 1e-9
+    if not least <= s.smoothing < 0.5:
+        raise UsageError(f"case {case.id}: smoothing={s.smoothing} must lie in [0, 0.5), for exo_pair above 0")
+    if not (s.beta > 0 and s.tau > 0):
+        raise UsageError(f"case {case.id}: beta={s.beta} and tau={s.tau} must be positive")
+
+
+def build(case: Case) -> Inputs:
+    """The inputs of a case, on the CPU.
+
+    Tensors besides those of `head.build`: ref_hidden (B, T, H), ref_weight (V, H), ref_bias (V,) or None; labels (B,) bool.
+
+    Raises:
+        UsageError: for settings outside their range.
+    """
+    s = FAMILY.full_settings(case)
+    check(case, s)
+    tensors = head.build(case, s)
+    tensors |= dict.fromkeys(("ref_hidden", "ref_weight", "ref_bias", "labels"))
+    if s.reference == "head" and s.method in ("dpo", "kto"):
+        tensors |= _reference(case, s, tensors)
+    if s.method == "kto":
+        labels = uniform(case.seed, "labels", (s.B,)) < {"mixed": 0.5, "all": 2.0, "none": -1.0}[s.labels]
+        if s.labels == "mixed":
+            labels[[0, -1]] = torch.tensor([True, False])
+        tensors["labels"] = labels
+    ignored = head.ignored(case, s)
+    kept = (uniform(case.seed, "kept", (s.B,)) * s.T).long()
+    ignored[torch.arange(s.B), kept] = False
+    ids = tensors["ids"]
+    assert ids is not None
+    tensors["ids"] = ids.masked_fill(ignored, IGNORE_INDEX)
+    return arranged(head.inputs(case, s, tensors, head.leaves(s), {"loss": head.of_a_loss(case, s)}))
+
+
+def _reference(case: Case, s: SimpleNamespace, of: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    hidden, weight, bias = of["hidden"], of["weight"], of["bias"]
+    assert hidden is not None and weight is not None
+    states, head_of_ref = normal(case.seed, "ref_hidden", (s.B, s.T, s.H)), weight.clone()
+    if s.gap == "apart":
+        head_of_ref = (normal(case.seed, "ref_weight", (s.V, s.H)) * (s.peak / s.H**0.5)).to(weight.dtype)
+    else:
+        states = hidden.double() + (states / 16 if s.gap == "near" else 0.0)
+    return {"ref_hidden": states.to(DTYPES[case.dtype]), "ref_weight": head_of_ref, "ref_bias": bias}
+
+
+def oracle(x: Inputs) -> dict[str, torch.Tensor]:
+    """The loss, (…), and its parts; `_logps` (…, B, T), `_terms` (…, pairs or B) are what it sums."""
+    s, mask = x.settings, x.ids != IGNORE_INDEX
+    counts = mask.sum(-1).double()
+    lp = head.selected(x, head.log_softmax(x, head.logits(x))).masked_fill(~mask, 0.0)
+    sums, per_token = lp.sum(-1), lp.sum(-1) / counts
+    of_ref = _of_reference(x, mask)
+    value, ref = (per_token, of_ref / counts) if s.average else (sums, of_ref)
+    if s.method == "kto":
+        z = torch.tensor(s.kl, dtype=torch.float64) if s.loss_type == "kto" else None
+        terms = unpaired(value - ref, x.labels, s, z) / s.B
+        return {"loss": terms.sum(-1), "_logps": lp, "_terms": terms}
+    half = s.B // 2
+    nll = -lp[..., :half, :].flatten(-2).sum(-1) / counts[:half].sum()
+
+    def sides(of: torch.Tensor) -> list[torch.Tensor]:
+        return [of[..., :half], of[..., half:]]
+
+    if s.method == "dpo":
+        own = SimpleNamespace(**vars(s), divergence="reverse_kl", alpha=0.5)
+        pairs = DPO[s.loss_type](Pairs(own, sides(value), sides(ref), sides(counts), nll))
+    elif s.method == "cpo":
+        value = per_token if s.loss_type in PER_TOKEN["cpo"] else value
+        pairs = cpo(sides(value), SimpleNamespace(**vars(s), power=0.0), s.loss_type)
+    else:
+        value = per_token
+        chosen, rejected = sides(log_odds(value))
+        pairs = -s.beta * torch.nn.functional.logsigmoid(chosen - rejected)
+    terms = (pairs + s.nll * nll.unsqueeze(-1)) / half
+    parts = dict(zip(PARTS, (*sides(value), nll, *(s.beta * r for r in sides(value - ref))), strict=True))
+    shown = {n: v.detach() for n, v in parts.items() if n != "nll_loss" or s.nll}
+    return {"loss": terms.sum(-1), "_logps": lp, "_terms": terms} | shown
+
+
+def _of_reference(x: Inputs, mask: torch.Tensor) -> torch.Tensor:
+    """Log-probs of the completions by the reference, summed, (…, B), without gradient; 0 where there is none."""
+    if x.ref_hidden is None:
+        return torch.zeros(x.ids.shape[0], dtype=torch.float64, device=x.ids.device)
+    of: Any = SimpleNamespace(hidden=x.ref_hidden, weight=x.ref_weight, bias=x.ref_bias, settings=x.settings, ids=x.ids)
+    with of_teacher("softmax"), torch.no_grad():
+        table = torch.log_softmax(head.logits(of, of_teacher=True), -1)
+        return head.selected(of, table).masked_fill(~mask, 0.0).sum(-1)
+
+
+def zeros(x: Inputs) -> dict[str, torch.Tensor]:
+    """Ignored positions: exactly zero gradient of their hidden states."""
+    return {"grad_hidden": x.ids == IGNORE_INDEX}
+
+
+def features(case: Case) -> dict[str, Any]:
+    """Facts for coverage and ledger scopes besides the settings themselves."""
+    s = FAMILY.full_settings(case)
+    return head.features(case, s) | {"one pair": s.method != "kto" and s.B == 2, "per token": s.average}
+
+
+def parameters(x: Inputs) -> set[str]:
+    """The tensors, and what moves the value."""
+    s = x.settings
+    names = {*SETTINGS} - {*FAMILY.shapes, "peak", "level", "padded_rows", "targets", "bias", "head_dtype", "ids_dtype"}
+    names -= {
+        "layout",
+        "layouts",
+        "grad",
+        "cotangent",
+        "context",
+        "reference",
+        "gap",
+        "labels",
+        "ignored",
+        "chunk_size",
+    }
+    moved = {n for n in names if getattr(s, n) != SETTINGS[n].default} | {*stored_tensors.REQUIRED, "beta"}
+    return moved | {n for n in ("bias", "ref_hidden", "labels") if x.tensors.get(n) is not None}
+
+
+GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
+
+FAMILY: Family = Family(
+    name="preference",
+    settings=SETTINGS,
+    build=build,
+    oracle=oracle,
+    outputs=OUTPUTS,
+    zeros=zeros,
+    features=features,
+    parameters=parameters,
+    draw=draw,
+    canonical=canonical,
+    relations={
+        "cotangent x2": Relation(
+            head.double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in its input"
+        ),
+    },
+)

@@ -1,0 +1,134 @@
+"""Liger's chunked preference losses: DPO, CPO, SimPO, ORPO and KTO on hidden states and LM head, eager."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from parity.case.inputs import Inputs
+from parity.families.logprobs import IGNORE_INDEX
+from parity.families.preference import PARTS
+from parity.implementations import plain
+from parity.implementations.implementation import (
+    ONE_DTYPE,
+    Limit,
+    Outputs,
+    accepted,
+    fitting,
+    implementation,
+    only,
+    taking,
+)
+from parity.implementations.liger import NO_SCALE, NO_SOFTCAP
+from parity.implementations.liger_grpo import NEEDED
+from parity.judge.recipe import Recipe
+
+MODULE = "liger_kernel.chunked_loss"
+Wanted = Mapping[str, tuple[Any, Any]]
+
+
+def _chunks(x: Inputs) -> Recipe:
+    """Logits in the dtype of the inputs, float32 from their log-softmax on; gradients are taken in the forward pass, those of
+    the chunks summed in the dtype of the head."""
+    dtype = plain.head_dtype(x)
+    logits = "bf16" if x.settings.context == "autocast" else dtype
+    return Recipe(logits=logits, dlogits=logits, accumulate=dtype, partials=x.settings.B, upstream=plain.upstream(x))
+
+
+def _offer(kind: str, wanted: Callable[[Any], Wanted], *limits: Limit) -> None:
+    """Register `liger.KIND`: its constructor takes `wanted` of the settings."""
+
+    def call(x: Inputs) -> Outputs:
+        import liger_kernel.chunked_loss as module
+
+        made = accepted(module, kind)
+        loss = made(ignore_index=IGNORE_INDEX, compiled=False, **taking(made, wanted(x.settings)))
+        ids = x.ids.long()
+        reference = (x.ref_hidden, x.ref_weight, x.ref_bias)
+        if x.settings.method == "kto":
+            value, _ = loss(x.hidden, x.weight, ids, x.bias, x.labels, *reference, kl=_kl(x))
+            return {"loss": value}
+        value, (chosen, rejected, _, _, nll, *rewards) = loss(
+            x.weight, x.hidden, ids, x.bias, *(reference if x.settings.method == "dpo" else ())
+        )
+        parts = dict(zip(PARTS, (chosen, rejected, nll, *rewards[:2]), strict=True))
+        return {"loss": value} | {n: part for n, part in parts.items() if n != "nll_loss" or x.settings.nll}
+
+    call.__doc__ = f"`{kind}(compiled=False)`."
+    implementation(
+        f"liger.{kind.removeprefix('Liger')}",
+        family="preference",
+        library="liger-kernel",
+        recipe=_chunks,
+        outputs=frozenset(PARTS),
+        contexts=frozenset({"plain", "autocast", "checkpoint"}),
+        sources=(f"{MODULE}.{kind}",),
+        limits=(
+            *limits,
+            only("no temperature parameter", lambda s: s.temperature == 1.0),
+            NO_SOFTCAP,
+            NO_SCALE,
+            ONE_DTYPE,
+            fitting(f"{MODULE}:{kind}", wanted),
+        ),
+    )(call)
+
+
+def _kl(x: Inputs) -> Any:
+    s = x.settings
+    return torch.tensor(s.kl, device=x.device) if s.loss_type == "kto" and s.kl else None
+
+
+def _common(s: Any) -> dict[str, tuple[Any, Any]]:
+    return {"beta": (s.beta, NEEDED), "chunk_size": (s.chunk_size, 1)}
+
+
+def _nll(s: Any) -> dict[str, tuple[Any, Any]]:
+    return {"compute_nll_loss": (s.nll != 0.0, NEEDED), "alpha": (s.nll or 1.0, 1.0)}
+
+
+def _method(name: str) -> Limit:
+    return only(f"{name} only", lambda s: s.method == name)
+
+
+_offer(
+    "LigerFusedLinearDPOLoss",
+    lambda s: (
+        _common(s)
+        | _nll(s)
+        | {
+            "use_ref_model": (s.reference == "head", NEEDED),
+            "average_log_prob": (s.average, NEEDED),
+            "loss_type": (s.loss_type, "sigmoid"),
+            "label_smoothing": (s.smoothing, 0.0),
+            "discopop_tau": (s.tau, 0.05),
+        }
+    ),
+    _method("dpo"),
+    only("no such loss type", lambda s: s.loss_type not in ("ipo", "aot", "aot_unpaired", "sigmoid_norm")),
+)
+_offer(
+    "LigerFusedLinearCPOLoss",
+    lambda s: _common(s) | _nll(s) | {"average_log_prob": (s.average, NEEDED), "label_smoothing": (s.smoothing, 0.0)},
+    _method("cpo"),
+    only("no such loss type", lambda s: s.loss_type == "sigmoid"),
+)
+_offer(
+    "LigerFusedLinearSimPOLoss",
+    lambda s: _common(s) | _nll(s) | {"gamma": (s.gamma, NEEDED), "label_smoothing": (s.smoothing, 0.0)},
+    _method("cpo"),
+    only("no such loss type", lambda s: s.loss_type == "simpo"),
+)
+_offer(
+    "LigerFusedLinearORPOLoss",
+    lambda s: _common(s) | {"compute_nll_loss": (s.nll != 0.0, NEEDED)},
+    _method("orpo"),
+    only("the likelihood has no weight", lambda s: s.nll in (0.0, 1.0)),
+)
+_offer(
+    "LigerFusedLinearKTOLoss",
+    lambda s: _common(s) | {"use_ref_model": (s.reference == "head", NEEDED), "average_log_prob": (s.average, NEEDED)},
+    _method("kto"),
+    only("no such loss type", lambda s: s.loss_type == "kto"),
+    only("no weights of the labels", lambda s: s.desirable == s.undesirable == 1.0),
+)
