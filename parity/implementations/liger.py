@@ -18,6 +18,7 @@ from parity.implementations.implementation import (
     accepted,
     by_token,
     fitting,
+    found_at,
     implementation,
     only,
     taking,
@@ -48,12 +49,9 @@ def chunked(x: Inputs, **more: Any) -> Recipe:
     return Recipe(logits="input", bias="fp32", **cast, **more)
 
 
-@functools.cache
 def streams_vocabulary() -> bool:
-    """Whether the installed release's GRPO loss never holds all logits of a token, as since 0.8."""
-    import liger_kernel.chunked_loss.fused_linear_ppo as module
-
-    return hasattr(module, "_ChunkedSelectiveLogProbFunction")
+    """Whether the installed release's GRPO loss never holds all logits of a token, as since 0.8; 0.5.5 has no such module."""
+    return found_at("liger_kernel.chunked_loss.fused_linear_ppo:_ChunkedSelectiveLogProbFunction") is not None
 
 
 def _fused(x: Inputs) -> Recipe:

@@ -1,9 +1,13 @@
 """Recipes say where an implementation stores something narrow, and no more: what is stored wide is not expected narrow."""
 
+import sys
+
 import pytest
 
 from parity.case.case import Case
-from parity.registry import run_case, select
+from parity.implementations import liger
+from parity.implementations.implementation import found_at
+from parity.registry import loss_family, run_case, select
 
 DIVERGENCE = {"B": 1, "T": 2, "V": 32769, "H": 1, "peak": 0.05, "targets": "likely", "softcap": 10.5, "logit_scale": 0.3,
               "bias": "random", "head_dtype": "fp32", "beta": 1.0, "teacher_H": 13, "gap": "near", "teacher_peak": 4.0,
@@ -35,3 +39,15 @@ def test_one_chunk_holds_a_bias_gradient_that_overflows_before_the_upstream_grad
     rows = {r.quantity: r for r in run_case(Case("policy", seed, "fp16", settings), liger)}
     assert rows["grad_bias"].verdict == "agree" and rows["grad_bias"].undecided > 0
     assert rows["grad_weight"].verdict == "agree"
+
+
+def test_a_liger_without_the_module_of_its_grpo_loss_has_a_recipe(monkeypatch):
+    """Liger 0.5.4 and 0.5.5."""
+    monkeypatch.setitem(sys.modules, "liger_kernel.chunked_loss.fused_linear_ppo", None)
+    found_at.cache_clear()
+    try:
+        assert not liger.streams_vocabulary()
+        x = loss_family("logprobs").build(Case("logprobs", 0, "bf16", {}))
+        assert liger.chunked(x).elementwise == "input"
+    finally:
+        found_at.cache_clear()
