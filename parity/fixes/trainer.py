@@ -51,7 +51,8 @@ def apply(trainer: Any) -> Applied:
         with apply(trainer): trainer.train()
 
     In this order: `lift_text_config_attributes` for the model and, as "lift_text_config_attributes (reference)", for a
-    reference model; `require_input_grads`; `divide_by_accumulation` where its own step does not;
+    reference model; `require_input_grads`; `divide_by_accumulation` where its own step does not; `average_over_window` in CPO
+    and ORPO; `exchange_alpha` for DPO's alpha divergence;
     `mask_padded_log_probs` where its own step logs sums over padding;
     `keep_gradient_checkpointing` where the trainer checkpoints; `mask_teacher_padding` where it distils from a teacher
     server; `compare_heads`, which changes nothing and warns where policy and reference have different heads;
@@ -70,6 +71,8 @@ def apply(trainer: Any) -> Applied:
     steps += [
         lambda: patches.require_input_grads(trainer),
         lambda: patches.divide_by_accumulation(trainer),
+        lambda: patches.average_over_window(trainer),
+        lambda: patches.exchange_alpha(trainer),
         lambda: patches.mask_padded_log_probs(trainer),
         lambda: _keep_checkpointing(trainer),
         lambda: _mask_teacher(trainer),

@@ -161,7 +161,8 @@ def shared(name, monkeypatch):
     return takes, lambda: not torch.equal(scores(owners[0].model), released)
 
 
-SHARED = sorted(set(patches.__all__) - {"Patch", "PEFT_STEPS", "compare_heads", "mask_padded_log_probs"})
+OF_ONE = {"compare_heads", "mask_padded_log_probs", "exchange_alpha", "average_over_window"}
+SHARED = sorted(set(patches.__all__) - {"Patch", "PEFT_STEPS"} - OF_ONE)
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -1,0 +1,91 @@
+"""Corrected preference losses: DPO's alpha divergence, the likelihood of CPO and ORPO over a window of micro-batches."""
+
+import pytest
+import torch
+
+from parity import data
+from parity.case.case import Frozen
+from parity.fixes import apply, patches
+from parity.registry import run_case, select
+from parity.trainers.checks import twin_processes
+from parity.trainers.rig import twin_runs
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore")
+WINDOWS = ("cpo-trainer", "orpo-trainer")
+
+
+@pytest.mark.parametrize("name", ["dpo-alpha-divergence", "cpo-accumulation", "orpo-accumulation"])
+def test_after_apply_the_frozen_case_of_the_defect_agrees(name):
+    case = Frozen.load(data.cases_dir() / "regressions" / f"{name}.json").case
+    rows = list(run_case(case, select([f"{case.family}.released", f"{case.family}.fixed"])))
+    verdicts = {path: {r.verdict for r in rows if r.implementation.endswith(path)} for path in ("released", "fixed")}
+    assert "disagree" in verdicts["released"] and verdicts["fixed"] == {"agree"}
+
+
+def built(trainer):
+    return twin_runs.build(trainer, twin_processes.settings(trainer))
+
+
+def test_alpha_is_exchanged_for_this_trainer_alone_and_put_back():
+    trainer = built("dpo-trainer")
+    assert "no alpha divergence" in str(patches.exchange_alpha(trainer))
+    trainer.args.f_divergence_type, trainer.f_alpha_divergence_coef = "alpha_divergence", 0.5
+    assert "α is 0.5" in str(patches.exchange_alpha(trainer))
+    trainer.f_alpha_divergence_coef = 0.3
+    first, second = (patches.exchange_alpha(trainer) for _ in range(2))
+    assert first and second.reason == "already applied"
+    assert trainer.f_alpha_divergence_coef == pytest.approx(0.7)
+    second.undo()
+    assert trainer.f_alpha_divergence_coef == pytest.approx(0.7)
+    first.undo()
+    assert trainer.f_alpha_divergence_coef == 0.3
+
+
+def test_alpha_stays_where_the_loss_is_as_in_the_paper(monkeypatch):
+    trainer = built("dpo-trainer")
+    trainer.args.f_divergence_type, trainer.f_alpha_divergence_coef = "alpha_divergence", 0.3
+
+    def mended(self, *args):
+        return None
+
+    monkeypatch.setattr(type(trainer), "_compute_loss", mended)
+    assert "as the paper has it" in str(patches.exchange_alpha(trainer))
+    assert trainer.f_alpha_divergence_coef == 0.3
+
+
+def likelihoods(trainer, batches, training=True):
+    """What the trainer makes of each micro-batch of a window."""
+    trainer.model.train(training)
+    samples, _ = trainer.get_batch_samples(iter(batches), len(batches), torch.device("cpu"))
+    return [float(trainer.concatenated_forward(trainer.model, one)[4]) for one in samples]
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_the_likelihood_of_a_window_is_that_of_its_tokens(name):
+    trainer = built(name)
+    whole = next(iter(trainer.get_train_dataloader()))
+    rows = len(whole["chosen_labels"])
+    parts = [{k: v[i : i + 1] for k, v in whole.items()} for i in range(rows)]
+    with patches.average_over_window(trainer) as patch:
+        assert patch and "already applied" in str(patches.average_over_window(trainer))
+        (expected,) = likelihoods(trainer, [whole])
+        cut = likelihoods(trainer, parts)
+        assert sum(cut) / rows == pytest.approx(expected, rel=1e-6)
+        evaluated = likelihoods(trainer, parts, training=False)
+    assert evaluated == likelihoods(trainer, parts)  # evaluation as released, and so is training afterwards
+    assert sum(evaluated) / rows != pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_apply_wraps_both_methods_and_takes_them_off(name):
+    trainer = built(name)
+    with apply(trainer) as applied:
+        assert applied["average_over_window"]
+        assert "get_batch_samples" in vars(trainer)
+    assert "get_batch_samples" not in vars(trainer) and "concatenated_forward" not in vars(trainer)
+
+
+def test_other_trainers_get_reasons():
+    trainer = built("dpo-trainer")
+    assert "takes no mean" in str(patches.average_over_window(trainer))
