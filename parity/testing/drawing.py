@@ -30,6 +30,9 @@ SIZES = (
 )
 """1, primes, multiples of 16, 64, 128, 256 and 1,024, and those beside them."""
 VALUES = ("plain", "offset", "ties", "wide", "zeros", "tiny", "large")
+EXTREME, EXTREME_FP16 = 50, 12
+"""Powers of two, up and down, of the values "extreme", which are drawn where a tensor names them: their squares are finite in
+float32, and products of two such tensors hardly."""
 REPEATS = ("plain", "repeated", "edges")
 LAYOUTS = ("contiguous", "sliced", "offset", "transposed", "expanded", "odd")
 LARGEST, SMALL, WIDE = 1 << 16, 64, 2049
@@ -67,7 +70,12 @@ class Tensor:
                 x = torch.full_like(x, int(integers(case.seed, name, (1,), bound)))
             return laid(x.clamp(0, 1) * (bound - 1) if style == "edges" else x, layout)
         x = normal(case.seed, name, shape)
-        x = _STYLES[style](x, case.seed, name) * self.scale + self.around
+        if style == "extreme":
+            far = EXTREME_FP16 if (self.dtype or case.dtype) == "fp16" else EXTREME
+            x = x * torch.where(uniform(case.seed, name + "e", shape) < 0.5, 2.0**far, 2.0**-far)
+        else:
+            x = _STYLES[style](x, case.seed, name)
+        x = x * self.scale + self.around
         x = x if self.then is None else self.then(x)
         return laid(x.to(DTYPES[self.dtype or case.dtype]), layout)
 
@@ -92,7 +100,7 @@ def tensor(*dims: str | int, **fields: Any) -> Tensor:
         dims: names of dimensions, or sizes.
         around: what is added to its values, which are bell-shaped around 0.
         scale: their standard deviation.
-        values: which of `VALUES` are drawn.
+        values: which of `VALUES` are drawn; ("extreme",) for the ends of the exponent.
         layouts: which of `LAYOUTS` are drawn; ("contiguous",) for a kernel that takes no others.
         dtype: "fp32" where it is in float32 whatever the case's dtype.
         then: (float64 tensor) -> tensor, such as `lambda x: x.log_softmax(-1)`.

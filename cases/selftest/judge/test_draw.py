@@ -59,6 +59,21 @@ def test_values_stay_while_shapes_shrink():
     assert torch.equal(long.inputs["x"][:4, :7], short.inputs["x"])
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_values_at_the_ends_of_the_exponent(dtype):
+    """Right code agrees on them; one whose squares are summed in 16 bits, or in a narrower range, does not."""
+    extreme = draw(x=tensor("N", "H", values=("extreme",)), weight=tensor("H", around=1), dtypes=(dtype,), eps=[1e-6])
+    cases = [c for c in extreme.cases(24) if c.values.get("x") == "extreme" and c.sizes["N"]]
+    for case in cases:
+        case.assert_parity(hand_rms, D.rms_norm)
+
+    def narrow(x, weight, eps):
+        square = x.float().square().mean(-1, keepdim=True).clamp(max=2.0**16)
+        return (x.float() * torch.rsqrt(square + eps) * weight.float()).to(x.dtype)
+
+    assert not all(case.check_parity(narrow, D.rms_norm, protocol="none").agrees for case in cases)
+
+
 def ignores_strides(x, weight, eps):
     memory = torch.as_strided(x, x.shape, (x.shape[-1], 1), x.storage_offset()) if x.numel() else x
     return hand_rms(memory, weight, eps)
