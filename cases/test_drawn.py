@@ -10,7 +10,7 @@ from parity.results.ledger import Ledger
 from parity.results.report.render import text_of
 from parity.running.plan import DTYPES
 from parity.running.run import FIXED_SEED
-from parity.sampling.share import selected
+from parity.sampling.capabilities import selected
 
 CHOSEN = [i for i in load().values() if not i.opt_in and i.family in loss_families()]
 

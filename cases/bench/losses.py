@@ -57,15 +57,10 @@ POLICY = (
 )
 
 
-def shell(name: str, size: Size, dtype: str, **settings: object) -> Inputs:
-    """Inputs of family `name` with every tensor absent: settings for an adapter whose tensors come from elsewhere."""
-    case = Case(name, 0, dtype, {"B": size.B, "T": size.T, "H": size.H, "V": size.V, **settings})
-    return Inputs(case, family(name).full_settings(case), dict.fromkeys(_ABSENT), (), {})
-
-
 def inputs(name: str, size: Size, dtype: str, device: str, **settings: object) -> Inputs:
     """Inputs of family `name`: logits of standard deviation 3, old log-probs within 0.1 of the policy's."""
-    empty = shell(name, size, dtype, **settings)
+    case = Case(name, 0, dtype, {"B": size.B, "T": size.T, "H": size.H, "V": size.V, **settings})
+    empty = Inputs(case, family(name).full_settings(case), dict.fromkeys(_ABSENT), (), {})
     g = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(size.B, size.T, size.H, generator=g, device=device).to(DTYPES[dtype])
     weight = torch.randn(size.V, size.H, generator=g, device=device).mul_(3 / size.H**0.5).to(DTYPES[dtype])

@@ -2,26 +2,24 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 
 @dataclass
 class Peak:
-    """Bytes that a block allocated at its highest above what was allocated when it began, overall and by phase."""
+    """Bytes that a block allocated at its highest above what was allocated when it began."""
 
     bytes: int = 0
-    phases: dict[str, int] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
 def peak(device: str) -> Iterator[Peak]:
     """Measures the peak of torch's allocator inside the block, exactly and without sampling.
 
-    On the CPU from the profiler's allocation events (what a BLAS allocates for itself is not in it), with the peak of
-    every `torch.profiler.record_function` range whose name begins with "phase:"; on CUDA from the caching allocator.
-    The block is slower than without: never time it.
+    On the CPU from the profiler's allocation events (what a BLAS allocates for itself is not in it), on CUDA from the
+    caching allocator. The block is slower than without: never time it.
     """
     found = Peak()
     if device == "cuda":
@@ -35,26 +33,10 @@ def peak(device: str) -> Iterator[Peak]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield found
     events = profiler.profiler.kineto_results.events()
-    ranges = [
-        (e.name().removeprefix(_PHASE), e.start_ns(), e.start_ns() + e.duration_ns())
-        for e in events
-        if e.name().startswith(_PHASE)
-    ]
     live = 0
-    for at, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
         live += size
         found.bytes = max(found.bytes, live)
-        for name, start, end in ranges:
-            if start <= at <= end:
-                found.phases[name] = max(found.phases.get(name, 0), live)
-
-
-_PHASE = "phase:"
-
-
-def phase(name: str) -> contextlib.AbstractContextManager[object]:
-    """A range whose peak `peak` reports under this name."""
-    return torch.profiler.record_function(_PHASE + name)
 
 
 def out_of_memory(error: BaseException) -> bool:

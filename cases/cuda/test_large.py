@@ -9,7 +9,7 @@ from parity.implementations.implementation import Implementation
 from parity.registry import facts, family, load, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.render import text_of
-from parity.sampling.share import VOCABULARIES
+from parity.sampling.capabilities import VOCABULARIES
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

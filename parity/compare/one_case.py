@@ -13,8 +13,7 @@ from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.inputs import context_of
 from parity.compare import hint
-from parity.compare.blame import Blame, flaky
-from parity.compare.result_rows import empty_row, judged_row, logic_row
+from parity.compare.result_rows import Blame, empty_row, flaky, judged_row, logic_row
 from parity.compare.stale_cache import Calls
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS

@@ -34,11 +34,6 @@ def mean_slope(slopes: Sequence[tuple[float, float]], floor: float) -> tuple[flo
     return mean, max(observed, math.sqrt(1 / total))
 
 
-def allowed_slope(slope: float, headroom: float) -> float:
-    """What the slope gate allowed, from a slope and its headroom; 0 for a slope of 0."""
-    return abs(slope) / headroom if headroom > 0 else 0.0
-
-
 def pooled(rows: Sequence[Row]) -> list[Row]:
     """|mean slope| ≤ max(8·standard error, floor) over the cases of an implementation, quantity and dtype that agree."""
     groups: dict[tuple[str, str, str, str], list[Row]] = collections.defaultdict(list)
@@ -48,7 +43,7 @@ def pooled(rows: Sequence[Row]) -> list[Row]:
         if row.verdict == "agree" and slope is not None and headroom is not None:
             key = row.implementation, row.family, row.subject, row.dtype
             groups[key].append(row)
-            measured[key].append((slope, allowed_slope(slope, headroom)))
+            measured[key].append((slope, abs(slope) / headroom if headroom > 0 else 0.0))  # and what its gate allowed
     out = []
     for key, found in sorted(groups.items()):
         if len(found) < POOL_MINIMUM:

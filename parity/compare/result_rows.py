@@ -1,7 +1,9 @@
-"""Rows of a case: the empty one, that of a judged quantity, that of a yes or no."""
+"""Rows of a case: the empty one, of a judged quantity, of a yes or no; whose fault one is, and what does not fail twice."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle
 from parity.process import elsewhere
 from parity.protocol.exceptions import Outcome
-from parity.results.row import VALUE, Row, finite
+from parity.results.row import DECIDED, STOPPED, VALUE, Row, finite
 
 
 def empty_row(family: AnyFamily, case: Case, implementation: str, device: str, **fields: Any) -> Row:
@@ -108,3 +110,42 @@ def logic_row(base: Row, quantity: str, holds: bool, message: str) -> Row:
         gates={gate: headroom},
         message=message,
     )
+
+
+def flaky(failing: Collection[str], again: Callable[[], Mapping[str, bool]]) -> set[str]:
+    """Those of the failing quantities that do not fail a second time.
+
+    `again` makes the same call once more, and says of each quantity whether it agreed; it is not called where none fails.
+    """
+    second = again() if failing else {}
+    return {name for name in failing if second.get(name, True)}
+
+
+@dataclasses.dataclass
+class Blame:
+    """Who is wrong on one case: its rows go through `decide` one after another, those of the reference first.
+
+    A candidate is compared with the reference where that was judged: both are to blame where both disagree with the oracle.
+    A call that came to no end is the fault of a candidate where a reference came to its end on the case, else nobody's.
+    A quantity that follows another definition (`variant`) is nobody's fault.
+    """
+
+    against: str | None = None
+    reference: dict[str | None, Row] = dataclasses.field(default_factory=dict)
+
+    def decide(self, row: Row) -> Row:
+        """Sets `blame`, `against` and `value_reference` of a row, and returns it."""
+        wrong = row.judged and row.verdict != "agree"
+        if row.role == "reference":
+            if wrong or row.verdict in STOPPED:
+                row.blame = row.blame or "reference"
+            if row.verdict in DECIDED:
+                self.reference[row.quantity], self.against = row, row.implementation
+            return row
+        beside = self.reference.get(row.quantity)
+        row.against, row.value_reference = self.against, beside.value if beside else None
+        if row.verdict in STOPPED and self.against:  # the case can be run
+            row.blame = row.blame or "candidate"
+        if wrong and row.variant is None:
+            row.blame = "both" if beside and beside.verdict == "disagree" else "candidate"
+        return row

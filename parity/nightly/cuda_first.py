@@ -42,9 +42,7 @@ def steps() -> dict[str, tuple[str, ...]]:
         ["contexts"],
     ):
         out[" ".join([file, *part])] = (*pytest, f"cases/cuda/test_{file}.py", *(("-k", *part) if part else ()))
-    out |= {
-        f"bench {n}": (*pytest, f"cases/bench/test_{n}.py", "--benchmark-only") for n in ("replicas", "losses", "step")
-    }
+    out |= {f"bench {n}": (*pytest, f"cases/bench/test_{n}.py", "--benchmark-only") for n in ("replicas", "losses")}
     return out
 
 

@@ -16,8 +16,8 @@ from parity.case.case import hashes
 from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
 from parity.recording import Recording
-from parity.rollouts import engine_models, server, transformers_engine, vllm_engine
-from parity.rollouts.request import Request, Sampled
+from parity.rollouts import engine_models, server, vllm_engine
+from parity.rollouts.server import Request, Sampled
 from parity.rollouts.trainer_scores import Trainer
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
@@ -69,7 +69,7 @@ def engine(options: RecordingOptions, folder: Path, max_length: int) -> Callable
     if options.engine == "vllm":
         return vllm_engine.opened(str(folder), options.dtype, max_length)
     if options.engine == "transformers":
-        return transformers_engine.opened(str(folder), options.dtype, max_length)
+        return engine_models.opened(str(folder), options.dtype, max_length)
     if options.engine.startswith(("http://", "https://")):
         return server.opened(options.engine)
     raise UsageError(f"engine {options.engine!r} is unknown, choose vllm, transformers or a server's http://…")

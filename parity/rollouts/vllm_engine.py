@@ -9,7 +9,7 @@ import torch
 from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
 from parity.process import installed
-from parity.rollouts.request import Request, Sampled
+from parity.rollouts.server import Request, Sampled
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

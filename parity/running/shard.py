@@ -29,8 +29,7 @@ from parity.results.recorded import Recorded
 from parity.results.row import Row
 from parity.running.events import At, Checked, Confirmed, Event, Judged, Started
 from parity.running.plan import Shard, Sought, signature_of
-from parity.sampling.capabilities import besides, refusal
-from parity.sampling.share import repeated, second_pass, selected
+from parity.sampling.capabilities import besides, refusal, repeated, second_pass, selected
 from parity.trainers import catalogue
 
 STREAMS = 4

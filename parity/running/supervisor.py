@@ -16,8 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from parity.case.case import Case
-from parity.compare.blame import Blame
-from parity.compare.result_rows import empty_row
+from parity.compare.result_rows import Blame, empty_row
 from parity.decoding import decode
 from parity.errors import UsageError
 from parity.process import SCRATCH, interpreter

@@ -23,12 +23,11 @@ from rich.markdown import Markdown
 
 from parity.case.case import Case
 from parity.case.inputs import Inputs
-from parity.case.probe import Probe
 from parity.compare.one_case import rows_of
 from parity.data import ledger_file
 from parity.decoding import save_json, write
 from parity.errors import UsageError
-from parity.families.probes import example, probes_of
+from parity.families.probes import Probe, example, probes_of
 from parity.implementations.implementation import Implementation
 from parity.judging.assess import CaseOracle
 from parity.process import prepare

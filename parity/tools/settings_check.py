@@ -113,7 +113,7 @@ def _all(answers: list[bool | Unknown]) -> bool | Unknown:
 
 
 def holds(run: Run, name: str, wanted: Any) -> bool | Unknown:
-    """Whether a condition of a ledger entry's `applies` holds of a run (`parity.results.user.ForUser`)."""
+    """Whether a condition of a ledger entry's `applies` holds of a run (`parity.results.ledger.ForUser`)."""
     if name == "trainer":
         return bool({*run.trainers} & {*wanted})
     if name in LIBRARIES:

@@ -10,8 +10,7 @@ from parity.decoding import write
 from parity.errors import UsageError
 from parity.results.ledger import Entry, Ledger
 from parity.tools.issue import written
-from parity.tools.issue.ran import Ran, ran
-from parity.tools.issue.text import numbers, report, versions
+from parity.tools.issue.text import Ran, numbers, ran, report, versions
 
 SHOWS, GONE = 1, 0
 """Exit codes of a script: the defect shows, it is gone."""

@@ -8,8 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from parity.case.case import Case
-from parity.compare.blame import Blame, flaky
-from parity.compare.result_rows import empty_row, size
+from parity.compare.result_rows import Blame, empty_row, flaky, size
 from parity.implementations.implementation import Implementation
 from parity.judge.gates import Judgement
 from parity.judge.timings import within
@@ -47,7 +46,8 @@ def rows(
 
 
 def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iterator[Row]:
-    base = _base(call, implementation)
+    about = {"role": implementation.role, "recipe": "fp32"}
+    base = empty_row(family(call.case.family), call.case, implementation.id, call.device, **about)
     missing = implementation.missing()
     if implementation.user_class and not found.drives:
         missing = (
@@ -58,27 +58,11 @@ def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iter
         return
     outcome, results = attempt(call, implementation)
     if outcome.verdict != "ran":
-        yield stopped_row(call, implementation, outcome)
+        yield replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)
         return
     failing = [q.name for q, j in results if not j.agrees]
     unsteady = flaky(failing, lambda: {q.name: j.agrees for q, j in attempt(call, implementation)[1]})
     yield from (_row(base, q, j, q.name in unsteady) for q, j in results)
-
-
-def _base(call: CheckCall, implementation: Implementation) -> Row:
-    fam = family(call.case.family)
-    return empty_row(fam, call.case, implementation.id, call.device, role=implementation.role, recipe="fp32")
-
-
-def judged_row(call: CheckCall, implementation: Implementation, quantity: Quantity, judgement: Judgement) -> Row:
-    """The row of one judged quantity, taken as it is: not run twice."""
-    return _row(_base(call, implementation), quantity, judgement, unsteady=False)
-
-
-def stopped_row(call: CheckCall, implementation: Implementation, outcome: Outcome) -> Row:
-    """The row of a check that did not run to its end."""
-    base = _base(call, implementation)
-    return replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)
 
 
 @within("stage", "trainer check")

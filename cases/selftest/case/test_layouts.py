@@ -8,7 +8,7 @@ import torch
 from parity.case.layouts import elsewhere, laid_out, like
 from parity.protocol.call import upstream
 from parity.registry import family
-from parity.tools.issue.tensors import assigned
+from parity.tools.issue.standalone import assigned
 
 SETTINGS = {
     "logprobs": {"ignored": "some", "bias": "random", "entropy": "gradient"},

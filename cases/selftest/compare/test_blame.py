@@ -2,7 +2,7 @@
 
 import pytest
 
-from parity.compare.blame import Blame, flaky
+from parity.compare.result_rows import Blame, flaky
 from parity.results.row import Row
 
 

@@ -10,12 +10,8 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from cases.selftest.controls import soak
-from cases.selftest.limits import limits
-from cases.selftest.mutants import matrix, trainers
 from cases.selftest.mutants.mutant import FAMILIES, controls, mutants
 from fixtures.pretended_cuda import pretended
-from parity.case.case import Case
 from parity.cli.commands import main as cli
 from parity.decoding import save_json, saved
 from parity.nightly import proof, upgrade
@@ -119,27 +115,6 @@ def test_without_a_device_it_is_one_line():
     assert done.exit_code == 2 and "torch sees no CUDA device here" in done.output
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """The devices of the oracles that the tests of the tester make, on a pretended device."""
-    devices = []
-
-    def oracle(case: Case, device: str = "cpu"):
-        devices.append(device)
-        return oracle_of(case, device)
-
-    for module in (matrix, soak):
-        monkeypatch.setattr(module, "oracle_of", oracle)
-    with pretended():
-        yield devices
-
-
-def test_mutants_of_losses(here):
-    name = FAMILIES[0]
-    matrix.stream_fates(name, 0, 1, mutants(name)[:1], controls(name)[:1], "cuda")
-    assert here == ["cuda"]
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_mutants_and_controls_run_on_the_device(name):
     """One that fails for a tensor of its own on the CPU would count as caught, or say nothing of the judge."""
@@ -155,16 +130,3 @@ def test_the_proof_of_a_night():
     with pretended():
         (one,) = proof.proof("cuda", 0, FAMILIES[:1])
     assert one.device == "cuda" and one.holds
-
-
-def test_mutants_of_trainers(monkeypatch):
-    used = []
-    monkeypatch.setattr(trainers, "_judged", lambda call, *args: used.append(call.device) or args[1])
-    trainers.fates("sft-trainer", 0, 2, "cuda")
-    assert "cuda" in used  # a check that runs on the CPU in any case says so
-
-
-def test_false_alarms_and_limits(here, monkeypatch):
-    assert not soak.soak([CASE], device="cuda").alarms and here == ["cuda"]
-    monkeypatch.setattr(limits, "GRID", limits.GRID[::16])
-    assert limits.measure("logprobs", "fp32", "fp32 logits", oracle_of(CASE, "cuda"))

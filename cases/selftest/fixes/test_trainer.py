@@ -1,12 +1,10 @@
 """`apply` on real trainers: what it picks, that the fixed trainer trains, and that everything can be taken back."""
 
-import functools
 import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from parity.fixes import apply, kernel, wiring
 from parity.upstream import trl
@@ -111,60 +109,12 @@ def test_a_forbidden_token_no_longer_ends_the_run(counted):
     assert torch.tensor(step(fixed=True)).isfinite()
 
 
-class Counting:
-    """A model's own checkpointing function."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, function, *args, **kwargs):
-        self.calls += 1
-        return checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=True)
-
-
 def frozen_inputs():
     policy = training.model()
     policy.get_input_embeddings().requires_grad_(False)
     # transformers 5 adds an input hook of its own when checkpointing is turned on; older ones do not.
     policy.enable_input_require_grads = lambda *_: None
     return policy
-
-
-def checkpointing(policy, own):
-    """A trainer that leaves checkpointing to the model, and a model with a function of its own."""
-    made = training.trainer(policy, gradient_checkpointing_kwargs={"use_reentrant": True}, max_steps=1)
-    policy.gradient_checkpointing_enable({"use_reentrant": True})
-    for layer in policy.model.layers:
-        layer._gradient_checkpointing_func = own
-    return made
-
-
-def test_checkpointing_of_the_models_own_survives_generation_and_trains():
-    own = Counting()
-    policy = frozen_inputs()
-    made = checkpointing(policy, own)
-    before = policy.model.layers[0].mlp.up_proj.weight.detach().clone()
-    with apply(made) as applied:
-        assert "hook on the input embeddings" in applied["require_input_grads"].changed
-        assert len(applied["keep_gradient_checkpointing"]) >= 2
-        entries = training.trained(made)
-    assert own.calls >= 4
-    assert all(layer._gradient_checkpointing_func is own for layer in policy.model.layers)
-    assert entries[0]["grad_norm"] > 0
-    assert not torch.equal(before, policy.model.layers[0].mlp.up_proj.weight)
-    assert not policy.get_input_embeddings()._forward_hooks
-
-
-def test_without_it_generation_overwrites_the_models_own_checkpointing():
-    """The control of the test above."""
-    own = Counting()
-    policy = frozen_inputs()
-    made = checkpointing(policy, own)
-    before = policy.model.layers[0].mlp.up_proj.weight.detach().clone()
-    training.trained(made)
-    assert own.calls == 0
-    assert all(layer._gradient_checkpointing_func is not own for layer in policy.model.layers)
-    assert torch.equal(before, policy.model.layers[0].mlp.up_proj.weight)
 
 
 def test_a_nested_softcap_is_lifted_for_training():

@@ -21,7 +21,6 @@ from cases.selftest.controls.policy import REORDERED, loss_of
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import cases_drawn
-from parity.compare.pooled_slope import POOL_FLOOR, POOL_MINIMUM, POOL_SIGMAS, allowed_slope, mean_slope
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import escalate, ladder
 from parity.judge.gates import Judgement, judge
@@ -53,7 +52,6 @@ class DetectionLimit:
     Attributes:
         target: "log-probs", "loss" or "gradients".
         limit: smallest ε of `GRID` that is caught; `NEVER` if an error of 1 is not.
-        slopes: gradient or log-probs -> slope of the correct values and what their gate allows, which a run pools.
     """
 
     family: str
@@ -61,7 +59,6 @@ class DetectionLimit:
     logits: str
     target: str
     limit: float
-    slopes: Mapping[str, tuple[float, float]]
 
 
 def implementation(name: str, kind: str, error: float = 0.0) -> Implementation:
@@ -107,15 +104,8 @@ def measure(name: str, dtype: str, kind: str, oracle: CaseOracle) -> list[Detect
             if not present or _same(plain, edited(1.0), present) or jury.caught(plain, present):
                 continue
             limit = smallest(lambda error, edited=edited, names=present: jury.caught(edited(error), names))
-            out.append(DetectionLimit(name, dtype, kind, target, limit, dict(_slopes(jury, plain, present))))
+            out.append(DetectionLimit(name, dtype, kind, target, limit))
     return out
-
-
-def _slopes(jury: Jury, plain: Values, present: list[str]) -> Iterator[tuple[str, tuple[float, float]]]:
-    for n in present:
-        j = jury.last(plain, n)
-        if j.slope is not None and math.isfinite(j.slope) and "slope" in j.gates:
-            yield n, (j.slope, allowed_slope(j.slope, j.gates["slope"]))
 
 
 def _errors(name: str, kind: str, oracle: CaseOracle, plain: Values) -> Errors:
@@ -217,22 +207,7 @@ def by_a_run(found: Sequence[DetectionLimit], drawn: int) -> float:
     return quantile([one.limit for one in found], 1 - (1 - CERTAIN) ** (1 / cases_of_a_run(found, drawn)))
 
 
-def pooled(found: Sequence[DetectionLimit], drawn: int) -> float:
-    """The scale error that the pooled slope of a run catches: max(8·standard error, floor) plus the control's mean."""
-    out = NEVER
-    for name in {n for one in found for n in one.slopes}:
-        slopes = [one.slopes[name] for one in found if name in one.slopes]
-        count = round(cases_of_a_run(found, drawn) * len(slopes) / len(found))
-        if len(slopes) < 2 or count < POOL_MINIMUM:
-            continue
-        floor = POOL_FLOOR[found[0].dtype]
-        mean, error = mean_slope(slopes, floor)
-        error *= (len(slopes) / count) ** 0.5
-        out = min(out, max(POOL_SIGMAS * error, floor) + abs(mean))
-    return out
-
-
-HEADINGS = ("family", "error on", "dtype", "cases", "half of the cases", "99 % of them", "a pr run", "pooled slope")
+HEADINGS = ("family", "error on", "dtype", "half of the cases catch", "a run of profile pr catches")
 
 
 def page(rows: Iterable[Sequence[object]]) -> str:
@@ -245,14 +220,6 @@ def page(rows: Iterable[Sequence[object]]) -> str:
 
 def _cells(key: Key, group: Sequence[DetectionLimit], drawn: int) -> list[str]:
     family, target, dtype, logits = key
-    values, of = [one.limit for one in group], loss_family(family)
-    scale = target == "gradients" or (of.first != "loss" and target == label_of(family))
-    slope = pooled(group, drawn) if scale else NEVER
-    half, most, run = quantile(values, 0.5), quantile(values, CERTAIN), by_a_run(group, drawn)
-    beyond = f" ({sum(v <= 0.01 for v in values)} at 0.01)" if most == NEVER else ""
-    shown = [_amount(half), _amount(most) + beyond, _amount(run), "" if slope == NEVER else _amount(slope)]
-    return [family, target, dtype if dtype == "fp32" else f"{dtype}, {logits}", str(len(group)), *shown]
-
-
-def _amount(value: float) -> str:
-    return "beyond 1" if value == NEVER else measured.short(value)
+    half = quantile([one.limit for one in group], 0.5)
+    shown = ["beyond 1" if value == NEVER else measured.short(value) for value in (half, by_a_run(group, drawn))]
+    return [family, target, dtype if dtype == "fp32" else f"{dtype}, {logits}", *shown]

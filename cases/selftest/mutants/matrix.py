@@ -19,7 +19,7 @@ from parity.protocol.exceptions import Outcome
 from parity.registry import loss_family, oracle_of
 from parity.results.report import measured
 from parity.results.row import DECIDED
-from parity.sampling.share import repeated
+from parity.sampling.capabilities import repeated
 
 PROFILE = "pr"
 DTYPES = ("fp32", "fp16", "bf16")

@@ -11,7 +11,7 @@ import inspect
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,15 @@ from cases.selftest.mutants.matrix import Fate
 from parity import data
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
-from parity.protocol.exceptions import Outcome
 from parity.registry import facts, select
 from parity.results.ledger import Ledger
 from parity.trainers import catalogue
-from parity.trainers.check import CheckCall
-from parity.trainers.execute import Judged, attempt, judged_row, stopped_row
+from parity.trainers.execute import rows
 from parity.trainers.rig import drive
 from parity.trainers.specs import TRAINERS
 
 PROFILES = ("pr", "nightly")
+DEADLY = ("disagree", "nondeterministic", "crashed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,38 +101,21 @@ def fates(family: str, seed: int, budget: int, device: str = "cpu") -> list[Fate
     for number, case in enumerate(cases(family, seed)):
         if number == budget or not any(mistakes.get(name) for name in alive):
             break
-        used = device if catalogue.family(family).check(case).moves else "cpu"
-        call = CheckCall(case, catalogue.family(family).full_settings(case), "released", used)
         for name in list(alive):
             with drive.using(kinds[name]):
-                alive[name] = _judged(call, implementation, alive[name], ledger)
+                alive[name] = _judged(case, implementation, alive[name], ledger, device)
             if alive[name].killed:
                 done[name] = alive.pop(name)
     return [done.get(name) or alive[name] for name in kinds]
 
 
-def _judged(call: CheckCall, implementation: Implementation, fate: Fate, ledger: Ledger) -> Fate:
-    outcome, results = attempt(call, implementation)
-    fate = dataclasses.replace(fate, cases=fate.cases + 1, judged=fate.judged + len(results))
-    return _killed_by(call, implementation, fate, ledger, outcome, results)
-
-
-def _killed_by(
-    call: CheckCall,
-    implementation: Implementation,
-    fate: Fate,
-    ledger: Ledger,
-    outcome: Outcome,
-    results: Sequence[Judged],
-) -> Fate:
+def _judged(case: Case, implementation: Implementation, fate: Fate, ledger: Ledger, device: str) -> Fate:
     """Dead of the first quantity that disagrees, or of a crash; not of what the ledger knows of the released class."""
-    dead: dict[str, Any] = {"dtype": call.case.dtype, "case": call.case.to_json()}
-    if outcome.verdict == "crashed":
-        if ledger.match(stopped_row(call, implementation, outcome), facts(call.case)) is not None:
-            return fate
-        return dataclasses.replace(fate, gate="crashed", message=outcome.message, **dead)
-    for quantity, judgement in results:
-        row = judged_row(call, implementation, quantity, judgement)
-        if row.verdict == "disagree" and ledger.match(row, facts(call.case)) is None:
-            return dataclasses.replace(fate, gate=row.gate or "", quantity=quantity.name, message=row.message, **dead)
+    found = list(rows(case, [implementation], device))
+    judged = fate.judged + sum(row.quantity is not None for row in found)
+    fate = dataclasses.replace(fate, cases=fate.cases + 1, judged=judged)
+    for row in found:
+        if row.verdict in DEADLY and ledger.match(row, facts(case)) is None:
+            seen = {"quantity": row.quantity or "", "dtype": case.dtype, "case": case.to_json()}
+            return dataclasses.replace(fate, gate=row.gate or row.verdict, message=row.message, **seen)
     return fate

@@ -15,9 +15,9 @@ from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.families import policy_inputs
 from parity.registry import loss_family
-from parity.rollouts import engine_models, transformers_engine
+from parity.rollouts import engine_models
 from parity.rollouts.record import RecordingOptions, record
-from parity.rollouts.request import Request
+from parity.rollouts.server import Request
 from parity.trainers.rig import models as rig
 
 
@@ -145,7 +145,7 @@ class Server(BaseHTTPRequestHandler):
 def test_a_server_over_loopback(ids_as, made, tmp_path, monkeypatch):
     monkeypatch.setattr(Server, "ids_as", ids_as)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.sample = transformers_engine.opened(str(engine_models.folder_of("tiny-gemma2")), "fp32", 64)
+    server.sample = engine_models.opened(str(engine_models.folder_of("tiny-gemma2")), "fp32", 64)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}"

@@ -10,7 +10,7 @@ from parity.compare import stale_cache
 from parity.implementations.implementation import Implementation
 from parity.registry import NAMES, load, loss_family
 from parity.running.plan import DTYPES
-from parity.sampling.share import HIDDEN, TOKENS, VOCABULARIES, repeated, second_pass, selected
+from parity.sampling.capabilities import HIDDEN, TOKENS, VOCABULARIES, repeated, second_pass, selected
 
 
 def test_a_share_of_the_float32_cases_runs_with_tf32_products_on_cuda():

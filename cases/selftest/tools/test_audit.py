@@ -12,9 +12,8 @@ from click.testing import CliRunner
 
 from cases.selftest.mutants.mutant import mutants, originals
 from parity.case.inputs import Inputs
-from parity.case.probe import Probe
 from parity.cli.commands import main
-from parity.families.probes import PROBES, example
+from parity.families.probes import PROBES, Probe, example
 from parity.fixes import FusedLinearGRPOLoss
 from parity.implementations.implementation import Implementation, Outputs, require
 from parity.implementations.user import from_function

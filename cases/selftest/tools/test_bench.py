@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases.bench import losses, measure, step
+from cases.bench import losses, measure
 from cases.selftest.results import runs as shared
 from parity.errors import Unsupported
 from parity.judging.oracle import exact
@@ -24,13 +24,10 @@ MB = 1 << 20
 def test_a_peak_is_what_was_live_at_once():
     with measure.peak("cpu") as found:
         kept = torch.zeros(MB // 4)
-        with measure.phase("high"):
-            passing = torch.zeros(3 * MB // 4)
-            del passing
-        with measure.phase("low"):
-            again = torch.zeros(MB // 4)
+        passing = torch.zeros(3 * MB // 4)
+        del passing
+        again = torch.zeros(MB // 4)
     assert found.bytes == 4 * MB
-    assert found.phases == {"high": 4 * MB, "low": 2 * MB}
     assert kept.numel() == again.numel()
 
 
@@ -134,20 +131,6 @@ def test_accuracy_pairs_the_cases_that_both_were_judged_on():
     assert "| fixes.selective_log_probs | lib.loss | fp32 | values | 2 | 0.5, ∞ | 0.5, ∞ | 100% |" in accuracy.table(
         [values]
     )
-
-
-def test_a_party_leaves_the_device_to_the_next():
-    """12 GB each would not stay on one GPU together; meta stands for the device that is left."""
-    party = step.TimedStep("plain logits", step.Shape(2, 4, 6, 128, 1, 512), "fp32", "cpu")
-    party()
-    step.TimedStep.alone({"plain logits": party, "none": None}, "plain logits", "meta")
-    state = [v for one in party.optimizer.state.values() for v in one.values() if v.dim() > 0]
-    held = [*party.model.parameters(), *party.reference.parameters(), *state]
-    assert state and {t.device.type for t in held} == {"meta"}
-    moves = []
-    party.to = moves.append
-    step.TimedStep.alone({"plain logits": party}, "another", "meta")
-    assert moves == ["cpu"]
 
 
 def test_a_comparison_is_an_implementation_on_a_case(tmp_path):

@@ -17,10 +17,8 @@ from parity.registry import load, oracle_of, resolved, run_case, select
 from parity.results.ledger import Ledger
 from parity.tools import upstream
 from parity.tools.issue import written
-from parity.tools.issue.ran import FAULT, Ran, ran
-from parity.tools.issue.standalone import limits_of, script
-from parity.tools.issue.tensors import number
-from parity.tools.issue.text import issue_text
+from parity.tools.issue.standalone import limits_of, number, script
+from parity.tools.issue.text import FAULT, Ran, issue_text, ran
 from parity.tools.replay import replay
 
 LUSPO = Case("policy", 3, "fp32", {"loss_type": "luspo", "lengths": [3, 1]})

@@ -16,7 +16,7 @@ from parity.running.supervisor import lost_row
 from parity.sampling.find import find
 from parity.tools.replay import exit_code
 from parity.trainers import catalogue
-from parity.trainers.check import CHECKS, CheckCall, Quantity, check, holds, pairwise, summed
+from parity.trainers.check import CHECKS, CheckCall, Quantity, check, holds, summed
 from parity.trainers.execute import judge
 from parity.trainers.rig import drive
 
@@ -142,22 +142,6 @@ def test_an_unknown_trainer_is_a_usage_error():
 def test_nan_never_agrees():
     for value, agrees in ((0.2, True), (0.2 * (1 + 1e-5), False), (math.nan, False), (math.inf, False)):
         assert judge(summed("coefficient", value, (0.1, 0.05, 0.05))).agrees is agrees
-
-
-def test_pairwise_covers_every_pair():
-    settings = {
-        "a": Setting(0, "", (0, 1, 2)),
-        "b": Setting("x", "", ("x", "y")),
-        "c": Setting(False, "", (False, True)),
-        "free": Setting(1.0, ""),
-    }
-    cases = list(pairwise(settings, 3))
-    for first in "abc":
-        for second in "abc":
-            if first < second:
-                met = {(c[first], c[second]) for c in cases}
-                assert len(met) == len(settings[first].choices) * len(settings[second].choices)
-    assert len(cases) < 3 * 2 * 2 and cases == list(pairwise(settings, 3))
 
 
 @pytest.mark.parametrize("profile", ["quick", "pr", "nightly"])

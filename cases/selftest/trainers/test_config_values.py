@@ -39,6 +39,6 @@ def test_a_head_that_this_machine_cannot_make_is_unsupported_with_the_remedy(mon
     assert "pip install" in found[None].message and found[None].verdict == "unsupported"
 
 
-def test_a_trainer_that_ignores_the_quantisation_of_its_head_is_red():
-    found = rows("grpo-trainer", "config-values", head="fake-quantised")
-    assert {q: r.verdict for q, r in found.items()} == {"logps": "disagree", "gradient": "disagree"}
+def test_a_hook_on_the_head_is_found_with_our_fix():
+    found = rows("grpo-trainer", "config-values", "fixed", head="hook")
+    assert {q: r.verdict for q, r in found.items()} == {"logps": "agree", "gradient": "agree"}

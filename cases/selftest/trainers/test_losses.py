@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cases.selftest.mutants.trainers import EDITS, mutated
 from cases.selftest.trainers.asked import disagreeing, rows, verdicts
 from parity.families.preference_losses import CPO, DPO, unpaired
 from parity.trainers import check
@@ -132,21 +131,6 @@ def test_every_loss_type_of_the_installed_trainers_has_a_definition():
     assert {name for mixed in MIXED.values() for name in mixed} <= named
     source = inspect.getsource(drive.trl_class("CPOTrainer").cpo_loss)
     assert {*re.findall(r'loss_type == "(\w+)"', source), "alphapo"} == set(CPO)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "settings", "mutant"),
-    [
-        ("cpo-trainer", {"loss": "simpo", "nll": 0.4}, "nll"),
-        ("orpo-trainer", {"loss": "orpo"}, "odds"),
-        ("sft-trainer", {"loss": "nll", "smoothing": 0.1}, "unshifted"),
-        ("online-dpo-trainer", {"penalty": 2.0}, "no-penalty"),
-    ],
-)
-def test_a_mistake_in_it_is_seen(trainer, settings, mutant):
-    assert disagreeing(verdicts(trainer, "losses", **settings)) == set()
-    with drive.using(mutated(trainer, next(e for e in EDITS[trainer] if e.name == mutant))):
-        assert "loss" in disagreeing(verdicts(trainer, "losses", **settings))
 
 
 @pytest.mark.parametrize(("trainer", "loss"), [("cpo-trainer", "sigmoid"), ("orpo-trainer", "orpo")])

@@ -9,9 +9,8 @@ from parity import data
 from parity.errors import UsageError
 from parity.process import installed
 from parity.results.header import About
-from parity.results.ledger import Entry, Ledger
+from parity.results.ledger import SEVERITIES, Entry, Ledger
 from parity.results.report.findings import Finding
-from parity.results.user import SEVERITIES
 
 LIBRARIES = ("trl", "transformers", "liger-kernel", "cut-cross-entropy", "unsloth-zoo", "bitsandbytes", "torch")
 OTHER = "unranked"

@@ -1,9 +1,13 @@
 """The Markdown report of a finding: what goes wrong in the user's terms, why, the numbers, a script or how to replay it."""
 
+import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from parity.errors import Unsupported
 from parity.implementations.implementation import Implementation
 from parity.process import installed
 from parity.results.row import Row
-from parity.tools.issue.ran import ran
+from parity.running import child
 from parity.tools.issue.standalone import limits_of, script
 from parity.trainers.catalogue import is_trainer
 
@@ -126,3 +130,34 @@ def versions(names: Iterable[str], where: str = "CPU") -> str:
     wanted = dict.fromkeys(known.get(n, [n])[0] for n in names if n and n not in sys.stdlib_module_names)
     found = [f"- {name} {installed(name) or 'not installed'}" for name in wanted]
     return "\n".join([f"- python {platform.python_version()}", *found, f"- device: {where}"])
+
+
+SECONDS = 300.0
+"""CPU seconds of a script: a busy machine makes none of them wrong."""
+FAULT = 70
+"""Stands for the 1 with which Python ends on an exception: a script that crashes shows nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """What a script came to: 1 while the defect is there, 0 when it is gone, anything else is a fault of the script."""
+
+    code: int
+    output: str
+    error: str = ""
+
+
+def ran(text: str, seconds: float = SECONDS, first: Path | None = None) -> Ran:
+    """Run a script with this interpreter, outside this package; `first` is a folder whose packages stand for the installed."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    env |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"} | ({"PYTHONPATH": str(first)} if first else {})
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "script.py"
+        file.write_text(text, encoding="utf-8")
+        command = [sys.executable, file.name]
+        try:
+            done = child.run(command, cpu=seconds, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        except child.LimitExceeded as error:
+            return Ran(124, "", str(error))
+    failed = done.returncode == 1 and "Traceback (most recent call last)" in done.stderr
+    return Ran(FAULT if failed else done.returncode, done.stdout, done.stderr)

@@ -21,8 +21,8 @@ from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, 
 from parity.trainers.definitions.formulas import jsd
 from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import exact_step, first_step
-from parity.trainers.rig import batches, drive, models, recorder, stored_window, twin_runs
-from parity.trainers.rig.batches import Sequences
+from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
+from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import Sample
 
 ARCHITECTURE, TEACHER = "llama", "qwen2"
@@ -56,7 +56,7 @@ def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     teacher = Teacher(models.model(TEACHER).eval())
     with patches.mask_teacher_padding() if call.path == "fixed" else contextlib.nullcontext():
         steps = recorder.train(served(teacher, s.split, s.beta))
-    window = [batches.sequences_of([batch]) for batch in steps.batches]
+    window = [recorder.sequences_of([batch]) for batch in steps.batches]
     yield holds("sequences", sorted(len(t) for b in window for t, _ in b) == [6, 7], f"the window holds {window}")
 
     def terms(model: Any, batch: Sequences) -> list[Tensor]:
@@ -188,7 +188,7 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     given = {"teacher_model": models.model(TEACHER), "train_dataset": data}
     trainer = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
     steps = recorder.train(trainer)
-    window = [batches.sequences_of([b]) for b in steps.batches]
+    window = [recorder.sequences_of([b]) for b in steps.batches]
     local = all(n is None for n in steps.items)  # before 1.10
     definition = functools.partial(_averaged, window, local, lambda model, b: jsd(Scored(model, b, TEACHER), s.beta))
     step = exact_step(models.model(ARCHITECTURE, torch.float64).train(), definition)

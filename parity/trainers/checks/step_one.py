@@ -21,7 +21,7 @@ from parity.judge.oracle import Oracle
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, check, holds, pairwise
 from parity.trainers.definitions.scored import completion_logps
 from parity.trainers.definitions.training_step import measured
-from parity.trainers.rig import batches, checkpointing, drive, models, recorder
+from parity.trainers.rig import checkpointing, drive, models, recorder
 from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
@@ -172,7 +172,7 @@ def _watched(
     with drive.seeded():
         steps = recorder.train(trainer)
     batch = steps.batches[0]
-    return FirstStep(*batches.parts(batch)[0], loss=steps.losses[0], log=drive.logged(trainer)), batch
+    return FirstStep(*recorder.parts(batch)[0], loss=steps.losses[0], log=drive.logged(trainer)), batch
 
 
 Policies = SimpleNamespace

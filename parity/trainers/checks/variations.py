@@ -17,8 +17,8 @@ from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, al
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss, padded
 from parity.trainers.definitions.scored import Scored, rows
-from parity.trainers.rig import batches, drive, models, stored_window, twin_runs
-from parity.trainers.rig.batches import Sequences
+from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
+from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import SPECS, TWINS, having
@@ -148,7 +148,7 @@ def truncation(call: CheckCall) -> Iterator[Quantity]:
     run = Run(call.case.family, twin(call.case.family, split=s.split), call.path, plain=True, **limits)
     whole = sorted(run.window.expected)
     run.window = Cut(run.trainer, run.window.rows, s.mode)
-    late = sorted(batches.sequences_of(run.steps.batches)) == whole  # DPO up to 1.3 cuts behind where a batch is seen
+    late = sorted(recorder.sequences_of(run.steps.batches)) == whole  # DPO up to 1.3 cuts behind where a batch is seen
     yield from judged(call, run, Loss(run.window, run.s), there=not late)
 
 
@@ -190,7 +190,7 @@ def experts(call: CheckCall) -> Iterator[Quantity]:
     loss = Loss(run.window, settings)
 
     def define(model: Any) -> Tensor:
-        parts = [[tokens for tokens, _ in batches.sequences_of([batch])] for batch in run.steps.batches]
+        parts = [[tokens for tokens, _ in recorder.sequences_of([batch])] for batch in run.steps.batches]
         return loss(model) + s.coefficient * torch.stack([balance(model, part) for part in parts]).mean()
 
     yield from judged(call, run, define)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from parity.errors import Unsupported
 from parity.process import environment
-from parity.trainers.rig import batches
+from parity.trainers.rig import recorder
 
 TIMEOUT = 300.0
 JOINING = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _trained(trainer: str, settings: Mapping[str, Any], more: Mapping[str, Any]) -> Rank:
-    from parity.trainers.rig import recorder, twin_runs
+    from parity.trainers.rig import twin_runs
 
     try:
         steps = recorder.train(twin_runs.build(trainer, SimpleNamespace(**settings), **more))
@@ -113,7 +113,7 @@ def _trained(trainer: str, settings: Mapping[str, Any], more: Mapping[str, Any])
         traceback.print_exc()
         return Rank({}, [], failure=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}")
     gradients = {n: g for n, g in steps.gradients[0].items() if g is not None}
-    return Rank(gradients, batches.sequences_of(steps.window(0)), steps.sharded)
+    return Rank(gradients, recorder.sequences_of(steps.window(0)), steps.sharded)
 
 
 FULL_SHARD: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}

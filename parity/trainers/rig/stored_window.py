@@ -14,8 +14,8 @@ from torch import Tensor
 
 from parity.case.case import hashes
 from parity.judge.values import normal
-from parity.trainers.rig import batches, models
-from parity.trainers.rig.batches import Sequences
+from parity.trainers.rig import models, recorder
+from parity.trainers.rig.recorder import Sequences
 from parity.trainers.specs import SPECS, TrainerSpec
 from parity.upstream import trl
 
@@ -170,7 +170,7 @@ class Window:
 
     def found_in(self, micro_batches: Iterable[Mapping[str, Any]]) -> "Window":
         """The rows whose completion is among the sequences of these micro-batches."""
-        seen = [tokens for tokens, _ in batches.sequences_of(micro_batches)]
+        seen = [tokens for tokens, _ in recorder.sequences_of(micro_batches)]
         return Window(
             self.trainer, [row for row, (ids, _) in zip(self.rows, self.sequences, strict=True) if ids in seen]
         )

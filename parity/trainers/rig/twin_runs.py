@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parity.errors import Unsupported
 from parity.trainers.check import Quantity, holds
-from parity.trainers.rig import batches, drive, models, recorder, stored_window
+from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Sample, Window
 from parity.trainers.specs import SPECS
 from parity.upstream import trl
@@ -148,7 +148,7 @@ class Run:
 
     def all_there(self) -> Quantity:
         """Every sequence of the window, each once, prompt and completion as they were given."""
-        wanted, got = sorted(self.window.expected), sorted(batches.sequences_of(self.steps.batches))
+        wanted, got = sorted(self.window.expected), sorted(recorder.sequences_of(self.steps.batches))
         missing, other = [w for w in wanted if w not in got], [g for g in got if g not in wanted]
         message = f"{len(got)} of {len(wanted)} sequences; missing {missing[:1]}, got {other[:1]}"
         return holds("sequences", wanted == got, message, gate="exact", value=float(len(got)))
@@ -247,7 +247,7 @@ def hand_old(trainer: Any, logps: Mapping[tuple[int, ...], Tensor]) -> None:
     """Log-probs of an older policy, those of each sequence's completion, in place of the policy's own at generation."""
 
     def scored(args: Any, out: Any) -> Any:
-        old = [logps[tuple(tokens)] for tokens, _ in batches.sequences_of([out])]
+        old = [logps[tuple(tokens)] for tokens, _ in recorder.sequences_of([out])]
         if "old_logps" in out:  # RLOO
             out["old_logps"] = torch.stack([lp.sum() for lp in old]).float()
         else:
