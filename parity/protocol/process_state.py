@@ -1,9 +1,11 @@
 """The state of the process that all parties share: taken before a call, put back after it, and who left it changed."""
 
+import _thread
 import contextlib
 import dataclasses
 import gc
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +25,8 @@ _broken: list[str] = []
 _reference: list[bytes] = []
 _called: list[str] = []
 """Who was called since arithmetic was last tried."""
+ENDING = 0.1
+"""Seconds in which a thread that a call started may end by itself."""
 _X = torch.linspace(-1.5, 2.0, 16, dtype=torch.float64).view(4, 4)
 _IDS = torch.arange(4).unsqueeze(-1)
 
@@ -49,11 +53,12 @@ def arithmetic() -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Everything of `WATCHES` and `bindings`."""
+    """Everything of `WATCHES` and `bindings`, and how many threads of Python there are."""
 
     states: dict[str, Any]
     names: bindings.Names
     modules: int
+    threads: int
 
     def differing(self) -> Iterator[tuple[str, Any]]:
         """Each entry of `WATCHES` that is not as it was, with what it is now."""
@@ -83,15 +88,28 @@ class Snapshot:
                 put(self.states[name])
             else:
                 abandon(f"{whose} left a change that nothing undoes: {name} changed")
+        if (not imported or ".py:" in whose) and self._left_a_thread():  # a library may keep one that its import starts
+            abandon(f"{whose} left a thread running, which may change anything")
         _called.append(whose)
         return found
+
+    def _left_a_thread(self) -> bool:
+        """Whether more threads run than before, those of `_thread` too."""
+        until = time.monotonic() + ENDING
+        while _thread._count() > self.threads:
+            if time.monotonic() > until:
+                return True
+            time.sleep(ENDING / 20)
+        return False
 
 
 @within("phase", "process state")
 def take() -> Snapshot:
     if not _reference:
         _reference.append(arithmetic())
-    return Snapshot({name: get() for name, (get, _) in WATCHES.items()}, bindings.take(), len(sys.modules))
+    return Snapshot(
+        {name: get() for name, (get, _) in WATCHES.items()}, bindings.take(), len(sys.modules), _thread._count()
+    )
 
 
 def abandon(reason: str) -> None:

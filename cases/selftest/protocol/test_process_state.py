@@ -1,10 +1,13 @@
 """Everything that is watched: a call that changes it is named, and the next party finds it as it was."""
 
+import _thread
 import builtins
 import gc
 import os
 import random
 import sys
+import threading
+import time
 import warnings
 from types import ModuleType
 
@@ -197,3 +200,25 @@ def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
     assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
     assert "operations of torch compute something else" in rows[0].message
     assert process_state.broken()
+
+
+@pytest.mark.parametrize(
+    "start", [lambda f: _thread.start_new_thread(f, ()), lambda f: threading.Thread(target=f).start()]
+)
+def test_a_thread_that_runs_on_ends_the_process_and_is_named(start, monkeypatch):
+    """It may change anything later, while others are judged."""
+    monkeypatch.setattr(process_state, "_broken", [])
+    execute(PLAIN, LOGPROBS.build(CASE))  # imports
+    done = threading.Event()
+    try:
+        rows = list(run_case(CASE, [after(lambda: start(done.wait))], thorough=False))
+    finally:
+        done.set()
+    assert [(r.subject, r.verdict) for r in rows] == [("protocol", "disagree")]
+    assert rows[0].message == "own.leaves left a thread running, which may change anything"
+
+
+def test_a_thread_that_ends_by_itself_is_no_harm(monkeypatch):
+    monkeypatch.setattr(process_state, "_broken", [])
+    out = execute(after(lambda: threading.Thread(target=time.sleep, args=(0.02,)).start()), LOGPROBS.build(CASE))
+    assert out.leaks == () and not process_state.broken()
