@@ -25,8 +25,8 @@ _broken: list[str] = []
 _reference: list[bytes] = []
 _called: list[str] = []
 """Who was called since arithmetic was last tried."""
-ENDING = 0.1
-"""Seconds in which a thread that a call started may end by itself."""
+BEGINNING, ENDING = 5e-3, 0.1
+"""Seconds after which a thread that a user's function starts counts, and in which one may end by itself."""
 _X = torch.linspace(-1.5, 2.0, 16, dtype=torch.float64).view(4, 4)
 _IDS = torch.arange(4).unsqueeze(-1)
 
@@ -88,7 +88,9 @@ class Snapshot:
                 put(self.states[name])
             else:
                 abandon(f"{whose} left a change that nothing undoes: {name} changed")
-        if (not imported or ".py:" in whose) and self._left_a_thread():  # a library may keep one that its import starts
+        own = ".py:" in whose
+        time.sleep(BEGINNING if own else 0.0)
+        if (own or not imported) and self._left_a_thread():  # a library may keep one that its import starts
             abandon(f"{whose} left a thread running, which may change anything")
         _called.append(whose)
         return found

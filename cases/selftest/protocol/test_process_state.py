@@ -2,6 +2,7 @@
 
 import _thread
 import builtins
+import dataclasses
 import gc
 import os
 import random
@@ -208,14 +209,14 @@ def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
 def test_a_thread_that_runs_on_ends_the_process_and_is_named(start, monkeypatch):
     """It may change anything later, while others are judged."""
     monkeypatch.setattr(process_state, "_broken", [])
-    execute(PLAIN, LOGPROBS.build(CASE))  # imports
     done = threading.Event()
     try:
-        rows = list(run_case(CASE, [after(lambda: start(done.wait))], thorough=False))
+        leaves = dataclasses.replace(after(lambda: start(done.wait)), id="own.py:leaves")
+        rows = list(run_case(CASE, [leaves], thorough=False))
     finally:
         done.set()
     assert [(r.subject, r.verdict) for r in rows] == [("protocol", "disagree")]
-    assert rows[0].message == "own.leaves left a thread running, which may change anything"
+    assert rows[0].message == "own.py:leaves left a thread running, which may change anything"
 
 
 def test_a_thread_that_ends_by_itself_is_no_harm(monkeypatch):
