@@ -145,6 +145,7 @@ def audit_command(**options: Any) -> None:
 @options.DEVICE
 @options.with_versions
 @click.option("--issue", is_flag=True, help="print a bug report with a stand-alone script, for upstream")
+@options.path("--test", "write a pytest for your repository that runs this case again", metavar="FILE.py")
 @options.path("--minimise", "write the smallest part of a captured batch that still disagrees", metavar="FILE")
 @options.path("--reports", "folder or results file of the run that had the case", "reports")
 def replay_command(case: str, **options: Any) -> None:

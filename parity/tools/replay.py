@@ -14,6 +14,7 @@ from parity.implementations.implementation import Implementation
 from parity.process import prepare
 from parity.registry import facts, family, run_case, select
 from parity.results.ledger import Entry, Ledger
+from parity.results.report import render
 from parity.results.row import Row
 from parity.running.provenance import resolve_device
 from parity.sampling.find import find, followed
@@ -29,13 +30,14 @@ def replay(
     console: Console,
     minimise: Path | None = None,
     reports: Path = Path("reports"),
+    test: Path | None = None,
 ) -> int:
     """Run the case through the named implementations (else the one it was found with, else all) and print the findings.
 
-    `minimise`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked for by id.
+    `minimise`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked for by id;
+    `test`: a file for a pytest that runs this again.
     """
     ids, smallest = implementations, minimise
-    from parity.results.report import render
     from parity.results.report.summary import not_judged
 
     select(ids)  # a user's own family is known from here on
@@ -54,6 +56,8 @@ def replay(
             raise UsageError("replay: --minimise needs one --implementation")
         before, case = _extent(case), smallest_part(case, named[0], smallest, device)
         render.show(f"wrote {smallest}: {_extent(case)} of {before}", console)
+    if test is not None:
+        _write_test(test, case, [i.id for i in chosen if len(chosen) == 1 or i.role != "reference"], console)
     wanted = {i.id for i in chosen}
     references = [i for i in select(()) if i.family == case.family and i.role == "reference" and i.id not in wanted]
     rows = list(run_case(case, [*references, *chosen], device))
@@ -72,6 +76,44 @@ def replay(
         # `select` adds the references of a user's own, which answer for themselves
         wanted = {i.id for i in chosen if i.role != "reference"}
     return exit_code([r for r in rows if r.implementation in wanted])
+
+
+TEST = '''"""A case that disagreed once, kept by `parity replay --test`."""
+
+import json
+import subprocess
+import sys
+
+CASE = {case!r}
+
+
+def test_{name}(tmp_path):
+    """{who} agrees with the definition in float64."""
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps(CASE))
+    asked = [sys.executable, "-m", "parity", "replay", str(file), "--implementation", {who!r}]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+'''
+
+
+def _write_test(to: Path, case: Case, ids: Sequence[str], console: Console) -> None:
+    """A test for the user's own repository, with the case in it.
+
+    Raises:
+        UsageError: where the case has stored tensors, several implementations are meant, or the file is there.
+    """
+    if case.tensors:
+        raise UsageError(
+            f"case {case.id}: --test is for drawn cases; keep the case file with its tensors and replay it"
+        )
+    if len(ids) != 1:
+        raise UsageError("replay: --test needs one --implementation")
+    if to.exists():
+        raise UsageError(f"{to} is there already")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(TEST.format(case=case.to_json(), name=case.id.replace("-", "_"), who=ids[0]))
+    render.show(f"wrote {to}: python -m pytest {shlex.quote(str(to))}", console)
 
 
 def _extent(case: Case) -> str:
