@@ -80,8 +80,8 @@ def demo_command(reports: Path) -> None:
 def init_command(loss: str | None) -> None:
     """Write a first test and a workflow into a repository.
 
-    The test judges a kernel. With FILE.py:NAME, a loss of yours, pull requests run it on drawn cases too, and a ledger of your
-    own keeps what is known. Files that are there stay as they are.
+    The test judges a kernel. With FILE.py:NAME, a loss of yours, pull requests run it on drawn cases too. Files that are there
+    stay as they are.
     """
     from parity.cli.init import init
 

@@ -1,7 +1,9 @@
-"""`parity init`: a first test, a workflow and a ledger of one's own, in a repository of kernels or losses."""
+"""`parity init`: a first test and a workflow in a repository of kernels or losses."""
 
 import importlib.metadata
 import json
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -45,12 +47,9 @@ jobs:
       - run: pip install pytest {requirement}
       - run: python -m pytest {test}
 {gate}"""
-GATE = """      - run: parity run --implementation {loss} --ledger {ledger}
+GATE = """      - run: parity run --implementation {loss}
       - run: cat reports/summary.md >> "$GITHUB_STEP_SUMMARY"
         if: always()
-"""
-LEDGER = """# Findings of our own code that are known: `parity run --ledger parity-ledger.toml` does not fail for them.
-# `parity ledger add CASE --reason ... --link ... --ledger parity-ledger.toml` enters one of the last run.
 """
 
 
@@ -58,32 +57,44 @@ def init(folder: Path, loss: str | None) -> None:
     """Write what is not there yet, and say which; `loss`: FILE.py:NAME, which a pull request is then judged by.
 
     Raises:
-        UsageError: where `folder` is no repository, or the file of the loss is not in it.
+        UsageError: where `folder` is no repository, cannot be written, or has no such loss.
     """
     if not (folder / ".git").exists():
         raise UsageError(f"{folder}: no git repository; run `parity init` in the folder that holds .git")
-    if loss is not None and not (folder / loss.rpartition(":")[0]).is_file():
-        raise UsageError(f"{loss}: expected FILE.py:NAME of a function in {folder}")
+    if loss is not None:
+        _check(folder, loss)
     tests = next((name for name in ("tests", "test") if (folder / name).is_dir()), "tests")
-    test, ledger = f"{tests}/test_parity.py", "parity-ledger.toml"
-    files = {test: TEST}
-    gate = GATE.format(loss=loss, ledger=ledger) if loss else ""
-    requirement = _requirement("[cli]" if loss else "")
-    files[".github/workflows/parity.yml"] = WORKFLOW.format(requirement=requirement, test=test, gate=gate)
-    if loss:
-        files[ledger] = LEDGER
-    for name, text in files.items():
+    test, requirement = f"{tests}/test_parity.py", _requirement("[cli]" if loss else "")
+    quoted = shlex.quote(loss or "")
+    workflow = WORKFLOW.format(requirement=requirement, test=test, gate=GATE.format(loss=quoted) if loss else "")
+    for name, text in {test: TEST, ".github/workflows/parity.yml": workflow}.items():
         file = folder / name
         if file.exists():
             click.echo(f"{name} is there already")
             continue
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        except OSError as error:
+            raise UsageError(f"{file}: cannot be written: {error.strerror}") from None
         click.echo(f"wrote {name}")
     click.echo(f"the workflow installs {requirement}: change that line if pip cannot get it from there")
     click.echo(f"next: python -m pytest {test}")
     if loss:
-        click.echo(f"      parity run --implementation {loss} --ledger {ledger} --profile quick")
+        click.echo(f"      parity run --implementation {quoted} --profile quick")
+
+
+def _check(folder: Path, loss: str) -> None:
+    """Refuse what a workflow could not name, and a function that is not there."""
+    file, _, name = loss.rpartition(":")
+    if not re.fullmatch(r"[\w./ -]+\.py", file) or Path(file).is_absolute() or ".." in Path(file).parts:
+        raise UsageError(f"{loss}: expected FILE.py:NAME of a file below {folder}, without signs that a shell reads")
+    if not (folder / file).is_file():
+        raise UsageError(f"{loss}: expected FILE.py:NAME of a function in {folder}")
+    if not re.search(
+        rf"^(def|class) {re.escape(name)}\b|^{re.escape(name)}\s*[:=]", (folder / file).read_text(), re.MULTILINE
+    ):
+        raise UsageError(f"{loss}: {file} defines no {name}")
 
 
 def _requirement(extra: str) -> str:

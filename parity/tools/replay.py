@@ -83,7 +83,9 @@ TEST = '''"""A case that disagreed once, kept by `parity replay --test`."""
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[{depth}]
 CASE = {case!r}
 
 
@@ -92,7 +94,7 @@ def test_{name}(tmp_path):
     file = tmp_path / "case.json"
     file.write_text(json.dumps(CASE))
     asked = [sys.executable, "-m", "parity", "replay", str(file), "--implementation", {who!r}]
-    done = subprocess.run(asked, capture_output=True, text=True)
+    done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 '''
 
@@ -111,8 +113,11 @@ def _write_test(to: Path, case: Case, ids: Sequence[str], console: Console) -> N
         raise UsageError("replay: --test needs one --implementation")
     if to.exists():
         raise UsageError(f"{to} is there already")
+    if not to.resolve().is_relative_to(Path.cwd()):
+        raise UsageError(f"{to}: the test runs from this folder, {Path.cwd()}; give it a place below")
+    depth = len(to.resolve().relative_to(Path.cwd()).parts) - 1
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(TEST.format(case=case.to_json(), name=case.id.replace("-", "_"), who=ids[0]))
+    to.write_text(TEST.format(depth=depth, case=case.to_json(), name=case.id.replace("-", "_"), who=ids[0]))
     render.show(f"wrote {to}: python -m pytest {shlex.quote(str(to))}", console)
 
 

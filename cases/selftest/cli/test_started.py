@@ -12,6 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from parity.cli.commands import main
+from parity.cli.init import init
+from parity.errors import UsageError
 
 ABSENT = ("trl", "transformers", "liger_kernel", "cut_cross_entropy", "triton")
 HIDING = f"""
@@ -72,12 +74,10 @@ def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
     (repository / "mine.py").write_text("def loss(hidden, weight, ids): ...\n")
     assert CliRunner().invoke(main, ["init", "mine.py:loss"]).exit_code == 0
     workflow = repository / ".github/workflows/parity.yml"
-    assert "parity run --implementation mine.py:loss --ledger parity-ledger.toml" in workflow.read_text()
+    assert "- run: parity run --implementation mine.py:loss\n" in workflow.read_text()
     assert "llm-parity[cli]" in workflow.read_text()
     done = ran(repository, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(workflow))
     assert done.returncode == 0, done.stdout
-    listed = CliRunner().invoke(main, ["findings", "--ledger", "parity-ledger.toml"])
-    assert listed.exit_code == 0, listed.output
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,15 @@ def test_init_needs_a_repository_and_the_file_of_the_loss(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path / "below")
     done = ran(tmp_path / "below", "-m", "parity", "init")
     assert done.returncode == 2 and "no git repository" in done.stderr
-    done = ran(repository, "-m", "parity", "init", "gone.py:loss")
-    assert done.returncode == 2 and "expected FILE.py:NAME" in done.stderr
-    assert not (repository / "tests").exists()
+    (repository / "mine.py").write_text("def loss(hidden, weight, ids): ...\n")
+    for loss, said in {
+        "gone.py:loss": "expected FILE.py:NAME of a function",
+        "mine.py:los": "mine.py defines no los",
+        "../mine.py:loss": "expected FILE.py:NAME of a file below",
+        "a;b.py:loss": "without signs that a shell reads",
+    }.items():
+        with pytest.raises(UsageError, match=said):
+            init(repository, loss)
+    (repository / "tests").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        init(repository, None)

@@ -1,5 +1,6 @@
 """The pytest plugin: what it shows, stores and replays, alone and over workers; without its options nothing."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -41,9 +42,14 @@ def test_tight():
 """
 
 
+INSTALLED = any(e.value == "parity.pytest_parity" for e in importlib.metadata.entry_points(group="pytest11"))
+PLUGIN = () if INSTALLED else ("-p", "parity.pytest_parity")
+"""An environment made before the plugin was there does not know it by its entry point."""
+
+
 def run(folder, source, *arguments):
     (folder / "test_kernel.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "parity.pytest_parity", "test_kernel.py", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", *PLUGIN, "test_kernel.py", *arguments]
     environment = os.environ | {"PYTHONPATH": ":".join(p for p in sys.path if p)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     return done.stdout

@@ -34,7 +34,7 @@ def parity(*words):
 
 def outcome_in(folder):
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/test_kept.py"], capture_output=True, text=True, cwd=folder
+        [sys.executable, "-m", "pytest", "-q", "test_kept.py"], capture_output=True, text=True, cwd=folder / "tests"
     )
     return found.returncode, found.stdout
 
