@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from parity.judge.calls import FunctionCalls, parts
+from parity.judge.calls import FunctionCalls, other_values, parts
 from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate, ladder
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
@@ -219,6 +219,8 @@ def check_parity(
             return name in quantities and _judged(problem, {name: value}, recipe, (name,))[name].agrees
 
         broken = dataclasses.replace(calls, agrees=agrees).broken(asked, values)
+        if "repeated" in asked and not broken:
+            broken = _later(calls, values, recipe)
     kind = explained = None
     looks: dict[str, list[str]] = {}
     if wrong:
@@ -358,6 +360,35 @@ def _names(argument: str, names: Collection[str], tensors: Collection[str], tree
         kind = "floating-point inputs" if argument == "grad" else "inputs"
         raise ValueError(f"{argument}={unknown!r}: the {kind} are {', '.join(tensors)}")
     return found
+
+
+STALE = 10.0
+"""A later call is judged where it is so much farther from its exact values than the first, in units of the dtypes' own precision:
+earlier values are."""
+
+
+def _later(calls: FunctionCalls, first: Mapping[str, torch.Tensor | None], recipe: Recipe) -> list[str]:
+    """What is wrong in a later call on other values under another upstream gradient: what a call keeps by shape, or for ever."""
+    problem = calls.problem
+    inputs = tree_map(lambda x: other_values(x) if isinstance(x, torch.Tensor) else x, dict(problem.inputs))
+    parameters = {name: other_values(x) for name, x in problem.parameters.items()}
+    later = dataclasses.replace(problem, inputs=inputs, parameters=parameters, seed=problem.seed + 1)
+    try:
+        values = dataclasses.replace(calls, problem=later, changed=[]).values()
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        return [f"repeated: a later call on other values fails, {type(error).__name__}: {said}"]
+
+    def off(of: Problem, values: Mapping[str, torch.Tensor | None]) -> float:
+        return max((_judge(of, n, values, recipe, 0, False).headroom for n in of.oracle.exact), default=0.0)
+
+    if off(later, values) <= STALE * max(1.0, off(problem, first)):
+        return []
+    wrong = {n: j for n, j in _judged(later, values, recipe).items() if not j.agrees}
+    return [
+        f"repeated: {n} of a later call on other values has {j.headroom:.3g} times the allowed error"
+        for n, j in wrong.items()
+    ]
 
 
 def _judged(

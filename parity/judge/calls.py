@@ -48,7 +48,7 @@ class FunctionCalls(protocol.Calls[Tensors]):
     changed: list[str] = dataclasses.field(default_factory=list)
 
     def fresh(self, other: bool = False) -> Tensors:
-        tensors = {n: (_other if other else laid_out)(x) for n, x in self.problem.tensors.items()}
+        tensors = {n: (other_values(x) if other else laid_out(x)) for n, x in self.problem.tensors.items()}
         return {n: x.requires_grad_(n in self.problem.leaves) for n, x in tensors.items()}
 
     def write(self, x: Tensors, through_data: bool) -> None:
@@ -157,7 +157,7 @@ def _memory(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided((span,), (1,))
 
 
-def _other(x: torch.Tensor) -> torch.Tensor:
+def other_values(x: torch.Tensor) -> torch.Tensor:
     """Other values that a function takes as well: the same, rolled along the first dimension in which that changes them."""
     out = laid_out(x)
     if not is_floating(x) or out.layout != torch.strided:

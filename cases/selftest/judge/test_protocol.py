@@ -242,3 +242,41 @@ def test_views_are_written_over_as_they_lie(view):
     stale = {}
     wrong = lambda x: stale.setdefault((x.data_ptr(), x._version), (x.detach().clone(), x))[0].sin()  # noqa: E731
     assert check_parity(wrong, lambda x: x.sin(), x, grad=()).protocol
+
+
+def by_shape(kept, key, make):
+    """What is kept by `key`, made at the first call."""
+    return kept[key] if key in kept else kept.setdefault(key, make())
+
+
+class KeptUpstream(torch.autograd.Function):
+    kept: dict = {}
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * by_shape(KeptUpstream.kept, g.shape, g.clone)
+
+
+LARGEST = lambda x: x.detach().abs().amax(-1, keepdim=True)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("function", "exact"),
+    [
+        (lambda kept, x: x / by_shape(kept, x.shape, lambda: LARGEST(x)), lambda x: x / LARGEST(x)),
+        (lambda kept, x: 2 * x - by_shape(kept, 0, lambda: x.detach().clone()), lambda x: 2 * x - x.detach()),
+        (lambda kept, x: KeptUpstream.apply(x), lambda x: 2 * x),
+    ],
+    ids=["scale by shape", "first values for ever", "upstream gradient by shape"],
+)
+def test_a_later_call_on_other_values_is_judged(function, exact):
+    kept: dict = {}
+    KeptUpstream.kept.clear()
+    found = check_parity(lambda x: function(kept, x), exact, {"x": torch.randn(8, 32)})
+    assert found.protocol and all("of a later call on other values has" in line for line in found.protocol)
+    assert not found.agrees
+    assert check_parity(exact, exact, {"x": torch.randn(8, 32)}).agrees
