@@ -1,12 +1,11 @@
 """`divide_by_accumulation`: divide online DPO's gradients by the number of micro-batches."""
 
-import inspect
 import re
 from typing import Any
 
 from torch import Tensor
 
-from parity.fixes.override import overridden, override
+from parity.fixes.override import overridden, override, source_of
 from parity.fixes.patch import ALREADY, Patch
 
 NAME = "divide_by_accumulation"
@@ -47,9 +46,5 @@ def divide_by_accumulation(trainer: Any) -> Patch:
 
 def _undivided(step: Any) -> bool:
     """Whether a training step calls `accelerator.backward` and divides no loss before it does."""
-    try:
-        source = inspect.getsource(step)
-    except (OSError, TypeError):
-        return False
-    before, call, _ = source.partition("accelerator.backward(")
+    before, call, _ = source_of(step).partition("accelerator.backward(")
     return bool(call) and re.search(r"loss\s*(/=|=\s*loss\s*/)", before) is None

@@ -12,6 +12,14 @@ from parity.fixes.patch import Change, reference
 _CHANGES = "_parity_changes"  # on a replacement: the changes that it stands for, by the name of the fix
 
 
+def source_of(function: Any) -> str:
+    """The source of a function or method; empty where it has none that can be read."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+
+
 def override(owner: Any, name: str, fix: str, ours: Callable[..., Any]) -> Change:
     """`owner.name(...)` becomes `ours(self, original, ...)` for this one object, until the change is taken back.
 

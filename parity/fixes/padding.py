@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parity.fixes.override import overridden, override
+from parity.fixes.override import overridden, override, source_of
 from parity.fixes.patch import ALREADY, Patch
 
 NAME = "mask_padded_log_probs"
@@ -45,7 +45,4 @@ def mask_padded_log_probs(trainer: Any) -> Patch:
 
 def _unmasked(step: Any) -> bool:
     """Whether a training step takes a KL from log-probs as they are."""
-    try:
-        return _UNMASKED.search(inspect.getsource(step)) is not None
-    except (OSError, TypeError):
-        return False
+    return _UNMASKED.search(source_of(step)) is not None

@@ -1,25 +1,16 @@
 """Preference losses: `exchange_alpha` for the alpha divergence of DPO, `average_over_window` for CPO and ORPO."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parity.fixes.override import overridden, override
+from parity.fixes.override import overridden, override, source_of
 from parity.fixes.patch import ALREADY, Change, Patch
 
 ALPHA, COEFFICIENT = "exchange_alpha", "f_alpha_divergence_coef"
 WINDOW = "average_over_window"
-
-
-def _source(trainer: Any, name: str) -> str:
-    """Source of a method of the trainer's class; empty where it has none."""
-    try:
-        return inspect.getsource(getattr(type(trainer), name))
-    except (AttributeError, OSError, TypeError):
-        return ""
 
 
 def exchange_alpha(trainer: Any) -> Patch:
@@ -32,7 +23,7 @@ def exchange_alpha(trainer: Any) -> Patch:
     kind = getattr(getattr(trainer, "args", None), "f_divergence_type", None)
     if getattr(kind, "value", kind) != "alpha_divergence" or not hasattr(trainer, COEFFICIENT):
         return Patch(ALPHA, reason="the trainer has no alpha divergence")
-    if f"{COEFFICIENT} - 1.0" not in _source(trainer, "_compute_loss"):
+    if f"{COEFFICIENT} - 1.0" not in source_of(getattr(type(trainer), "_compute_loss", None)):
         return Patch(ALPHA, reason="its loss has α as the paper has it")
     held: Change | None = vars(trainer).get("_parity_alpha")
     if held is not None and held.active:
@@ -56,7 +47,7 @@ def average_over_window(trainer: Any) -> Patch:
     Wraps `trainer.get_batch_samples` and `trainer.concatenated_forward`, for this trainer alone; in evaluation nothing changes.
     Nothing is done where the trainer's forward takes no such mean (its source is read).
     """
-    source = _source(trainer, "concatenated_forward")
+    source = source_of(getattr(type(trainer), "concatenated_forward", None))
     if "nn.CrossEntropyLoss()" not in source or not hasattr(trainer, "get_batch_samples"):
         return Patch(WINDOW, reason="the trainer takes no mean of a micro-batch's likelihood")
     change = overridden(trainer, "concatenated_forward", WINDOW)

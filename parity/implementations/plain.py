@@ -5,6 +5,7 @@ import importlib.util
 import torch
 
 from parity.case.inputs import Inputs
+from parity.judge.recipe import Recipe
 
 
 def states(x: Inputs) -> torch.Tensor:
@@ -39,6 +40,14 @@ def upstream(x: Inputs) -> float:
 def autocast_softmax(x: Inputs) -> str:
     """The dtype of a log-softmax of bf16 logits under autocast: CUDA takes it to float32, the CPU does not."""
     return "fp32" if x.device.type == "cuda" else "bf16"
+
+
+def narrow(x: Inputs) -> Recipe:
+    """Logits, log-softmax and what follows in the dtype of the head, which the result has too; under autocast in bf16."""
+    if x.settings.context == "autocast":
+        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=autocast_softmax(x))
+    dtype = head_dtype(x)
+    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output=dtype)
 
 
 def takes_triton(x: Inputs, module: str = "triton") -> bool:

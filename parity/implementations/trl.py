@@ -39,12 +39,7 @@ def softcap(x: Inputs, module: str = CHUNKED) -> str:
 
 def _stored(x: Inputs) -> Recipe:
     """Everything in the dtype of the head: the plain path. On CUDA releases with a kernel for it call that instead."""
-    dtype = plain.head_dtype(x)
-    if plain.takes_triton(x, "trl.kernels.logprob_entropy"):
-        return _kernel(x)
-    if x.settings.context == "autocast":
-        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=plain.autocast_softmax(x))
-    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output=dtype)
+    return _kernel(x) if plain.takes_triton(x, "trl.kernels.logprob_entropy") else plain.narrow(x)
 
 
 def tiles(x: Inputs) -> Recipe:

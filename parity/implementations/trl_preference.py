@@ -10,16 +10,7 @@ from parity.families.logprobs import IGNORE_INDEX
 from parity.families.preference import PER_TOKEN
 from parity.implementations import plain
 from parity.implementations.implementation import EVERY_CONTEXT, Outputs, accepted, implementation, only
-from parity.judge.recipe import Recipe
 from parity.upstream import trl
-
-
-def _stored(x: Inputs) -> Recipe:
-    """Logits and their log-softmax in the dtype of the head; what follows of log-probs too, but where TRL casts."""
-    dtype = plain.head_dtype(x)
-    if x.settings.context == "autocast":
-        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=plain.autocast_softmax(x))
-    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output=dtype)
 
 
 def _logps(kind: Any, x: Inputs, average: bool) -> list[torch.Tensor]:
@@ -36,7 +27,7 @@ def _self(x: Inputs, **more: Any) -> Any:
     return SimpleNamespace(beta=s.beta, label_smoothing=s.smoothing, accelerator=accelerator, **more)
 
 
-FIELDS: dict[str, Any] = {"family": "preference", "role": "reference", "library": "trl", "recipe": _stored}
+FIELDS: dict[str, Any] = {"family": "preference", "role": "reference", "library": "trl", "recipe": plain.narrow}
 NO_NLL = only("the likelihood is the trainer's", lambda s: s.nll == 0.0)
 NO_TEMPERATURE = only("no temperature parameter", lambda s: s.temperature == 1.0)
 

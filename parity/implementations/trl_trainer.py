@@ -5,6 +5,7 @@ the trainer rather than from its inputs (tools, num_iterations, the vLLM switch)
 """
 
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Iterator
@@ -244,12 +245,7 @@ def _install_adapter(x: Inputs, out: Any) -> None:
 def _recipe(x: Inputs) -> Recipe:
     """TRL since 1.15 takes the chunked head for everyone; before, logits and log-softmax have the dtype of the head, under
     autocast as its function has them."""
-    if trl.since("1.15"):
-        return tiles(x)
-    if x.settings.context == "autocast":
-        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=plain.autocast_softmax(x))
-    dtype = plain.head_dtype(x)
-    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype)
+    return tiles(x) if trl.since("1.15") else dataclasses.replace(plain.narrow(x), output="fp32")
 
 
 def _liger_recipe(x: Inputs) -> Recipe:

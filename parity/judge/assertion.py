@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parity.judge.calls import FunctionCalls, other_values, parts
+from parity.judge.calls import FunctionCalls, other_values, parts, told
 from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate, ladder
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
@@ -376,8 +376,7 @@ def _later(calls: FunctionCalls, first: Mapping[str, torch.Tensor | None], recip
     try:
         values = dataclasses.replace(calls, problem=later, changed=[]).values()
     except Exception as error:
-        said = str(error).strip().partition("\n")[0]
-        return [f"repeated: a later call on other values fails, {type(error).__name__}: {said}"]
+        return [f"repeated: a later call on other values fails, {told(error)}"]
 
     def off(of: Problem, values: Mapping[str, torch.Tensor | None]) -> float:
         return max((_judge(of, n, values, recipe, 0, False).headroom for n in of.oracle.exact), default=0.0)

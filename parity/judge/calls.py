@@ -144,9 +144,14 @@ class FunctionCalls(protocol.Calls[Tensors]):
                 with torch.enable_grad():
                     found += [f"{name}: {line}" for line in way()]
             except Exception as error:
-                said = str(error).strip().partition("\n")[0]
-                found.append(f"{name}: the call fails, {type(error).__name__}: {said}")
+                found.append(f"{name}: the call fails, {told(error)}")
         return found
+
+
+def told(error: Exception) -> str:
+    """Its type and first line."""
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}"
 
 
 def _memory(x: torch.Tensor) -> torch.Tensor:

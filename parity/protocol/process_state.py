@@ -89,7 +89,8 @@ class Snapshot:
             else:
                 abandon(f"{whose} left a change that nothing undoes: {name} changed")
         own = ".py:" in whose
-        time.sleep(BEGINNING if own else 0.0)
+        if own:
+            time.sleep(BEGINNING)
         if (own or not imported) and self._left_a_thread():  # a library may keep one that its import starts
             abandon(f"{whose} left a thread running, which may change anything")
         _called.append(whose)

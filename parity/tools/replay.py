@@ -51,13 +51,10 @@ def replay(
     if smallest is not None:
         from parity.tools.minimise import minimise as smallest_part
 
-        named = [i for i in chosen if len(chosen) == 1 or i.role != "reference"]
-        if len(named) != 1:
-            raise UsageError("replay: --minimise needs one --implementation")
-        before, case = _extent(case), smallest_part(case, named[0], smallest, device)
+        before, case = _extent(case), smallest_part(case, _one(chosen, "--minimise"), smallest, device)
         render.show(f"wrote {smallest}: {_extent(case)} of {before}", console)
     if test is not None:
-        _write_test(test, case, [i.id for i in chosen if len(chosen) == 1 or i.role != "reference"], console)
+        _write_test(test, case, _one(chosen, "--test").id, console)
     wanted = {i.id for i in chosen}
     references = [i for i in select(()) if i.family == case.family and i.role == "reference" and i.id not in wanted]
     rows = list(run_case(case, [*references, *chosen], device))
@@ -99,25 +96,31 @@ def test_{name}(tmp_path):
 '''
 
 
-def _write_test(to: Path, case: Case, ids: Sequence[str], console: Console) -> None:
+def _one(chosen: Sequence[Implementation], option: str) -> Implementation:
+    """Whom an option means: the only one, or the only one that is no reference."""
+    named = [i for i in chosen if len(chosen) == 1 or i.role != "reference"]
+    if len(named) != 1:
+        raise UsageError(f"replay: {option} needs one --implementation")
+    return named[0]
+
+
+def _write_test(to: Path, case: Case, who: str, console: Console) -> None:
     """A test for the user's own repository, with the case in it.
 
     Raises:
-        UsageError: where the case has stored tensors, several implementations are meant, or the file is there.
+        UsageError: where the case has stored tensors, or the file is there.
     """
     if case.tensors:
         raise UsageError(
             f"case {case.id}: --test is for drawn cases; keep the case file with its tensors and replay it"
         )
-    if len(ids) != 1:
-        raise UsageError("replay: --test needs one --implementation")
     if to.exists():
         raise UsageError(f"{to} is there already")
     if not to.resolve().is_relative_to(Path.cwd()):
         raise UsageError(f"{to}: the test runs from this folder, {Path.cwd()}; give it a place below")
     depth = len(to.resolve().relative_to(Path.cwd()).parts) - 1
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(TEST.format(depth=depth, case=case.to_json(), name=case.id.replace("-", "_"), who=ids[0]))
+    to.write_text(TEST.format(depth=depth, case=case.to_json(), name=case.id.replace("-", "_"), who=who))
     render.show(f"wrote {to}: python -m pytest {shlex.quote(str(to))}", console)
 
 
