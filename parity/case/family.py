@@ -139,6 +139,11 @@ class Family:
         }
         return Case(self.name, seed, dtype, kept)
 
+    def example(self, number: int, dtype: str = "fp32") -> Case:
+        """A case with the `number`-th last of the values that each setting draws."""
+        drawn = {name: setting.drawn for name, setting in self.settings.items() if setting.drawn}
+        return self.case(number, dtype, {name: values[-1 - number % len(values)] for name, values in drawn.items()})
+
     def sizes(self, settings: SimpleNamespace) -> tuple[int, int]:
         """(rows, length of a row) of the largest tensor that a loss holds, such as the logits, by `Setting.size`; it decides
         how many replicas fit in memory and which cases Triton's interpreter can walk through."""

@@ -91,7 +91,10 @@ def init_command(loss: str | None) -> None:
 @main.command("list", epilog="Example: parity list --family policy")
 @options.FAMILIES
 @click.option(
-    "--settings", metavar="FAMILY", help="the settings of this family", shell_complete=options.values("families")
+    "--settings",
+    metavar="FAMILY|RESULTS",
+    help="the settings of this family; or of a results file, what agreed with each",
+    shell_complete=options.values("families"),
 )
 @click.option(
     "--checks", metavar="TRAINER", help="the checks of this trainer", shell_complete=options.values("trainers")
@@ -118,25 +121,6 @@ def doctor_command() -> None:
     from parity.cli.doctor import diagnose
 
     sys.exit(0 if diagnose(console()) else NOTHING)
-
-
-@main.command("audit", epilog="Example: parity audit --family policy --implementation liger")
-@options.FAMILIES
-@options.IMPLEMENTATIONS
-@click.option("--setting", "settings", multiple=True, help="only this setting")
-@options.DEVICE
-@options.count("--cases", "cases for each setting", 2)
-@options.with_versions
-@options.LEDGER
-@options.REPORTS
-def audit_command(**options: Any) -> None:
-    """Ask each implementation whether each setting has its effect.
-
-    The answer is honoured, ignored, wrong, refused, crashed or absent.
-    """
-    from parity.tools.audit import run
-
-    sys.exit(run(console(), **options))
 
 
 @main.command("replay", epilog="Example: parity replay liger-luspo-padding")

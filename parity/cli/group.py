@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED, TERMINATED = 2, 3, 70, 125, 130, 143
 """Exit codes beside those of a command itself. `replay` answers NO_JUDGEMENT for USAGE, NOTHING and FAULT: it is what
 `git bisect run` skips. FAULT (EX_SOFTWARE of sysexits.h): an error of the harness, which says nothing about any loss."""
-IN_PROCESS = frozenset({"replay", "audit"})
+IN_PROCESS = frozenset({"replay"})
 """Commands that run implementations in their own process, and so in a child whose end is watched."""
 
 REMOVED: dict[str, str] = {
@@ -31,6 +31,7 @@ REMOVED: dict[str, str] = {
     "env": "environments that nobody used for 30 days go when another is made; `parity doctor` names their folder",
     "ledger accept": "`parity ledger add --all` takes all new findings of a run as a baseline",
     "schema": "docs/results.md explains the fields of a results file",
+    "audit": "`parity list --settings RESULTS` says of a run which implementation agrees with which setting",
     "matrix": "compare two releases with `parity compare PKG==VER PKG==VER`, find the one that changed with `parity bisect PKG`",
     "mutants": "in a checkout, `make selftest` runs the deliberately wrong implementations with pytest",
 }

@@ -88,13 +88,13 @@ def notify_command(stale: float, profile: str, page: str, out: Path | None, repo
 @click.command("upgrade-check", epilog="Example: parity upgrade-check trl==1.16.0 --config config.yaml")
 @click.argument("spec", metavar="PKG==VER|PKG==NEXT")
 @options.path("--config", "your TRL arguments: YAML or JSON")
-@options.time("--max-time", "for each of run, compare and audit", "1h")
+@options.time("--max-time", "for each of run and compare", "1h")
 @options.device("auto")
 @options.REPORTS
 def upgrade_check_command(spec: str, config: Path | None, max_time: float, device: str, reports: Path) -> None:
     """Say whether it is safe to upgrade to a release.
 
-    Does run, compare and audit with that release, and writes one page. With --config the verdict is about your settings
+    Does run and compare with that release, and writes one page. With --config the verdict is about your settings
     and values near them. Exit code: 0 safe, 1 not safe, 3 not known.
     """
     from parity.nightly import upgrade

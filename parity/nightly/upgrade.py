@@ -1,4 +1,4 @@
-"""May we upgrade? Compare, audit and a run of the other release, and a team's own settings first: one page, one verdict."""
+"""May we upgrade? Compare and a run of the other release, and a team's own settings first: one page, one verdict."""
 
 from __future__ import annotations
 
@@ -80,16 +80,11 @@ def check(
     if config is not None:
         say(f"your settings in {now} and {spec}")
         parts.append(own_settings(now, spec, config, device, limit))
-
-    def asked(name: str, words: Sequence[str]) -> Part:
-        words = [*words, "--device", device]
-        say(f"parity {' '.join(words)}")
-        return part(steps.part(name, words, reports, limit))
-
-    parts.append(asked("run", ["run", "--with", spec, "--profile", "pr"]))
+    words = ["run", "--with", spec, "--profile", "pr", "--device", device]
+    say(f"parity {' '.join(words)}")
+    parts.append(part(steps.part("run", words, reports, limit)))
     say(f"parity compare {now} {spec} --device {device}")
     parts.append(compared(now, spec, device, limit))
-    parts.append(asked("audit", ["audit", "--with", spec, "--reports", str(reports / "audit")]))
     return verdict(parts), parts
 
 

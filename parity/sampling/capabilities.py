@@ -13,10 +13,26 @@ from parity.case.covering import covering
 from parity.case.family import Family
 from parity.compare.one_case import skip_reason
 from parity.errors import UsageError
-from parity.families.probes import BASES, PROBES
 from parity.implementations.implementation import Implementation
 from parity.registry import loss_family
 
+BASES: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "policy": ({"old": "absent", "beta": 0.04}, {"loss_type": "bnpo"}),  # TRL 0.15, 0.16
+    "divergence": ({"beta": 0.0}, {"sparse": "topk", "beta": 0.0}, {"sparse": "mixed", "beta": 1.0}),
+    "preference": ({"method": "cpo"}, {"method": "kto", "loss_type": "kto"}),
+}
+"""Family -> settings with which an implementation may run that refuses the defaults."""
+HEAD = "temperature softcap logit_scale bias"
+DECIDING: Mapping[str, Sequence[str]] = {
+    "logprobs": f"{HEAD} ignored entropy".split(),
+    "policy": f"""{HEAD} head loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl old ratio
+        off_policy_mask_threshold sampler entropy_quantile entropy_coef advantages lengths holes accumulation steps_per_generation
+        other_tokens max_completion_length mode sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg
+        vespo_lambda_neg""".split(),
+    "divergence": f"{HEAD} beta teacher_softcap teacher_logit_scale teacher_bias ignored num_items tail".split(),
+    "preference": f"""{HEAD} loss_type beta average nll smoothing gamma tau reference kl desirable undesirable ignored""".split(),
+}
+"""Family -> the settings that decide what is computed; the others are shapes, values, and how the loss is called."""
 TOGETHER = 2
 """Settings that go beside others together where neither goes alone, at most."""
 TRIED = 3
@@ -58,8 +74,7 @@ def _nearest(implementation: Implementation, case: Case, device: str) -> Case | 
 
 def _starts(family: Family, case: Case, dtype: str) -> Iterator[Case]:
     sizes = {n: v for n, v in case.settings.items() if _is_size(family, n, v)}
-    bases = [{}, *BASES.get(family.name, ()), *(b for p in PROBES.get(family.name, ()) for b in p.bases)]
-    for kept, base in itertools.product((sizes, {}), {repr(base): base for base in bases}.values()):
+    for kept, base in itertools.product((sizes, {}), ({}, *BASES.get(family.name, ()))):
         yield _settled(family, case.seed, dtype, {**base, **kept})
 
 
@@ -207,8 +222,8 @@ def selected(implementation: Implementation, case: Case, cost: int, device: str)
 
 
 def _near(family: Family, case: Case) -> bool:
-    """Whether a case moves no more than a quarter of the settings that decide what is computed (those of its probes)."""
-    names = {p.setting for p in PROBES.get(family.name, ()) if not p.stays}
+    """Whether a case moves no more than a quarter of the settings that decide what is computed."""
+    names = DECIDING.get(family.name, ())
     s = vars(family.full_settings(case))
     return sum(s[name] != family.settings[name].default for name in names) <= len(names) // 4
 

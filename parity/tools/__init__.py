@@ -1,1 +1,1 @@
-"""Programs beside the run: settings audit, upstream issues, benchmarks."""
+"""Programs beside the run: upstream issues, benchmarks."""

@@ -13,12 +13,10 @@ from typing import Any
 from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
-from parity.families.probes import example
 from parity.registry import NAMES, loss_families, loss_family, resolved, select
 from parity.results.report.wording import bisection
 from parity.results.row import DECIDED, Row
 from parity.running.plan import DTYPES
-from parity.running.run import FIXED_SEED
 from parity.trainers import catalogue
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
@@ -51,7 +49,7 @@ def cases(wanted: Sequence[str], families: Sequence[str] = ()) -> Cases:
             more = [case for case in catalogue.cases(name, "pr", 0) if case.settings["check"] == "twins"]
         elif name not in NAMES:
             own = loss_family(name)
-            more = [own.case(FIXED_SEED + n, d, example(own, n)) for d, n in itertools.product(DTYPES, range(2))]
+            more = [own.example(n, d) for d, n in itertools.product(DTYPES, range(2))]
         found += [(case.id, case) for case in more]
     return [(name, case) for name, case in found if case.family in kept]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -15,16 +16,44 @@ from cases.selftest.mutants.matrix import drawn
 from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.inputs import Inputs
-from parity.families.probes import probes_of
 from parity.registry import loss_family
+from parity.sampling.capabilities import DECIDING
 
 FLOOR, PAIRS, RARE = 30, 2, 0.02
 """Cases of profile pr in which every setting changes the value, and in which all but a share `RARE` of the pairs of settings
 do so beside each other; the rest in one."""
 MEASURED = 1 << 17
 """Entries of the logits from which on a case is not measured: they cost the most, and are few."""
-SAME_VALUE = {"chunk_size", "lengths", "holes", "extra_vocabulary", "entropy", "beta"}
-"""Probes that an audit moves for another reason: the value stays, or the default is a definition of its own (divergence)."""
+OTHERWISE = {"lengths", "entropy", "beta"}
+"""Other tensors, not another value; another output; divergence: the default is a definition of its own."""
+
+
+def without(*names: str, of: str = "") -> Callable[[Family, Inputs], dict[str, torch.Tensor | None]]:
+    """Inputs -> the named tensors as None, or as they are built where the setting `of` was never moved."""
+
+    def tensors(family: Family, x: Inputs) -> dict[str, torch.Tensor | None]:
+        if not of:
+            return dict.fromkeys(names)
+        kept = {k: v for k, v in x.case.settings.items() if k != of}
+        plain = family.build(dataclasses.replace(x.case, settings=kept)).tensors
+        return {n: plain[n] for n in names if n in plain}
+
+    return tensors
+
+
+OF_TENSORS = {
+    "bias": without("bias"),
+    "teacher_bias": without("teacher_bias"),
+    "old": without("old_logps"),
+    "ratio": without("importance_sampling_ratio"),
+    "sampler": without("sampling_logps"),
+    "entropy_quantile": without("top_entropy_quantile"),
+    "advantages": lambda family, x: {"advantages": x.advantages[:, 0]},
+    "other_tokens": lambda family, x: {"num_items_in_batch": x.mask.sum()},
+    "num_items": without("num_items_in_batch"),
+    "ignored": without("ids", "support_ids", "support_logps", "top1_ids", "top1_logps", "label_logps", of="ignored"),
+}
+"""Settings that are tensors, and what these are at the default."""
 OF_OTHER_LOSSES = {frozenset(pair): why for pair, why in EXCLUDED["policy"].items()}
 NEVER_TOGETHER = OF_OTHER_LOSSES | {
     frozenset(pair): why
@@ -65,15 +94,14 @@ def effects(family: Family, case: Case) -> set[str]:
     """The moved settings without which the value of a case is another."""
     x = family.build(case)
     with_all, out = value(family, x), set()
-    off = {probe.setting: probe.off for probe in probes_of(family)}
-    for name in off.keys() & case.settings.keys() - SAME_VALUE:
+    for name in {*DECIDING[family.name]} & case.settings.keys() - OTHERWISE:
         if name == "advantages" and x.advantages.dim() == 1:  # other values, not other settings
             continue
         settings = SimpleNamespace(**{**vars(x.settings), name: family.settings[name].default})
-        tensors = off[name](x)
+        tensors = OF_TENSORS.get(name, without())(family, x)
         leaves = tuple(n for n in x.leaves if tensors.get(n, 0) is not None)
-        without = dataclasses.replace(x.replace(**tensors), settings=settings, leaves=leaves)
-        if differs(with_all, value(family, without)):
+        plain = dataclasses.replace(x.replace(**tensors), settings=settings, leaves=leaves)
+        if differs(with_all, value(family, plain)):
             out.add(name)
     return out
 
@@ -88,7 +116,7 @@ def test_every_setting_and_every_pair_has_an_effect(name: str) -> None:
             found = sorted(effects(family, case))
             alone.update(found)
             pairs.update(itertools.combinations(found, 2))
-    moved = {probe.setting for probe in probes_of(family)} - SAME_VALUE
+    moved = {*DECIDING[name]} - OTHERWISE
     assert {n: alone[n] for n in sorted(moved) if alone[n] < FLOOR} == {}
     together = [pair for pair in itertools.combinations(sorted(moved), 2) if frozenset(pair) not in NEVER_TOGETHER]
     seldom = {pair: pairs[pair] for pair in together if pairs[pair] < PAIRS}

@@ -18,14 +18,12 @@ from fixtures.pretended_cuda import pretended
 from parity import data
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
-from parity.families.probes import PROBES
 from parity.judging.assess import CaseOracle, judge_all
 from parity.protocol.call import execute
 from parity.registry import facts, family, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.render import text_of
 from parity.tools import replay
-from parity.tools.audit import Pairs, answer
 from parity.trainers.catalogue import is_trainer
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.training_step import Parameters, exact_step, gradients
@@ -142,21 +140,6 @@ def test_a_wrong_one_is_caught(base, by):
         rows = list(run_case(case, [honest, scaled(honest, by)], "cuda", thorough=lambda i: i is honest))
     assert {r.verdict for r in rows if r.implementation == base} == {"agree"}, text_of(rows)
     assert any(r.verdict == "disagree" and r.cls == "logic" for r in rows if r.implementation == "wrong")
-
-
-def test_audit():
-    probe = next(p for p in PROBES["policy"] if p.label.startswith("temperature"))
-    honest = control("control.policy.plain")
-    call = honest.call
-
-    def unheard(x):
-        return call(dataclasses.replace(x, settings=type(x.settings)(**vars(x.settings) | {"temperature": 1.0})))
-
-    with pretended():
-        pairs = Pairs("policy", probe, "cuda")
-        deaf = dataclasses.replace(honest, id="deaf", call=unheard)
-        found = [answer(i, pairs, 1, lambda row, case: None).answer for i in (honest, deaf)]
-    assert found == ["honoured", "ignored"]
 
 
 def test_replay(monkeypatch, capsys):

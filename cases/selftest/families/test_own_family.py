@@ -86,16 +86,6 @@ def test_its_minimised_finding_is_replayed(run):
         assert done.exit_code == code, done.output
 
 
-def test_an_audit_asks_about_its_settings(tmp_path):
-    done = CliRunner().invoke(main, ["audit", *NAMED, "--reports", str(tmp_path)])
-    assert done.exit_code == 1, done.output
-    _, wrong, right = (tmp_path / "audit.md").read_text().split("## ")
-    if RIGHT in wrong:
-        wrong, right = right, wrong
-    assert WRONG in wrong and "| ignored |" in wrong and "eps=0.3" in wrong
-    assert RIGHT in right and "Honoured: eps=0.3." in right
-
-
 def test_two_environments_are_compared_on_it(name, tmp_path):
     """The same environment twice; between the two looks the user's file changes."""
     made = environment(tmp_path / "env")

@@ -8,7 +8,6 @@ import torch
 from rich.console import Console
 
 from parity.errors import UsageError
-from parity.families.probes import example
 from parity.implementations import user
 from parity.judging.assess import classify, confirmed
 from parity.protocol.call import execute
@@ -110,10 +109,15 @@ def test_what_it_returns_and_raises(what, verdict, says):
     assert outcome.blame != "harness"
 
 
+SMALL = {"B": 3, "T": 6, "V": 11, "H": 5, "peak": 2.0, "grad": "hidden weight"}
+
+
 def judged(function, **settings):
     """Quantity -> row of a function on a small policy case."""
     policy = loss_family("policy")
-    case = policy.case(3, "fp32", {**example(policy, 0), "beta": 0.04, "old": "inside", "ref": "apart", **settings})
+    case = policy.case(
+        3, "fp32", {**SMALL, "cotangent": "ones", "beta": 0.04, "old": "inside", "ref": "apart", **settings}
+    )
     rows = list(run_case(case, [from_function(function, "my.py:own")], thorough=False))
     return {r.quantity: r for r in rows}
 
@@ -226,7 +230,7 @@ def test_what_a_library_returns_wrong_is_its_verdict_and_no_adapter_repairs_it(m
             return change(original.apply(*args))
 
     monkeypatch.setattr(module, "_ChunkedSelectiveLogProbFunction", Wrong)
-    case = FAMILY.case(3, "fp32", example(FAMILY, 0))
+    case = FAMILY.case(3, "fp32", SMALL)
     rows = list(run_case(case, select(["liger.chunked_selective_logprob"]), thorough=False))
     row = next(r for r in rows if r.quantity == "logps" or r.quantity is None)
     assert row.failing and says in row.message and row.blame != "harness", row

@@ -127,7 +127,7 @@ def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_pat
     begun = time.monotonic()
     found, parts = upgrade.check("trl==1.15.0", config, tmp_path, lambda line: None, limit=1.0)
     assert time.monotonic() - begun < 30 and found == UNKNOWN
-    assert [p.name for p in parts] == [upgrade.OWN, "run", "compare", "audit"]
+    assert [p.name for p in parts] == [upgrade.OWN, "run", "compare"]
     assert re.search(r"no answer for \d+ s, ", parts[0].summary)
 
 
@@ -142,7 +142,7 @@ def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeyp
     limits = []
     monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **more: limits.append(more["clock"]) or SAME)
     found, parts = upgrade.check("trl==1.15.0", None, tmp_path, lambda line: None, limit=100.0)
-    assert found == SAFE and [p.name for p in parts] == ["run", "compare", "audit"]
+    assert found == SAFE and [p.name for p in parts] == ["run", "compare"]
     assert limits == [100.0]
     words = asked[0][1]
     assert words[-2:] == ["--max-time", "80s"] and words[words.index("--reports") + 1] == str(tmp_path / "run")

@@ -34,9 +34,9 @@ def test_a_share_is_rounded_to_neither_end():
 
 
 def test_the_head_says_what_to_type(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/somewhere/parity", "audit", "--family", "a b"])
-    head = measured.head("Audit", "parity", "audit.md")
-    assert head.startswith("# Audit\n\nWritten by `parity audit --family 'a b' > docs/measured/audit.md` on 20")
+    monkeypatch.setattr("sys.argv", ["/somewhere/parity", "bisect", "--family", "a b"])
+    head = measured.head("Bisect", "parity", "bisect.md")
+    assert head.startswith("# Bisect\n\nWritten by `parity bisect --family 'a b' > docs/measured/bisect.md` on 20")
 
 
 def test_a_table_has_its_numbers_at_the_right():

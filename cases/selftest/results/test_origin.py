@@ -8,7 +8,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from parity.families.probes import example
 from parity.implementations.implementation import Implementation, origin
 from parity.registry import loss_family, run_case
 from parity.results.header import About, Header
@@ -32,7 +31,7 @@ def judged(library):
         return {"logps": torch.log_softmax(x.hidden @ x.weight.T, -1).gather(-1, x.ids[..., None])[..., 0]}
 
     one = Implementation(id=f"{library}.loss", family="logprobs", role="candidate", call=call, library=library)
-    case = family.case(1, "fp32", example(family, 0))
+    case = family.case(1, "fp32", {"V": 11, "H": 5})
     rows = list(run_case(case, [one], thorough=False))
     console = Console(width=200, record=True, file=io.StringIO())
     render.terminal(summarise(Header(run="r", header=About()), rows), console, full=True)

@@ -1,7 +1,7 @@
 """Run by an environment's python: every adapter and trainer there called once or more; each call is a line on standard output.
 
-Each loss's adapter is called on the plain case and on each case of an audit with one setting moved (Triton's kernels run on the
-plain one alone), each trainer's ways run one cell. Nothing is compared with the definition.
+Each loss's adapter is called on the plain case and with one setting moved, and from each of the bases (Triton's kernels run on
+the plain one alone), each trainer's ways run one cell. Nothing is compared with the definition.
 """
 
 import contextlib
@@ -11,26 +11,35 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from parity.compare.one_case import skip_reason
-from parity.families.probes import probes_of
 from parity.process import prepare
 from parity.protocol.call import execute
 from parity.registry import load, loss_families, loss_family, run_case
+from parity.sampling.capabilities import BASES, DECIDING
 from parity.trainers import catalogue
 
 MARK = "called "
 
 
 def cases(name, dtype):
-    """Label -> case of a loss family: the plain ones, then each setting of an audit moved by itself on each of them."""
+    """Label -> case of a loss family: the plain ones, then each setting that decides what is computed moved on each of them."""
     family = loss_family(name)
-    probes = [probe for probe in probes_of(family) if not probe.data]
-    plain = [dict(base) for probe in probes for base in probe.bases] or [{}]
-    out: dict[str, dict[str, Any]] = {"plain": {}} | {_label(base): base for base in plain}
-    for probe in probes:
-        for base in probe.bases:
-            moved = {**base, **probe.among, probe.setting: probe.value}
-            out[_label(moved)] = moved
-    return {label: family.case(0, dtype, settings) for label, settings in out.items()}
+    out: dict[str, Any] = {}
+    for base in ({}, *BASES.get(name, ())):
+        full = {n: s.default for n, s in family.settings.items()} | dict(base)
+        for more in ({}, *_moved(family, {*DECIDING[name]} - {"lengths"})):
+            case = family.case(0, dtype, family.canonical(dtype, full | more))
+            if more.items() <= vars(family.full_settings(case)).items():
+                out.setdefault(_label(case.settings), case)
+    return out
+
+
+def _moved(family, names) -> Iterator[dict[str, Any]]:
+    """Each of the settings at every other choice; a number at another value."""
+    for name in sorted(names):
+        setting = family.settings[name]
+        whole = isinstance(setting.default, int)
+        others = setting.choices or ((setting.default + 3) if whole else (setting.default or 0.3) * 0.7,)
+        yield from ({name: value} for value in others if value != setting.default)
 
 
 def _label(settings: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ class Unusable:
         raise EnvironmentUnusable("trl==99.9: no such version")
 
 
-@pytest.mark.parametrize(("command", "code"), [("run", 3), ("audit", 3), ("replay", 125)])
+@pytest.mark.parametrize(("command", "code"), [("run", 3), ("replay", 125)])
 def test_an_environment_that_cannot_be_made_is_one_line_and_no_judgement(monkeypatch, command, code):
     monkeypatch.setattr(environment, "Environment", Unusable)
     words = [command, *(["one-token"] if command == "replay" else []), "--with", "trl==99.9"]
