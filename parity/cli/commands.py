@@ -80,8 +80,8 @@ def demo_command(reports: Path) -> None:
 def init_command(loss: str | None) -> None:
     """Write a first test and a workflow into a repository.
 
-    The test judges a kernel. With FILE.py:NAME, a loss of yours, pull requests run it on drawn cases too. Files that are there
-    stay as they are.
+    The test judges a kernel. With FILE.py:NAME, a loss of yours, pull requests run it on drawn cases too, beside a ledger of
+    your own. Files that are there stay as they are.
     """
     from parity.cli.init import init
 
@@ -155,11 +155,10 @@ def findings_command(
 
     Most severe first. --config keeps what applies to a training run; exit code 1 if something does for certain.
     """
-    from parity import data
     from parity.results.ledger import Ledger
     from parity.results.report.stack import Stack, records
 
-    known = Ledger.load(ledger or data.ledger_file())
+    known = Ledger.known(ledger)
     if page:
         from parity.results.report import render
 

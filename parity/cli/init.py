@@ -47,10 +47,11 @@ jobs:
       - run: pip install pytest {requirement}
       - run: python -m pytest {test}
 {gate}"""
-GATE = """      - run: parity run --implementation {loss}
+GATE = """      - run: parity run --implementation {loss} --ledger {ledger}
       - run: cat reports/summary.md >> "$GITHUB_STEP_SUMMARY"
         if: always()
 """
+LEDGER = "# What is known to be wrong with our losses, besides the shipped ledger; written by `parity ledger add`.\n"
 
 
 def init(folder: Path, loss: str | None) -> None:
@@ -65,9 +66,14 @@ def init(folder: Path, loss: str | None) -> None:
         _check(folder, loss)
     tests = next((name for name in ("tests", "test") if (folder / name).is_dir()), "tests")
     test, requirement = f"{tests}/test_parity.py", _requirement("[cli]" if loss else "")
-    quoted = shlex.quote(loss or "")
-    workflow = WORKFLOW.format(requirement=requirement, test=test, gate=GATE.format(loss=quoted) if loss else "")
-    for name, text in {test: TEST, ".github/workflows/parity.yml": workflow}.items():
+    quoted, ledger = shlex.quote(loss or ""), f"{tests}/parity-ledger.toml"
+    gate = GATE.format(loss=quoted, ledger=ledger) if loss else ""
+    workflow = WORKFLOW.format(requirement=requirement, test=test, gate=gate)
+    for name, text in {
+        test: TEST,
+        ".github/workflows/parity.yml": workflow,
+        **({ledger: LEDGER} if loss else {}),
+    }.items():
         file = folder / name
         if file.exists():
             click.echo(f"{name} is there already")
@@ -81,7 +87,7 @@ def init(folder: Path, loss: str | None) -> None:
     click.echo(f"the workflow installs {requirement}: change that line if pip cannot get it from there")
     click.echo(f"next: python -m pytest {test}")
     if loss:
-        click.echo(f"      parity run --implementation {quoted} --profile quick")
+        click.echo(f"      parity run --implementation {quoted} --ledger {ledger} --profile quick")
 
 
 def _check(folder: Path, loss: str) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MONTH = 30 * 24 * 3600.0
 """Seconds."""
-_LEDGER = options.path("--ledger", "default: cases/ledger.toml")
+_LEDGER = options.path("--ledger", "your own; default: that of the run, else the shipped one")
 
 
 @click.group("ledger", cls=Commands)
@@ -91,7 +91,7 @@ def measure_command(names: tuple[str, ...], implementations: tuple[str, ...], de
     """Write into the frozen cases what known findings are there now.
 
     A later run shows a finding as new that grew threefold there, changed its class, or fails in another quantity. Without a
-    name: all frozen cases.
+    name: all frozen cases; with --ledger those of that ledger.
     """
     from parity.registry import meant
     from parity.results import recorded
@@ -99,12 +99,19 @@ def measure_command(names: tuple[str, ...], implementations: tuple[str, ...], de
     from parity.running.plan import Options, frozen_files
     from parity.running.run import execute
 
-    ledger = ledger or data.ledger_file()
-    files, entries = frozen_files(ledger), Ledger.load(ledger).entries
+    book = Ledger.known(ledger)
+    files, entries = frozen_files(book), book.entries
     known = {Path(name).stem: name for name in files} | {entry.id: Path(entry.case).name for entry in entries}
     if odd := [name for name in names if name not in known]:
-        raise UsageError(f"{odd[0]!r} is no entry of {ledger} and no frozen case, {meant(odd[0], known)}")
-    chosen = tuple(sorted({known[name] for name in names} if names else files))
+        raise UsageError(
+            f"{odd[0]!r} is no entry of {book.own or book.path} and no frozen case, {meant(odd[0], known)}"
+        )
+    mine = {
+        Path(e.case).name
+        for e in entries
+        if book.own and (book.folder / e.case).is_relative_to(book.own.parent.resolve())
+    }
+    chosen = tuple(sorted({known[name] for name in names} or mine or files))
     with tempfile.TemporaryDirectory() as folder, Shown() as progress:
         asked = Options(
             implementations=implementations, device=device, ledger=ledger, reports=Path(folder), only=chosen
@@ -139,7 +146,7 @@ def _write(
     from parity.sampling.find import find
 
     libraries = {i.id: i.library for i in load().values()}
-    entries = []
+    entries, asked = [], header.header.asked.ledger if header.header.asked else None
     for finding in (f for f in findings if f.lead.settings):  # one about the whole run has no case
         case, _ = find(finding.lead.case, results.parent)
         shapes = [*family(case.family).shapes, "lengths"]
@@ -147,4 +154,4 @@ def _write(
         its = [r for r in rows if (r.case, r.implementation) == (case.id, finding.implementation)]
         gave = recorded.of(its, finding.lead.device, header.header.versions, entered=True)
         entries.append((entry(case, finding, library, reason, link, until, shapes), case, gave))
-    return append(ledger or data.ledger_file(), entries, again=not link)
+    return append(ledger or (Path(asked) if asked else data.ledger_file()), entries, again=not link)

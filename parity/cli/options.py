@@ -132,7 +132,7 @@ IMPLEMENTATIONS = several(
     "only this one, a pattern (liger.*), or your own function or trainer; separate several by commas",
     "ID|FILE.py:NAME",
 )
-LEDGER = path("--ledger", "another list of known findings")
+LEDGER = path("--ledger", "known findings of your own, besides the shipped ones")
 REPORTS = path("--reports", "folder for reports", "reports")
 JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
 RAY = click.option(

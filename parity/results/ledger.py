@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from parity import data
 from parity.decoding import convert, text_of, toml_of
 from parity.errors import UsageError
 from parity.process import installed
@@ -152,15 +153,36 @@ def _holds(value: Any, wanted: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """Every entry, and where it was read."""
+    """Every entry, and where it was read; `own`: a user's file, whose entries follow those of `path`."""
 
     entries: tuple[Entry, ...]
     path: Path
+    own: Path | None = None
 
     @property
     def folder(self) -> Path:
-        """Where the cases of its entries are, by paths relative to it."""
+        """Where the cases of its entries are, by paths relative to it; those of `own` are absolute."""
         return self.path.parent
+
+    @classmethod
+    def known(cls, own: Path | None = None) -> Ledger:
+        """The shipped ledger and a user's own, unless that says `alone = true`.
+
+        Raises:
+            UsageError: for a ledger that `load` refuses, and an id that both have.
+        """
+        shipped = data.ledger_file()
+        if own is None or own.resolve() == shipped.resolve():
+            return cls.load(shipped)
+        if _read(own).alone:
+            return cls.load(own)
+        both, place = cls.load(shipped), own.resolve().parent
+        mine = [msgspec.structs.replace(e, case=str(place / e.case)) for e in cls.load(own).entries]
+        if double := {e.id for e in both.entries} & {e.id for e in mine}:
+            raise UsageError(
+                f"{own}: the shipped ledger, which it adds to, has {min(double)!r} too: give it another id"
+            )
+        return cls((*both.entries, *mine), shipped, own)
 
     @classmethod
     def load(cls, path: Path) -> Ledger:
@@ -198,7 +220,7 @@ class Ledger:
 
     def line_of(self, id: str) -> str:
         """`ledger.toml line 12` of an entry."""
-        for path in (self.path, self.path.with_name(OLDER)):
+        for path in (self.path, self.path.with_name(OLDER), *([self.own] if self.own else [])):
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
             for number, line in enumerate(lines, 1):
                 name, sign, value = line.partition("=")
@@ -219,11 +241,15 @@ class Ledger:
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     finding: list[dict[str, Any]] = []
+    alone: bool = False
+
+
+def _read(path: Path) -> _File:
+    return convert(_File, toml_of(text_of(path, "ledger"), str(path), "ledger"), str(path))
 
 
 def _entries(path: Path) -> list[Entry]:
-    file = convert(_File, toml_of(text_of(path, "ledger"), str(path), "ledger"), str(path))
-    return [_entry(raw, path) for raw in file.finding]
+    return [_entry(raw, path) for raw in _read(path).finding]
 
 
 def _entry(raw: dict[str, Any], path: Path) -> Entry:

@@ -73,7 +73,8 @@ def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case, Recorded]],
     Raises:
         UsageError: for an id that the ledger has, or a ledger that could not be read afterwards.
     """
-    known = {e.id for e in Ledger.load(path).entries} if path.exists() else set()
+    ledger = Ledger.known(path if path.exists() else None)
+    known = {e.id for e in ledger.entries}
     gave = [(path.parent / one["case"], record) for one, _, record in entries]
     entries = [new for new in entries if not again or new[0]["id"] not in known]
     for one, case, _ in entries:
@@ -82,7 +83,7 @@ def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case, Recorded]],
                 f"{path}: case {case.id} has stored tensors: put it and its tensors beside the ledger by hand"
             )
         if one["id"] in known:
-            raise UsageError(f"{path}: id {one['id']!r} is there already: {Ledger.load(path).line_of(one['id'])}")
+            raise UsageError(f"{path}: id {one['id']!r} is there already: {ledger.line_of(one['id'])}")
         known.add(one["id"])
     text = path.read_text(encoding="utf-8") if path.exists() else "# Known findings\n"
     for one, case, _ in entries:

@@ -5,7 +5,6 @@ import datetime
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from parity import data
 from parity.registry import load, select
 from parity.results.ledger import Ledger
 from parity.results.row import STOPPED, Row
@@ -58,7 +57,7 @@ def judge_run(
         for id in sorted(from_user)
         if not comparisons[id] and not new[id]
     ]
-    ledger = Ledger.load(options.ledger or data.ledger_file())
+    ledger = Ledger.known(options.ledger)
     rotten = [f"ledger entry {name} {_rot(ledger, name, rows)}: {ledger.line_of(name)}" for name in stale]
     rotten += ledger.expired(datetime.datetime.now(datetime.UTC).date())
     rotten += ledger.unmatched([*load(), *catalogue.implementations(), *from_user])

@@ -212,7 +212,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     known = loss_families()
     families = [f for f in wanted or known if f in known and f in have]
     checked = catalogue.chosen(wanted, have)
-    frozen = {name: Frozen.load(path).case for name, path in sorted(frozen_files(ledger_path).items())}
+    frozen = {name: Frozen.load(path).case for name, path in sorted(frozen_files(Ledger.known(ledger_path)).items())}
     if not profile.frozen:
         frozen = {}
     if not profile.frozen_whole:
@@ -288,10 +288,10 @@ def memory(count: int) -> int:
     return max(MEMORY, psutil.virtual_memory().available // count)
 
 
-def frozen_files(ledger_path: Path) -> dict[str, Path]:
-    """The files of the shipped frozen cases and of the cases that the ledger names, by name."""
+def frozen_files(ledger: Ledger) -> dict[str, Path]:
+    """The files of the shipped frozen cases and of the cases that a ledger names, by name."""
     shipped = {path.name: path for path in data.frozen_cases()}
-    entered = {Path(entry.case).name: ledger_path.parent / entry.case for entry in Ledger.load(ledger_path).entries}
+    entered = {Path(entry.case).name: ledger.folder / entry.case for entry in ledger.entries}
     return entered | shipped
 
 

@@ -81,14 +81,15 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
             os._exit(0)
         tell(**msgspec.to_builtins(event))
 
-    files = frozen_files(Path(plan["ledger"]))
+    ledger = Ledger.known(Path(plan["ledger"]))
+    files = frozen_files(ledger)
     session = Session(
         implementations=known,
         profile_name=plan["profile"],
         profile=PROFILES[plan["profile"]],
         dtypes=plan["dtypes"],
         device=plan["device"],
-        ledger=Ledger.load(Path(plan["ledger"])),
+        ledger=ledger,
         findings_dir=Path(plan["findings"]),
         emit=emit,
         deadline=plan.get("deadline"),

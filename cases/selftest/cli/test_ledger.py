@@ -7,7 +7,6 @@ import pytest
 from click.testing import CliRunner
 
 from cases.selftest.nightly.test_action import WRONG
-from parity import data
 from parity.case.case import Frozen
 from parity.cli.commands import main
 from parity.results.header import Last
@@ -17,10 +16,11 @@ from parity.results.report.rows import read, rewrite, writer
 
 @pytest.fixture(scope="module")
 def red(tmp_path_factory, warm_workers):
-    """A folder with a wrong kernel, a copy of the ledger, and the red run of the kernel."""
+    """A folder with a wrong kernel, an empty ledger, and the red run of the kernel."""
     folder = tmp_path_factory.mktemp("red")
     (folder / "kernel.py").write_text(WRONG.replace("FACTOR", "1.5"))
-    shutil.copytree(data.cases_dir(), folder / "cases")
+    (folder / "mine").mkdir()
+    (folder / "mine" / "ledger.toml").touch()
     done = run(folder)
     assert done.exit_code == 1 and (folder / "reports/results.ndjson").exists(), (done.output, done.exception)
     return folder
@@ -28,17 +28,17 @@ def red(tmp_path_factory, warm_workers):
 
 def run(folder):
     words = ["run", "--profile", "quick", "--dtype", "fp32", "--family", "logprobs", "--share", "2/3", "--workers", "1"]
-    words += ["--implementation", f"{folder}/kernel.py:loss", "--ledger", f"{folder}/cases/ledger.toml"]
+    words += ["--implementation", f"{folder}/kernel.py:loss", "--ledger", f"{folder}/mine/ledger.toml"]
     return CliRunner().invoke(main, [*words, "--reports", f"{folder}/reports"])
 
 
 def ledger(folder, *words, into=None):
-    at = ["--run", f"{folder}/reports/results.ndjson", "--ledger", f"{into or folder}/cases/ledger.toml"]
+    at = ["--run", f"{folder}/reports/results.ndjson", *(["--ledger", f"{into}/mine/ledger.toml"] if into else [])]
     return CliRunner().invoke(main, ["ledger", *words, *at])
 
 
 def test_add_writes_one_narrow_entry(red, tmp_path):
-    shutil.copytree(data.cases_dir(), tmp_path / "cases")
+    shutil.copytree(red / "mine", tmp_path / "mine")
     _, rows = read(red / "reports" / "results.ndjson")
     case = next(r.case for r in rows if r.new and r.settings)
     done = ledger(red, "add", case, "--reason", "half as much again", "--link", "kernel.py", into=tmp_path)
@@ -46,11 +46,11 @@ def test_add_writes_one_narrow_entry(red, tmp_path):
         case = done.output.rpartition("choose from ")[2].split()[0]
         done = ledger(red, "add", case, "--reason", "half as much again", "--link", "kernel.py", into=tmp_path)
     assert done.exit_code == 0, done.output
-    entry = Ledger.load(tmp_path / "cases" / "ledger.toml").entries[-1]
+    entry = Ledger.load(tmp_path / "mine" / "ledger.toml").entries[-1]
     assert (
         entry.implementations == (f"{red}/kernel.py:loss",) and "bf16" not in entry.dtypes and entry.link == "kernel.py"
     )
-    assert (tmp_path / "cases" / entry.case).exists() and "B" not in entry.settings
+    assert (tmp_path / "mine" / entry.case).exists() and "B" not in entry.settings
     again = ledger(red, "add", case, "--reason", "x", "--link", "y", into=tmp_path)
     assert again.exit_code == 2 and "is there already" in again.output and "line" in again.output
 
@@ -58,31 +58,35 @@ def test_add_writes_one_narrow_entry(red, tmp_path):
 def test_what_is_accepted_is_known_in_the_next_run(red):
     done = ledger(red, "add", "--all", "--expires", "24h")
     assert done.exit_code == 0, done.output
-    entries = Ledger.load(red / "cases" / "ledger.toml").entries
+    entries = Ledger.load(red / "mine" / "ledger.toml").entries
     accepted = [e for e in entries if "Unexplained" in e.reason]
-    assert accepted and all(e.expires and e.unlinked for e in accepted)
+    assert accepted and len(accepted) == len(entries) and all(e.expires and e.unlinked for e in accepted)
     after = run(red)
     assert after.exit_code == 0, after.output[-2000:]
     ours = f"{red}/kernel.py:loss"
+    known = {r.known for r in read(red / "reports/results.ndjson")[1]} - {None}
+    assert {e.id for e in accepted} <= known
     for entry in accepted:
-        (gave,) = Frozen.load(red / "cases" / entry.case).recorded
+        (gave,) = Frozen.load(red / "mine" / entry.case).recorded
         assert gave["failing"][ours] and gave["versions"]["torch"]
 
 
 def test_measured_anew_what_grew_is_known_again(red):
     """After the baseline: the kernel is 2.5 times as wrong, within what the entry allows."""
-    entry = next(e for e in Ledger.load(red / "cases" / "ledger.toml").entries if "Unexplained" in e.reason)
-    path = red / "cases" / entry.case
+    entry = next(e for e in Ledger.load(red / "mine" / "ledger.toml").entries if "Unexplained" in e.reason)
+    path = red / "mine" / entry.case
     own, kernel = f"{red}/kernel.py:loss", (red / "kernel.py").read_text()
     (red / "kernel.py").write_text(kernel.replace("1.5", "2.25"))
     before = path.read_text()
-    at = ["--ledger", f"{red}/cases/ledger.toml", "--device", "cpu"]
+    at = ["--ledger", f"{red}/mine/ledger.toml", "--device", "cpu"]
     done = CliRunner().invoke(main, ["ledger", "measure", entry.id, "--implementation", own, *at])
     (red / "kernel.py").write_text(kernel)
     assert done.exit_code == 0 and f"{path.name}: written" in done.output, done.output
     sizes = [json.loads(text)["recorded"][0]["failing"][own]["logps"][1] for text in (before, path.read_text())]
     assert 2.4 < sizes[1] / sizes[0] < 2.6
     path.write_text(before)
+    done = CliRunner().invoke(main, ["ledger", "measure", *at])
+    assert {line.partition(":")[0] for line in done.output.splitlines() if ".json: " in line} == {path.name}
 
 
 def test_measure_knows_its_names(red):
@@ -91,7 +95,7 @@ def test_measure_knows_its_names(red):
 
 
 def ledger_of(folder, *words):
-    return CliRunner().invoke(main, ["ledger", *words, "--ledger", f"{folder}/cases/ledger.toml"])
+    return CliRunner().invoke(main, ["ledger", *words, "--ledger", f"{folder}/mine/ledger.toml"])
 
 
 def test_half_a_run_is_no_baseline(red, tmp_path):
@@ -114,7 +118,7 @@ def test_a_run_without_new_findings_has_nothing_to_accept(red, tmp_path):
     rewrite(results, header, [row for row in rows if row.verdict != "disagree"])
     with writer(results, append=True) as write:
         write(Last(end=header.end, run=header.run))
-    shutil.copy(data.ledger_file(), mine)
+    mine.touch()
     done = CliRunner().invoke(main, ["ledger", "add", "--all", "--run", str(results), "--ledger", str(mine)])
     assert done.exit_code == 0 and "no new findings" in done.output
-    assert mine.read_text() == data.ledger_file().read_text()
+    assert not mine.read_text()

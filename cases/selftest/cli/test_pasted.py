@@ -26,7 +26,9 @@ def done(*words, **options):
 @pytest.mark.parametrize("minimise", ["--minimise", "--no-minimise"])
 def test_each_line_ends_as_it_should(tmp_path, minimise):
     own = ("--family", f"{FIXTURE}:FAMILY", "--implementation", f"{FIXTURE}:wrong")
-    (tmp_path / "none.toml").touch()  # the defects of the installed libraries have each a line of their own
+    (tmp_path / "none.toml").write_text(
+        "alone = true"
+    )  # the defects of the installed libraries have each a line of their own
     elsewhere = (
         "--results",
         tmp_path / "mine.ndjson",

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from cases.selftest.nightly.test_action import WRONG
 from parity.cli.commands import main
 from parity.cli.init import init
 from parity.errors import UsageError
@@ -71,10 +72,14 @@ def test_init_writes_a_test_that_passes_and_leaves_what_is_there(repository):
 
 
 def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
-    (repository / "mine.py").write_text("def loss(hidden, weight, ids): ...\n")
-    assert CliRunner().invoke(main, ["init", "mine.py:loss"]).exit_code == 0
+    (repository / "mine.py").write_text(WRONG.replace("FACTOR", "1"))
+    done = CliRunner().invoke(main, ["init", "mine.py:loss"])
     workflow = repository / ".github/workflows/parity.yml"
-    assert "- run: parity run --implementation mine.py:loss\n" in workflow.read_text()
+    line = re.search("- run: parity (run --implementation mine.py:loss .*)", workflow.read_text())[1]
+    assert done.exit_code == 0 and f"parity {line} --profile quick" in done.output
+    share = ["--profile", "quick", "--dtype", "fp32", "--share", "2/3", "--workers", "1"]
+    run = ran(repository, "-m", "parity", *shlex.split(line), *share)
+    assert run.returncode == 0, run.stdout + run.stderr
     assert "llm-parity[cli]" in workflow.read_text()
     done = ran(repository, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(workflow))
     assert done.returncode == 0, done.stdout

@@ -121,6 +121,22 @@ def test_ids_are_unique(ledger):
         Ledger.load(ledger)
 
 
+def test_a_ledger_of_ones_own_adds_to_the_shipped_one(ledger):
+    both, shipped = Ledger.known(ledger), Ledger.known()
+    assert [e.id for e in both.entries] == [*(e.id for e in shipped.entries), "x"]
+    assert both.line_of("x") == f"{ledger} line 3" and "ledger.toml line" in both.line_of(shipped.entries[0].id)
+    assert both.frozen()[-1][1] == Case.load(ledger.with_name("case.json"))
+    assert Ledger.known(data.ledger_file()) == shipped
+    ledger.write_text("alone = true\n" + ENTRY)
+    assert [e.id for e in Ledger.known(ledger).entries] == ["x"]
+
+
+def test_an_id_of_the_shipped_ledger_is_taken(ledger):
+    ledger.write_text(ENTRY.replace('"x"', '"liger-luspo-padding"'))
+    with pytest.raises(UsageError, match="the shipped ledger, which it adds to, has 'liger-luspo-padding' too"):
+        Ledger.known(ledger)
+
+
 def widened(ledger, line):
     ledger.write_text(ENTRY.replace('reason = "because"', f'reason = "because"\n{line}'))
     return Ledger.load(ledger)

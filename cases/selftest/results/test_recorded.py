@@ -107,7 +107,7 @@ def test_every_entry_of_this_ledger_was_measured_where_it_is_in_force():
 
 def test_what_was_recorded_is_of_implementations_that_there_are():
     there = {*load(), *catalogue.implementations()}
-    for name, path in frozen_files(data.ledger_file()).items():
+    for name, path in frozen_files(Ledger.known()).items():
         records = read(Frozen.load(path).recorded, name)
         assert {i for one in records for i in one.implementations} <= there, name
         assert not records or any(one.failing for one in records), name

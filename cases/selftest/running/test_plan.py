@@ -2,10 +2,10 @@
 
 import pytest
 
-from parity import data
 from parity.case.case import Frozen
 from parity.errors import UsageError
 from parity.registry import NAMES
+from parity.results.ledger import Ledger
 from parity.running.plan import Options, demanded, frozen_files, planned, slices, workers
 
 
@@ -54,7 +54,7 @@ def test_a_device_that_is_none():
 
 def frozen(**options):
     """The frozen cases of a run with these options."""
-    files = frozen_files(data.ledger_file())
+    files = frozen_files(Ledger.known())
     return [Frozen.load(files[name]).case for name in planned(Options(**options), "cpu", 0).settings["frozen"]]
 
 

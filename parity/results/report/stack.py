@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from parity import data
 from parity.errors import UsageError
 from parity.process import installed
 from parity.results.header import About
@@ -47,7 +46,7 @@ class Stack:
         known: dict[str, Entry] = {}
         path, unread = about.asked.ledger if about.asked else None, ""
         try:
-            ledger = Ledger.load(Path(path) if path else data.ledger_file())
+            ledger = Ledger.known(Path(path) if path else None)
             known = {e.id: e for e in (*Ledger.older(ledger.path), *ledger.entries)}
         except UsageError:  # of another machine
             unread = str(path)
