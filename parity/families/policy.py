@@ -8,8 +8,6 @@ no paper fixes a combination, the documentation of TRL 1.16. Settings: `policy_s
 
 from __future__ import annotations
 
-import math
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from parity.case.layouts import like
 from parity.families import head, policy_stored
 from parity.families import policy_inputs as inputs_of
 from parity.families import policy_settings as settings_of
-from parity.families.policy_settings import CLIPPED, WINDOW_NORMALISED
+from parity.families.policy_losses import CLIPPED, WINDOW_NORMALISED, divergence, losses
 from parity.judge.stages import log_softmax_again
 
 KL_CAP, KL_LOG_RATIO_CAP = 10.0, 20.0
@@ -39,42 +37,7 @@ def _losses(x: Inputs, measure: Any) -> dict[str, torch.Tensor]:
     all_logps = head.log_softmax(x, z)
     lp = head.selected(x, all_logps)
     entropy = head.entropy(x, z, all_logps if s.entropy_coef == 0.0 else log_softmax_again(z, all_logps))
-    mask = x.mask.to(torch.float64)
-    advantages = x.advantages if x.advantages.dim() == 2 else x.advantages.unsqueeze(-1)
-    # a masked token has no part in anything: excluded before its ratio could overflow in a recipe's rounding
-    d = torch.where(x.mask.bool(), lp - (lp.detach() if x.old_logps is None else x.old_logps), 0.0)
-    log_w = d if s.importance_sampling_level == "token" else _mean(d, mask, keepdim=True)
-    w = log_w.exp()
-
-    keep = mask
-    l = surrogate(s, lp, d, w, advantages, mask, x.importance_sampling_ratio)
-    if s.off_policy_mask_threshold is not None:
-        l = l * off_policy_mask(
-            s, lp, advantages, x.sampling_logps if x.sampling_logps is not None else x.old_logps, mask
-        )
-    if x.top_entropy_quantile is not None:
-        keep = mask * entropy_mask(entropy, mask, 1 - float(x.top_entropy_quantile))
-        l = l * (keep + (1 - mask))  # the mask itself is applied once, by `aggregate`
-    if x.importance_sampling_ratio is not None and s.loss_type != "vespo":
-        l = l * x.importance_sampling_ratio
-    kl = None
-    if s.beta != 0.0:
-        kl = measure(torch.where(x.mask.bool(), x.ref_logps - lp, 0.0), w if s.use_bias_correction_kl else None)
-        l = l + s.beta * kl
-    l = l.expand(lp.shape)
-    loss, terms = aggregate(s, l, mask, float(x.num_items_in_batch))
-    if s.entropy_coef != 0.0:
-        accumulation = s.accumulation if s.mode == "train" else 1
-        share = keep / keep.sum((-2, -1), keepdim=True).clamp(min=1) / accumulation
-        terms = terms - s.entropy_coef * entropy * share
-        loss = loss - s.entropy_coef * (entropy * share).sum((-2, -1))
-    return {"loss": loss, "_logps": lp, "_terms": terms} | metrics(s, w, advantages, mask, kl, entropy)
-
-
-def divergence(log_r: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
-    """k3 of each token, exp(log r) - log r - 1 with log r = lp_ref - lp; times w where its bias is corrected."""
-    kl = log_r.exp() - log_r - 1
-    return kl if w is None else kl * w
+    return losses(s, x, lp, entropy, measure)
 
 
 def _capped_divergence(log_r: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
@@ -87,137 +50,6 @@ def capped_kl(x: Inputs) -> dict[str, torch.Tensor]:
     A token at the cap (log r above 2.6 or below -11 where nothing is corrected) has no gradient from its KL term.
     """
     return _losses(x, _capped_divergence)
-
-
-def _mean(values: torch.Tensor, mask: torch.Tensor, keepdim: bool = False) -> torch.Tensor:
-    """Σ_t m·v / max(Σ_t m, 1) of each sequence."""
-    return (values * mask).sum(-1, keepdim=keepdim) / mask.sum(-1, keepdim=keepdim).clamp(min=1)
-
-
-def surrogate(
-    s: SimpleNamespace,
-    lp: torch.Tensor,
-    d: torch.Tensor,
-    w: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    ratio: torch.Tensor | None,
-) -> torch.Tensor:
-    """The policy term of each token, (…, B, T) or (…, B, 1), before masks, sampler ratio and KL."""
-    if s.loss_type in CLIPPED:
-        capped = w if s.delta is None else w.clamp(max=s.delta)
-        clipped = w.clamp(1 - s.epsilon, 1 + _epsilon_high(s))
-        return -torch.minimum(capped * advantages, clipped * advantages)
-    if s.loss_type == "cispo":
-        return -w.clamp(max=_epsilon_high(s)).detach() * advantages * lp
-    if s.loss_type == "sapo":
-        tau = _by_sign(advantages > 0, s.sapo_temperature_pos, s.sapo_temperature_neg)
-        return -torch.sigmoid(tau * (w - 1)) * 4 / tau * advantages
-    return -vespo_phi(s, d.detach(), advantages, mask, ratio) * advantages * lp
-
-
-def _by_sign(condition: torch.Tensor, yes: float, no: float) -> torch.Tensor:
-    """`torch.where` of two numbers, which would otherwise be rounded to float32."""
-    return torch.where(condition, yes, torch.tensor(no, dtype=torch.float64))
-
-
-def _epsilon_high(s: SimpleNamespace) -> float:
-    return s.epsilon if s.epsilon_high is None else s.epsilon_high
-
-
-def vespo_phi(
-    s: SimpleNamespace, d: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor | None
-) -> torch.Tensor:
-    """φ = exp(λ + k·log W - λ·W), (…, B, 1), with log W the clamped sum of log-ratios and log sampler ratios."""
-    low, high = math.log(1e-8), 20.0
-    log_w = (d.clamp(-20.0, 20.0) * mask).sum(-1, keepdim=True)
-    if ratio is not None:
-        log_w = log_w + ratio.log().clamp(low, high).sum(-1, keepdim=True)
-    log_w = log_w.clamp(low, high)
-    k = _by_sign(advantages >= 0, s.vespo_k_pos, s.vespo_k_neg)
-    lam = _by_sign(advantages >= 0, s.vespo_lambda_pos, s.vespo_lambda_neg)
-    return torch.exp(lam + k * log_w - lam * log_w.exp())
-
-
-def off_policy_mask(
-    s: SimpleNamespace, lp: torch.Tensor, advantages: torch.Tensor, sampling: torch.Tensor | None, mask: torch.Tensor
-) -> torch.Tensor:
-    """1 where A ≥ 0 or the sequence mean of (lp_samp - lp) ≤ threshold; tokens the sampler could not score count 0."""
-    if sampling is None:  # a drift of 0, which nothing rounds
-        return ((advantages >= 0) | (s.off_policy_mask_threshold >= 0)).to(lp.dtype)
-    gap = (sampling - lp.detach()).nan_to_num(nan=0.0)
-    near = _mean(gap, mask, keepdim=True) <= s.off_policy_mask_threshold
-    return ((advantages >= 0) | near).to(lp.dtype)
-
-
-def entropy_mask(entropy: torch.Tensor, mask: torch.Tensor, quantile: float) -> torch.Tensor:
-    """1 where the entropy reaches the quantile (linear interpolation) of the entropies of all loss tokens."""
-    values = entropy.detach().flatten(-2)[..., mask.flatten().bool()]
-    if values.shape[-1] == 0:
-        return torch.zeros_like(mask)
-    place = quantile * (values.shape[-1] - 1)
-    k = min(int(place), values.shape[-1] - 1)
-    ordered = values.sort(-1).values
-    threshold = ordered[..., k]
-    if place > k:  # a place is no rounded number: where it is whole, the threshold is one of the entropies
-        threshold = threshold + (place - k) * (ordered[..., k + 1] - threshold)
-    return (entropy.detach() >= threshold[..., None, None]).to(mask.dtype)
-
-
-def aggregate(
-    s: SimpleNamespace, l: torch.Tensor, mask: torch.Tensor, num_items: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of the micro-batch and the weighted per-token terms it sums.
-
-    grpo, sapo: mean_i Σ_t m·l/max(|o_i|, 1) · bnpo: Σ m·l/max(Σ m, 1) · dr_grpo: Σ m·l/(B·L) · luspo: mean_i Σ_t m·l ·
-    dapo, cispo, vespo: Σ m·l/N. In training all but the last group are divided by the accumulation steps, and N is the
-    window's share of the generation batch's tokens; in evaluation there is one micro-batch.
-    """
-    count, tokens = l.shape[-2], mask.sum(-1, keepdim=True)
-    training = s.mode == "train"
-    accumulation = s.accumulation if training else 1
-    if s.loss_type in ("grpo", "sapo"):
-        weight = mask / tokens.clamp(min=1) / count / accumulation
-    elif s.loss_type == "bnpo":
-        weight = mask / mask.sum().clamp(min=1) / accumulation
-    elif s.loss_type == "dr_grpo":
-        weight = mask / (count * s.max_completion_length) / accumulation
-    elif s.loss_type == "luspo":
-        weight = mask / count / accumulation
-    else:
-        window = s.accumulation / s.steps_per_generation if training else 1.0
-        weight = mask / (max(num_items, 1.0) * window)
-    terms = l * weight
-    return terms.sum((-2, -1)), terms
-
-
-def metrics(
-    s: SimpleNamespace,
-    w: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    kl: torch.Tensor | None,
-    entropy: torch.Tensor,
-) -> dict[str, torch.Tensor]:
-    """Means over loss tokens; clip fractions at sequence level: one value a sequence."""
-
-    def mean(values: torch.Tensor, per_sequence: bool = False) -> torch.Tensor:
-        if per_sequence and values.shape[-1] == 1:
-            return values.to(torch.float64).mean((-2, -1))
-        return (values * mask).sum((-2, -1)) / mask.sum().clamp(min=1)
-
-    sequence = s.importance_sampling_level == "sequence"
-    out = {"entropy": mean(entropy.detach())}
-    if kl is not None:
-        out["kl"] = mean(kl.detach())
-    high = w > 1 + _epsilon_high(s)
-    if s.loss_type in CLIPPED:
-        low_clip, high_clip = (w < 1 - s.epsilon) & (advantages < 0), high & (advantages > 0)
-        out["clip_low"], out["clip_high"] = mean(low_clip, sequence), mean(high_clip, sequence)
-        out["clip_ratio"] = mean(low_clip | high_clip, sequence)
-    elif s.loss_type == "cispo":
-        out["clip_ratio"] = mean((w > _epsilon_high(s)) & (advantages > 0), sequence)
-    return out
 
 
 def zeros(x: Inputs) -> dict[str, torch.Tensor]:

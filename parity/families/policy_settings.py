@@ -9,6 +9,7 @@ import torch
 from parity import recording
 from parity.case.inputs import Setting
 from parity.families import head
+from parity.families.policy_losses import CLIPPED, WINDOW_NORMALISED
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
@@ -101,10 +102,6 @@ release refuses, or computes wrongly, elsewhere then hides no failure of theirs.
 SELDOM = (("context",), ("level", "padded_rows"), ("head_dtype",), ("head", "lora_rank"))
 """Groups that few cases move: chosen more often where one does."""
 
-
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-WINDOW_NORMALISED = ("dapo", "cispo", "vespo")
-"""Losses whose ratio is clipped on both sides; losses that are divided by the tokens of the optimizer step."""
 
 FOCUSES: dict[str, dict[str, tuple[Any, ...]]] = {
     "entropy mask": {  # entropies that rounding cannot exchange
@@ -292,13 +289,3 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     silent |= {"head_dtype"} if out["head"] != "plain" else set()  # adapter and embeddings have the dtype of the model
     silent |= {"level"} if out["head"] == "tied" else set()  # its square would be added
     return head.canonical(dtype, out | {n: SETTINGS[n].default for n in silent})
-
-
-CONFIG_FIELDS = tuple(
-    (
-        "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl temperature "
-        "off_policy_mask_threshold entropy_coef sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos "
-        "vespo_k_neg vespo_lambda_neg max_completion_length"
-    ).split()
-)
-"""Settings that a field of the same name decides in the configuration of TRL's trainer."""

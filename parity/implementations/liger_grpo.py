@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Inputs
-from parity.families.policy_settings import CLIPPED, WINDOW_NORMALISED
+from parity.families.policy_losses import CLIPPED, WINDOW_NORMALISED
 from parity.implementations import plain
 from parity.implementations.implementation import Limit, Outputs, accepted, fitting, implementation, only, says, taking
 from parity.implementations.liger import NO_SCALE, NO_SOFTCAP, chunked, streams_vocabulary

@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 
 from parity.case.inputs import Inputs
-from parity.families.policy_settings import OF_LOSS, WINDOW_NORMALISED
+from parity.families.policy_losses import WINDOW_NORMALISED
+from parity.families.policy_settings import OF_LOSS
 from parity.families.policy_settings import SETTINGS as DEFAULTS
 from parity.implementations import plain
 from parity.implementations.implementation import Implementation, Limit, Outputs, implementation, only, says

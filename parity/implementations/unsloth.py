@@ -14,7 +14,7 @@ import torch
 
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
-from parity.families.policy_settings import WINDOW_NORMALISED
+from parity.families.policy_losses import WINDOW_NORMALISED
 from parity.implementations import plain
 from parity.implementations.implementation import (
     Outputs,

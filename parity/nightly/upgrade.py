@@ -10,7 +10,7 @@ from typing import Any
 
 from parity.case.case import Case
 from parity.errors import UsageError
-from parity.families.policy_settings import CONFIG_FIELDS
+from parity.families.policy_losses import CONFIG_FIELDS
 from parity.nightly import steps
 from parity.process import installed
 from parity.registry import loss_family

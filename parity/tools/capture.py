@@ -17,7 +17,7 @@ from parity.case.family import Family
 from parity.case.stored import write
 from parity.errors import UsageError
 from parity.families import policy_stored
-from parity.families.policy_settings import CONFIG_FIELDS
+from parity.families.policy_losses import CONFIG_FIELDS
 from parity.implementations.user import canonical, family_of, named_outputs
 from parity.judge.recipe import DTYPES
 from parity.registry import family, loss_families, loss_family

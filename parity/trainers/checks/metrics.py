@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.families.policy import divergence as k3
+from parity.families.policy_losses import divergence as k3
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import LOSSES, Loss, kl_of_others, log_odds

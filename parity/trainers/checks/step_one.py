@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.families.policy import divergence
+from parity.families.policy_losses import divergence
 from parity.judge.oracle import Oracle
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, check, holds, pairwise
 from parity.trainers.definitions.scored import completion_logps

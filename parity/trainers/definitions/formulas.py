@@ -19,7 +19,7 @@ from parity.case.inputs import Inputs, Setting, defaults
 from parity.families import preference_losses
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
-from parity.families.policy import divergence as k3
+from parity.families.policy_losses import divergence as k3
 from parity.families.preference_losses import DPO, Pairs, unpaired
 from parity.trainers.definitions.scored import Scored, completion_logps, rows, sums
 from parity.trainers.rig import drive, stored_window
