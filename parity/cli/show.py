@@ -25,20 +25,18 @@ class Detail:
 
     verbose: bool = False
     quiet: bool = False
-    timings: bool = False
 
 
 def detail(command: Any) -> Any:
     """The options that say how much is printed; the command gets a `Detail`."""
 
     @functools.wraps(command)
-    def with_detail(verbose: bool, quiet: bool, timings: bool, **options: Any) -> Any:
+    def with_detail(verbose: bool, quiet: bool, **options: Any) -> Any:
         if verbose and quiet:
             raise UsageError("-v and -q cannot be used together")
-        return command(detail=Detail(verbose, quiet, timings), **options)
+        return command(detail=Detail(verbose, quiet), **options)
 
     for option in (
-        click.option("--timings", is_flag=True, help="print where the CPU time went"),
         click.option("-q", "--quiet", is_flag=True, help="print the verdict only"),
         click.option("-v", "--verbose", is_flag=True, help="print every table and finding"),
     ):
@@ -58,7 +56,7 @@ def report(
 ) -> None:
     """Write the reports of a run into `folder`, then print it; `keep` it among the runs that later ones are compared with."""
     from parity.results import memory
-    from parity.results.report import render, timings, wording
+    from parity.results.report import render, wording
     from parity.results.report.summary import summarise
 
     summary = summarise(header, rows)
@@ -74,8 +72,6 @@ def report(
         render.show(f"{wording.opening(summary)} · {wording.verdict(summary, code)}", screen)
     else:
         render.terminal(summary, screen, ending, full=detail.verbose)
-    if detail.timings:
-        render.show("\n".join(timings.lines(header.parts)), screen)
 
 
 def findings(title: str, stack: "Stack", unknown: Mapping[str, str]) -> None:

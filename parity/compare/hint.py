@@ -12,7 +12,6 @@ from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS
 from parity.judge.recipe import TF32, TF32_TRUNCATED
-from parity.judge.timings import within
 from parity.judging.assess import CaseOracle, judged
 from parity.protocol.exceptions import Outcome
 
@@ -136,7 +135,6 @@ BACKWARD = ({"dlogits": "input"}, SUMS, {"dlogits": "input"} | SUMS)
 """The same of its backward pass alone."""
 
 
-@within("stage", "undeclared")
 def undeclared(
     oracle: CaseOracle, implementation: Implementation, outcome: Outcome, failing: Collection[str]
 ) -> str | None:

@@ -19,7 +19,6 @@ from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS
 from parity.judge.gates import Judgement
 from parity.judge.recipe import IEEE_FP32
-from parity.judge.timings import within
 from parity.judging.assess import CaseOracle, classify, confirmed, followed_variant, judged
 from parity.protocol import process_state, side_effects
 from parity.protocol.call import execute
@@ -48,8 +47,7 @@ def run_case(
             return
         announce(implementation)
         deep = thorough if isinstance(thorough, bool) else thorough(implementation)
-        with within("implementation", implementation.id):
-            rows = list(rows_of(oracle, implementation, deep))
+        rows = list(rows_of(oracle, implementation, deep))
         yield from map(blame.decide, rows)
 
 
@@ -97,8 +95,7 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
     if reason := skip_reason(oracle.family, implementation, case, settings, device):
         yield replace(base, message=reason)
         return
-    with within("stage", "first call"):
-        outcome = execute(implementation, oracle.inputs)
+    outcome = execute(implementation, oracle.inputs)
     leaks, unfit = list(outcome.leaks), process_state.broken()
     if leaks and not unfit:
         leaks = side_effects.left_again(implementation, oracle.inputs, leaks)
@@ -162,8 +159,7 @@ def _judge(whole: CaseOracle, implementation: Implementation, outcome: Outcome) 
             oracle = whole.offered(implementation)
             outcome = execute(implementation, oracle.inputs)
         implementation = dataclasses.replace(implementation, outputs=returned)
-    with within("stage", "judgement"):
-        return Found(oracle, implementation, outcome, confirmed(oracle, implementation, outcome))
+    return Found(oracle, implementation, outcome, confirmed(oracle, implementation, outcome))
 
 
 @dataclasses.dataclass
@@ -190,8 +186,7 @@ def _explain(found: Found) -> Why:
     if not failing:
         return Why()
     variant = followed_variant(*about, found.outcome, failing)
-    with within("stage", "second call"):
-        unsteady = flaky(failing, found.again)
+    unsteady = flaky(failing, found.again)
     classes = classify(*about, failing)
     rounded = hint.undeclared(*about, found.outcome, failing) if "precision" in classes.values() else None
     return Why(variant, unsteady, classes, rounded)

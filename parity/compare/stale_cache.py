@@ -19,7 +19,6 @@ from parity.case.inputs import Inputs
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.judge.oracle import gradient_name
-from parity.judge.timings import within
 from parity.judging.assess import CaseOracle, confirmed
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
@@ -92,7 +91,6 @@ class Calls:
         except UsageError:  # what was moved does not fit the rest
             return None
 
-    @within("stage", "protocol")
     def stale(self, implementation: Implementation) -> list[str]:
         """What disagrees with the definition in a call right after one of the same shapes, and agrees in others.
 

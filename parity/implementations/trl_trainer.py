@@ -23,7 +23,6 @@ from parity.implementations.implementation import Implementation, Limit, Outputs
 from parity.implementations.trl import tiles
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.judge.recipe import Recipe
-from parity.judge.timings import within
 from parity.upstream import trl
 
 SETTINGS = (*OF_LOSS, "epsilon", "epsilon_high", "beta", "top_entropy_quantile")
@@ -135,7 +134,6 @@ def _relevant(s: Any) -> set[str]:
     return out - (set() if s.beta else {"use_bias_correction_kl"})
 
 
-@within("phase", "building a trainer")
 def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     """A real GRPOTrainer over the replay model, in the mode of the case; of `kind`, a subclass of it, if given."""
     made: Any = kind or trl.class_named("GRPOTrainer")

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from parity.judge.recipe import HALF_SUBNORMAL, LARGEST, NAMES, NARROW, UNIT_ROUNDOFF
-from parity.judge.timings import within
 
 NORM, MAX, ROW, SLOPE, SCALAR, FIRST_ORDER = 3.0, 6.0, 6.0, 6.0, 6.0, 10.0
 """Multiples of the unit that each gate allows; docs/judging.md holds the measurements behind them."""
@@ -188,7 +187,6 @@ def failed(message: str, gate: str = "structure") -> Judgement:
     return Judgement({gate: math.inf}, message)
 
 
-@within("phase", "gates")
 def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgement:
     """Hold a value against the oracle; `dtype` is the one the quantity should have.
 

@@ -22,7 +22,6 @@ from parity.judge.oracle import Oracle, Quantities, gradient_name
 from parity.judge.products import CutOperands
 from parity.judge.protocol import same_bits
 from parity.judge.recipe import DTYPES, EAGER, Recipe
-from parity.judge.timings import within
 from parity.judging.oracle import exact, largest, replicas
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
@@ -163,7 +162,6 @@ def _rounds(g: torch.Tensor, dtype: torch.dtype) -> bool:
     return not torch.equal(g, there) and bool(torch.isfinite(there).all())
 
 
-@within("phase", "inputs")
 def _built(family: Family, case: Case) -> Inputs:
     return family.build(case)
 
@@ -267,7 +265,6 @@ def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outco
     return out
 
 
-@within("stage", "class")
 def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequence[str]) -> dict[str, Class]:
     """ "logic" for each quantity that float32 does not repair and no other float32 recipe explains, else "precision"."""
     narrow = oracle.inputs.case.dtype != "fp32" or oracle.inputs.context == "autocast"
@@ -284,7 +281,6 @@ def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequen
     return {name: "precision" if name in found and found[name].agrees else "logic" for name in failing}
 
 
-@within("stage", "variants")
 def followed_variant(
     oracle: CaseOracle, implementation: Implementation, outcome: Outcome, failing: Collection[str]
 ) -> str | None:

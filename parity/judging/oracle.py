@@ -12,7 +12,6 @@ from parity.case.inputs import Inputs
 from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.oracle import LARGEST_STACK, Quantities, doubled, stacked, with_gradients
 from parity.judge.recipe import Recipe
-from parity.judge.timings import within
 
 
 def to_double(inputs: Inputs, stack: int | None = None) -> Inputs:
@@ -52,7 +51,6 @@ def _run(family: Family, x: Inputs, mode: MonteCarlo | None = None, gradients: b
     return out
 
 
-@within("phase", "oracle")
 def exact(family: Family, inputs: Inputs) -> Quantities:
     """Outputs and gradients of the definition in float64, computed where `inputs` are and handed out on the CPU.
 
@@ -61,7 +59,6 @@ def exact(family: Family, inputs: Inputs) -> Quantities:
     return {name: value.cpu() for name, value in _run(family, to_double(inputs)).items()}
 
 
-@within("phase", "replicas")
 def replicas(
     family: Family,
     inputs: Inputs,

@@ -16,7 +16,6 @@ from parity.errors import Returned, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judge.oracle import gradient_name
 from parity.judge.protocol import same_bits
-from parity.judge.timings import within
 from parity.protocol import faults, process_state
 from parity.protocol.exceptions import Outcome, ended_by
 from parity.protocol.switches import matmul_precision
@@ -37,7 +36,6 @@ def fresh(inputs: Inputs) -> Inputs:
 
 
 @faults.running("forward pass")
-@within("phase", "forward")
 def forward(implementation: Implementation, x: Inputs) -> Outputs:
     """Call the adapter in the call context of the case: plain, tf32, autocast, torch.compile region, reentrant checkpoint."""
     context = x.context
@@ -116,7 +114,6 @@ def differentiated(x: Inputs, outputs: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 @faults.running("backward pass")
-@within("phase", "backward")
 def backward(x: Inputs, outputs: Mapping[str, torch.Tensor], retain_graph: bool = False) -> list[str]:
     """Accumulate the gradients of every output into the leaves; which upstream gradients were changed on the way."""
     pairs = differentiated(x, outputs)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from parity.judge.timings import within
 from parity.protocol import bindings
 from parity.protocol.switches import LEFT, WATCHES, told
 
@@ -66,7 +65,6 @@ class Snapshot:
             if (now := get()) != self.states[name]:
                 yield name, now
 
-    @within("phase", "process state")
     def restore(self, whose: str = "") -> list[str]:
         """Put everything back; the names of what was changed. `whose`: the implementation that was called.
 
@@ -106,7 +104,6 @@ class Snapshot:
         return False
 
 
-@within("phase", "process state")
 def take() -> Snapshot:
     if not _reference:
         _reference.append(arithmetic())
@@ -120,7 +117,6 @@ def abandon(reason: str) -> None:
     _broken.append(reason)
 
 
-@within("phase", "process state")
 def broken() -> list[str]:
     """Why this process must not judge anybody else any more; empty where all is well. Asked after the calls of each party."""
     if _called and not _as_before():

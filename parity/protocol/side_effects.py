@@ -13,7 +13,6 @@ from parity.case.layouts import like
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judge import protocol
 from parity.judge.protocol import Values
-from parity.judge.timings import within
 from parity.protocol.call import backward, differentiated, execute, forward, fresh, gradients, guarded, surroundings
 from parity.protocol.exceptions import Outcome
 
@@ -85,7 +84,6 @@ class AdapterCalls(protocol.Calls[Inputs]):
         return found if then.verdict == "ran" else [f"{fails}{then.verdict}: {then.message}"]
 
 
-@within("stage", "protocol")
 def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
     """State that leaks from call to call: `protocol.repeated`."""
     calls = AdapterCalls(implementation, inputs, other)
@@ -101,7 +99,6 @@ def _write(x: Inputs, values: Inputs, through_data: bool = False) -> None:
                 (tensor.data if through_data else tensor).copy_(new)
 
 
-@within("stage", "protocol")
 def unrecorded(
     implementation: Implementation, inputs: Inputs, first: Outcome, agree: Callable[[Outcome], bool]
 ) -> list[str]:
@@ -117,7 +114,6 @@ def unrecorded(
     return found + [line for line in then if line.startswith("under")]
 
 
-@within("stage", "protocol")
 def interleaved(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
     """Two forwards before the first's backward: `protocol.interleaved`."""
     calls = AdapterCalls(implementation, inputs, other)
@@ -137,7 +133,6 @@ def _close_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return bool(((a - b).abs() <= tolerance * scale).all())
 
 
-@within("stage", "protocol")
 def accumulation(implementation: Implementation, inputs: Inputs, first: Outcome) -> list[str]:
     """Gradients that are added to, and each leaf's alone: `protocol.accumulation`."""
     calls = AdapterCalls(implementation, inputs, inputs)
@@ -157,7 +152,6 @@ def _alone(calls: AdapterCalls, first: Values) -> list[str]:
     return [f"the gradient of {n.removeprefix('grad_')} alone is not that beside the others" for n in differ]
 
 
-@within("stage", "relations")
 def relations(
     family: Family, implementation: Implementation, inputs: Inputs, first: Outcome
 ) -> dict[str, tuple[bool, str]]:

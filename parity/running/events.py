@@ -3,7 +3,6 @@
 from typing import Any, TypeAlias
 
 import msgspec
-from msgspec import field
 
 from parity.results.row import Row
 
@@ -54,12 +53,10 @@ class Confirmed(_Event, frozen=True):
 
 
 class ShardDone(_Event, frozen=True):
-    """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time,
-    `spent` as `parity.judge.timings.spent` tells."""
+    """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time."""
 
     cases: int = 0
     seconds: float = 0.0
-    spent: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Retired(_Event, frozen=True):

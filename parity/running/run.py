@@ -157,7 +157,7 @@ def _follow(
                 state.cases[shard.name] = event.number
             case ShardDone():
                 state.cases[shard.name] = part.cases = event.cases
-                part.seconds, part.spent = event.seconds, event.spent
+                part.seconds = event.seconds
                 if event.cases == shard.count:
                     state.parts[part.name] = part
                     write(Parted(part=part, run=run))

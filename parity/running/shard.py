@@ -20,7 +20,6 @@ from parity.case.drawing import batch, batches, cases
 from parity.case.profiles import Profile, cases_drawn, streams
 from parity.compare.result_rows import replay_line
 from parity.implementations.implementation import Implementation
-from parity.judge.timings import within
 from parity.protocol import process_state
 from parity.registry import facts, loss_family, run_case
 from parity.results import recorded
@@ -150,7 +149,6 @@ class Session:
                 self.emit(Judged(row))
         return True
 
-    @within("stage", "minimising")
     def finding(self, shard: Shard) -> None:
         """Look for a new finding once more where that is asked for, then minimise the case that showed it first."""
         sought = shard.sought
@@ -275,8 +273,7 @@ class Stream:
 
     def first(self, count: int) -> Sequence[tuple[str, Case]]:
         """The first `count` of them."""
-        with within("phase", "draw"):
-            self._drawn += itertools.islice(self._source, max(0, count - len(self._drawn)))
+        self._drawn += itertools.islice(self._source, max(0, count - len(self._drawn)))
         return self._drawn[:count]
 
 

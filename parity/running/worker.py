@@ -21,7 +21,6 @@ from typing import Any, BinaryIO
 import msgspec
 
 from parity.decoding import decode
-from parity.judge.timings import spent, within
 from parity.process import prepare, tell, under_watch
 from parity.running import gpu
 
@@ -54,27 +53,26 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
     os.close(nothing)
     pid = os.getpid()
     time.sleep(plan.get("wait", 0.0))
-    with within("phase", "imports"):
-        prepare(plan["device"], plan["threads"])
-        limit_memory(plan.get("memory"))
-        keep_memory()
+    prepare(plan["device"], plan["threads"])
+    limit_memory(plan.get("memory"))
+    keep_memory()
 
-        from parity.case.case import Frozen
-        from parity.case.profiles import PROFILES
-        from parity.protocol import faults
-        from parity.registry import resolved, select
-        from parity.results.ledger import Ledger
-        from parity.running.events import Event, Lost, ShardDone
-        from parity.running.events import Retired as RetiredEvent
-        from parity.running.plan import Shard, frozen_files
-        from parity.running.shard import Retired, Session
+    from parity.case.case import Frozen
+    from parity.case.profiles import PROFILES
+    from parity.protocol import faults
+    from parity.registry import resolved, select
+    from parity.results.ledger import Ledger
+    from parity.running.events import Event, Lost, ShardDone
+    from parity.running.events import Retired as RetiredEvent
+    from parity.running.plan import Shard, frozen_files
+    from parity.running.shard import Retired, Session
 
-        for name in plan.get("families", ()):
-            resolved(name)
-        if wrong := refusal(plan):
-            tell(**msgspec.to_builtins(Lost(wrong, refused=True)))
-            return 0
-        known = select(plan["implementations"])
+    for name in plan.get("families", ()):
+        resolved(name)
+    if wrong := refusal(plan):
+        tell(**msgspec.to_builtins(Lost(wrong, refused=True)))
+        return 0
+    known = select(plan["implementations"])
 
     def emit(event: Event) -> None:
         if os.getpid() != pid:
@@ -110,7 +108,7 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
                 return 1
             emit(RetiredEvent(*pair.args))
             return 0
-        emit(ShardDone(came, round(time.process_time() - begun, 3), spent()))
+        emit(ShardDone(came, round(time.process_time() - begun, 3)))
     return 0
 
 

@@ -11,7 +11,6 @@ from parity.case.case import Case
 from parity.compare.result_rows import Blame, empty_row, flaky, size
 from parity.implementations.implementation import Implementation
 from parity.judge.gates import Judgement
-from parity.judge.timings import within
 from parity.protocol import process_state
 from parity.protocol.call import guarded
 from parity.protocol.exceptions import Outcome
@@ -40,8 +39,7 @@ def rows(
         announce(implementation)
         used = device if found.moves else "cpu"  # the row tells the device that was used
         call = CheckCall(case, settings, path_of(implementation), used)
-        with within("implementation", implementation.id):
-            found_rows = list(_rows(found, call, implementation))
+        found_rows = list(_rows(found, call, implementation))
         yield from map(blame.decide, found_rows)
 
 
@@ -65,7 +63,6 @@ def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iter
     yield from (_row(base, q, j, q.name in unsteady) for q, j in results)
 
 
-@within("stage", "trainer check")
 def attempt(call: CheckCall, implementation: Implementation) -> tuple[Outcome, list[Judged]]:
     """Call the implementation once; what it raised as an outcome. A check that measured nothing is a fault of the harness."""
     results: list[Judged] = []
