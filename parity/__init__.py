@@ -26,7 +26,6 @@ def run(
     reports: Path = Path("reports"),
     workers: int | None = None,
     max_time: float | None = None,
-    share: str = "",
     resume: Path | None = None,
     confirm: bool = False,
     ray: str | None = None,

@@ -43,7 +43,6 @@ def main() -> None:
 @options.REPORTS
 @options.count("--workers", "processes; default: one for each core, if memory allows")
 @options.RAY
-@click.option("--share", default="", metavar="I/N", help="do part I of N; parity report joins the results of all parts")
 @click.option("--minimise/--no-minimise", default=True, help="look for smaller cases of new findings at the end")
 @options.path("--resume", "continue the run that wrote this file", metavar="RESULTS")
 @options.time("--max-time", "stop after 2h, 90m or the like, and report what was done")
@@ -58,7 +57,7 @@ def run_command(detail: Detail, **options: Any) -> None:
     with Shown() as progress:
         result = execute(Options(**options), progress, (lambda line: None) if detail.quiet else progress.say)
     done = result.options
-    whole = not (done.families or done.implementations or done.dtypes or done.share or options["max_time"])
+    whole = not (done.families or done.implementations or done.dtypes or options["max_time"])
     report(result.header, result.rows, done.file, done.reports, result.reasons, result.exit_code, detail, keep=whole)
     sys.exit(result.exit_code)
 
@@ -208,28 +207,16 @@ def upstream_command(ids: tuple[str, ...], every: bool, ledger: Path | None, rep
     sys.exit(int(wrong > 0))
 
 
-@main.command("report", epilog="Example: parity report a/results.ndjson b/results.ndjson --out results.ndjson")
-@click.argument("results", nargs=-1, type=options.PATH, metavar="[RESULTS]...")
-@options.path("--out", "where the parts of a shared run are joined", "reports/results.ndjson")
+@main.command("report", epilog="Example: parity report nightly/results.ndjson -v")
+@click.argument("file", default="reports/results.ndjson", type=options.PATH, metavar="[RESULTS]")
 @options.path("--reports", "folder for reports; default: where the results file is")
 @detail
-def report_command(results: tuple[Path, ...], out: Path, reports: Path | None, detail: Detail) -> None:
-    """Report a results file again, or join a shared run.
-
-    RESULTS: one file, by default that of the last run; or all parts of parity run --share. Exit code of joined parts: that of
-    the run, 3 if a part is missing (parity run --resume OUT runs it).
-    """
+def report_command(file: Path, reports: Path | None, detail: Detail) -> None:
+    """Report a results file again, by default that of the last run."""
     from parity.results import memory
     from parity.results.header import End
     from parity.results.report.rows import read
 
-    if len(results) > 1:
-        from parity.running.run import merge
-
-        joined = merge(results, out)
-        report(joined.header, joined.rows, out, reports or out.parent, joined.reasons, joined.exit_code, detail)
-        sys.exit(joined.exit_code)
-    file = results[0] if results else Path("reports/results.ndjson")
     header, rows = read(file)
     end = header.end if isinstance(header.end, End) else None
     stopped = end.exit_code in (NOTHING, INTERRUPTED, TERMINATED) if end else header.interrupted is True

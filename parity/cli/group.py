@@ -27,7 +27,7 @@ REMOVED: dict[str, str] = {
     "history-of": "`parity notify` says since when each finding is seen; kept runs are JSON in reports/history/",
     "rollouts list": "`parity doctor` names the shipped recordings, `parity rollouts judge FILE` says where one comes from",
     "rollouts replay": "cases of the policy family with a setting `recording` have a recorded importance ratio",
-    "merge": "`parity report A/results.ndjson B/results.ndjson` joins the parts of a shared run",
+    "merge": "one run on several machines is `parity run --ray ADDRESS`",
     "env": "environments that nobody used for 30 days go when another is made; `parity doctor` names their folder",
     "ledger accept": "`parity ledger add --all` takes all new findings of a run as a baseline",
     "schema": "docs/results.md explains the fields of a results file",

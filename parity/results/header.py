@@ -9,7 +9,7 @@ from parity.results.row import SCHEMA, Written
 
 
 class Asked(msgspec.Struct, kw_only=True):
-    """What a run was asked for, besides profile and seed: a run that goes on, or is joined with others, asks for the same."""
+    """What a run was asked for, besides profile and seed: a run that goes on asks for the same."""
 
     families: list[str] = field(default_factory=list)
     implementations: list[str] = field(default_factory=list)
@@ -17,7 +17,6 @@ class Asked(msgspec.Struct, kw_only=True):
     device: str = "auto"
     require: list[str] = field(default_factory=list)
     ledger: str | None = None
-    share: str = ""
     files: dict[str, str] = field(default_factory=dict)
 
 
@@ -45,11 +44,8 @@ class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entr
 
     @property
     def shards(self) -> dict[str, int]:
-        """What of the plan is this machine's: every N-th shard from the I-th on, where it has share I/N."""
-        plan = self.plan if isinstance(self.plan, dict) else {}
-        share = self.asked.share if isinstance(self.asked, Asked) else ""
-        number, machines = map(int, share.split("/")) if share else (1, 1)
-        return dict(list(plan.items())[number - 1 :: machines])
+        """The cases of each shard of the plan, where the file has one."""
+        return self.plan if isinstance(self.plan, dict) else {}
 
 
 class End(msgspec.Struct, kw_only=True):

@@ -52,7 +52,6 @@ class Options:
     reports: Path = Path("reports")
     workers: int | None = None
     max_time: float | None = None
-    share: str = ""
     resume: Path | None = None
     confirm: bool = False
     ray: str | None = None
@@ -197,9 +196,6 @@ def check(options: Options) -> None:
     for item in options.require:
         described((demanded(item)[0],), options.families)
     resolve_device(options.device)
-    first, sign, second = options.share.partition("/")
-    if options.share and not (sign and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
-        raise UsageError(f"--share {options.share!r}: write I/N, for example 2/3 for the second of three machines")
 
 
 def planned(options: Options, device: str, seed: int) -> Plan:

@@ -27,7 +27,7 @@ from parity.running.nodes import Nodes
 from parity.running.plan import Options, Shard, check, planned
 from parity.running.provenance import header, resolve_device
 from parity.running.shard_queue import ShardQueue
-from parity.running.state import RunResult, again, joined, locked, same
+from parity.running.state import RunResult, again, locked, same
 from parity.trainers import catalogue
 
 FIXED_SEED = 20261120
@@ -82,8 +82,7 @@ def execute(
                 say(f"new findings in {', '.join(names)}; {len(shards)} of them run again (--no-minimise ends sooner)")
             return shards
 
-        mine = head.header.shards
-        left = [shard for shard in plan.shards if shard.name in mine and shard.name not in state.parts]
+        left = [shard for shard in plan.shards if shard.name not in state.parts]
         if options.max_time is not None:
             left.sort(key=lambda shard: _place(shard, seed))
         queue = ShardQueue(left, deadline, again_later)
@@ -196,24 +195,6 @@ def read_back(path: Path, exit_code: int, reasons: Sequence[str]) -> RunResult:
     header, rows = read(path)
     parts = {part.name: part for part in header.parts or ()}
     return RunResult(header, rows, parts, exit_code=exit_code, reasons=[*reasons])
-
-
-def merge(paths: Sequence[Path], out: Path) -> RunResult:
-    """Several files of one run as one file, judged as a whole.
-
-    Raises:
-        UsageError: for files that are not of one run, naming what differs.
-    """
-    found = joined(paths)
-    asked = found.header.header.asked
-    assert asked
-    found.options = Options.of(asked, device="auto", reports=out.parent)
-    check(found.options)
-    with locked(out.parent):
-        found.rewrite(out)
-        found.exit_code = outcome.NOTHING if set(found.header.header.shards) - set(found.parts) else 0
-        finish(found, found.header.header.device or "cpu", out)
-    return found
 
 
 def stopped_after(plan: Mapping[str, int], cases: Mapping[str, int]) -> str:

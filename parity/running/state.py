@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from parity.results.row import Row
 from parity.running.plan import Options
 
 FREE = {"started", "command", "plan", "ends", "seconds", "asked"}
-"""What may differ in the headers of one run's parts; `asked` is compared by itself."""
+"""What may differ in the headers of one run; `asked` is compared by itself."""
 
 
 @dataclasses.dataclass
@@ -48,8 +47,8 @@ class RunResult:
     @property
     def done(self) -> int:
         """Cases of the plan that were run."""
-        mine = self.header.header.shards
-        return sum(count for name, count in self.cases.items() if name in mine)
+        planned = self.header.header.shards
+        return sum(count for name, count in self.cases.items() if name in planned)
 
     @property
     def stale(self) -> list[str]:
@@ -111,34 +110,6 @@ def differs(head: Header, there: Header, node: str) -> str:
     except UsageError as error:
         return str(error)
     return ""
-
-
-def joined(paths: Sequence[Path]) -> RunResult:
-    """Several files of one run: of every shard the first that is done.
-
-    Raises:
-        UsageError: for files that are not of one run, naming what differs.
-    """
-    whole: RunResult | None = None
-    for path in paths:
-        header, rows = read(path)
-        if not isinstance(header.header.asked, Asked) or not isinstance(header.header.plan, dict):
-            raise UsageError(
-                f"{path}: written by an earlier parity, which did not record its plan: it cannot be joined"
-            )
-        header.header.asked.share = ""
-        one = RunResult.of(header, rows)
-        if whole is None:
-            whole = one
-            whole.header.run = secrets.token_hex(4)
-        else:
-            same(path, header, whole.header)
-            whole.header.header.plan = {**(whole.header.header.plan or {}), **header.header.plan}
-            whole.rows += [row for row in one.rows if row.shard not in whole.parts]
-            whole.parts, whole.cases = one.parts | whole.parts, one.cases | whole.cases
-    assert whole is not None
-    whole.rows = [replace(row, run=whole.header.run) for row in whole.rows]
-    return whole
 
 
 @contextlib.contextmanager

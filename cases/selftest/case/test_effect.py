@@ -24,7 +24,7 @@ FLOOR, PAIRS, RARE = 30, 2, 0.02
 do so beside each other; the rest in one."""
 MEASURED = 1 << 17
 """Entries of the logits from which on a case is not measured: they cost the most, and are few."""
-OTHERWISE = {"lengths", "entropy", "beta"}
+OTHERWISE = {"lengths", "holes", "entropy", "beta"}
 """Other tensors, not another value; another output; divergence: the default is a definition of its own."""
 
 

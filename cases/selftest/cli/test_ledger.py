@@ -27,7 +27,7 @@ def red(tmp_path_factory, warm_workers):
 
 
 def run(folder):
-    words = ["run", "--profile", "quick", "--dtype", "fp32", "--family", "logprobs", "--share", "2/3", "--workers", "1"]
+    words = ["run", "--profile", "quick", "--dtype", "fp32", "--family", "logprobs", "--workers", "1"]
     words += ["--implementation", f"{folder}/kernel.py:loss", "--ledger", f"{folder}/mine/ledger.toml"]
     return CliRunner().invoke(main, [*words, "--reports", f"{folder}/reports"])
 

@@ -27,7 +27,7 @@ def loss(hidden, weight, ids, temperature=1.0):
 def gate(folder, **settings):
     """The script in a folder, as a job of another repository runs it."""
     given = {"PARITY_PYTHON": sys.executable, "PARITY_PROFILE": "quick"}
-    given |= {"PARITY_ARGUMENTS": "--dtype fp32 --share 2/3 --workers 1"}
+    given |= {"PARITY_ARGUMENTS": "--dtype fp32 --workers 1"}
     given |= {"GITHUB_STEP_SUMMARY": str(folder / "summary"), "GITHUB_OUTPUT": str(folder / "output")} | settings
     return subprocess.run(
         ["bash", str(GATE)], cwd=folder, env=os.environ | given, capture_output=True, text=True, timeout=500

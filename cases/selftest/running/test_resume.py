@@ -125,24 +125,6 @@ def test_where_the_time_is_limited_the_seed_says_which_checks_come_first(options
     assert len(set(first)) > 1
 
 
-def test_machines_share_a_run_and_their_files_are_joined(options, tmp_path):
-    execute(options)
-    expected = rows_of(options.reports / "results.ndjson")[1]
-    files = []
-    for number in (1, 2, 3):
-        own = Options(**vars(options) | {"reports": tmp_path / str(number), "share": f"{number}/3"})
-        execute(own)
-        files.append(str(own.reports / "results.ndjson"))
-    out = tmp_path / "all" / "results.ndjson"
-    done = CliRunner().invoke(main, ["report", *files, files[0], "--out", str(out)])
-    header, rows = rows_of(out)
-    assert rows == expected and header.end.complete and (out.parent / "index.html").exists(), done.output
-    done = CliRunner().invoke(main, ["report", files[0], files[2], "--out", str(out)])
-    assert done.exit_code == 3 and "stopped after" in done.output and not read(out)[0].end.complete
-    execute(Options(resume=out))
-    assert rows_of(out)[1] == expected, "what a machine did not bring is run here"
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -172,22 +154,6 @@ def test_an_option_of_another_run_is_refused(options):
         with pytest.raises(UsageError, match=f"its run had {says}.*leave the option out"):
             execute(Options(resume=path, **given))
     assert execute(Options(resume=path, profile="quick")).header.end.complete, "the same one may be given"
-
-
-@pytest.mark.parametrize("share", ["0/3", "4/3", "2", "a/b"])
-def test_a_share_that_is_none(options, share):
-    with pytest.raises(UsageError, match="write I/N"):
-        execute(Options(**vars(options) | {"share": share}))
-
-
-def test_files_of_two_runs_are_not_joined(options, tmp_path):
-    paths = []
-    for seed in (1, 2):
-        own = Options(**vars(options) | {"reports": tmp_path / str(seed), "seed": seed, "share": "1/9"})
-        execute(own)
-        paths.append(str(own.reports / "results.ndjson"))
-    done = CliRunner().invoke(main, ["report", *paths, "--out", str(tmp_path / "all.ndjson")])
-    assert done.exit_code == 2 and "seed was 2, here it is 1" in done.output
 
 
 def test_a_shard_counts_once_its_record_is_whole(options):
