@@ -127,7 +127,7 @@ def doctor_command() -> None:
 @options.IMPLEMENTATIONS
 @options.DEVICE
 @options.with_versions
-@click.option("--issue", is_flag=True, help="print a bug report with a stand-alone script, for upstream")
+@click.option("--issue", is_flag=True, help="print a bug report for upstream; of a ledger entry with its script")
 @options.path("--test", "write a pytest for your repository that runs this case again", metavar="FILE.py")
 @options.path("--minimise", "write the smallest part of a captured batch that still disagrees", metavar="FILE")
 @options.path("--reports", "folder or results file of the run that had the case", "reports")

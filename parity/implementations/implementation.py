@@ -222,16 +222,10 @@ def by_token(value: Any, x: Inputs) -> Any:
     return value.view(rows, width) if flat else value
 
 
-LOOKED_UP: list[Callable[[Any, str, Any], Any]] = []
-"""Who is told of what `accepted` finds, and may put something in its place: (module, name, found) -> found."""
-
-
 def accepted(module: Any, name: str) -> Any:
     """`module.name`, or `Unsupported` saying that the installed version has none."""
     found = getattr(module, name, None)
     require(found is not None, f"{module.__name__} has no {name} in the installed version")
-    for told in LOOKED_UP:
-        found = told(module, name, found)
     return found
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from parity.case.inputs import Inputs
 from parity.errors import Returned, UsageError
 from parity.families import policy_stored, stored_tensors
 from parity.implementations import plain
-from parity.implementations.implementation import LOOKED_UP, Implementation, Named, Outputs, require
+from parity.implementations.implementation import Implementation, Named, Outputs, require
 from parity.judge.recipe import Recipe
 from parity.process import tell
 
@@ -201,8 +201,6 @@ def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended
     require(not unknown, f"{label} wants {', '.join(sorted(unknown))}, which family {fam.name} does not have")
     if open_ended:
         kwargs |= {n: v for n, v in offered.items() if n not in canonical}
-    for told in LOOKED_UP if isinstance(function, FunctionType) else ():
-        function = told(inspect.getmodule(function), function.__name__, function)
     return named_outputs(function(**kwargs), fam, getattr(function, "outputs", ()))
 
 

@@ -15,13 +15,11 @@ from typing import Any
 import torch
 
 from parity.case.case import Case
-from parity.errors import Unsupported
 from parity.implementations.implementation import Implementation
 from parity.process import installed
+from parity.results.report import measured
 from parity.results.row import Row
 from parity.running import child
-from parity.tools.issue.standalone import limits_of, script
-from parity.trainers.catalogue import is_trainer
 
 QUIET = frozenset("B T V H peak targets ids_dtype layout layouts grad cotangent chunk_size check".split())
 """Settings that describe the inputs rather than the option that goes wrong, left out of a title."""
@@ -29,7 +27,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "flo
 
 
 def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row]) -> str:
-    """What one pastes upstream of a new finding, in Markdown: its script and what that prints, or how the case is replayed.
+    """What one pastes upstream of a finding that has no script by hand, in Markdown: its numbers, and how it is replayed.
 
     Args:
         rows: of this case and implementation, as `parity.registry.run_case` yields them.
@@ -39,22 +37,20 @@ def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row]) 
     where = "CPU, kernels in Triton's interpreter" if implementation.interpreted else "CPU"
     if its_rows and its_rows[0].device != "cpu" and torch.cuda.is_available():
         where = torch.cuda.get_device_name()
-    about, code, printed = _setting(case), "", ""
-    try:
-        code = script_of(case, implementation, its_rows)
-        own = Path(implementation.id.rpartition(":")[0]).resolve().parent if implementation.is_function else None
-        done = ran(code, first=own)
-        if done.code != 1:
-            raise Unsupported("a script of its tensors and the call alone does not show it")
-        printed = f"{numbers(done.output)}\n\nA scalar's value, a tensor's norm."
-    except Unsupported as error:
-        why = f"There is no stand-alone script: {error}. With llm-parity installed, and this as `case.json`:"
-        known = json.dumps(case.to_json(), indent=1)
-        replay = f"    parity replay case.json --implementation {implementation.id}"
-        about, code = f"{about}\n\n## Replay\n\n{why}\n\n```json\n{known}\n```\n\n{replay}", ""
+    cells = ((str(r.quantity), _shown(r.value), _shown(r.value_oracle)) for r in its_rows if r.quantity)
+    printed = "\n".join(measured.table(("quantity", "library", "float64 definition"), cells)) if its_rows else ""
+    known = json.dumps(case.to_json(), indent=1)
+    replay = f"    parity replay case.json --implementation {implementation.id}"
+    about = f"{_setting(case)}\n\n## Replay\n\nWith llm-parity installed, and this as `case.json`:"
+    about += f"\n\n```json\n{known}\n```\n\n{replay}"
     sources = "\n".join(f"- `{name}`" for name in implementation.sources)
     names = ("torch", "triton", implementation.library or "", "transformers")
-    return report(title(case, implementation, failing), about, printed, code, "", sources, versions(names, where))
+    return report(title(case, implementation, failing), about, printed, "", "", sources, versions(names, where))
+
+
+def _shown(value: float | None) -> str:
+    """A scalar's value, a tensor's norm."""
+    return "none or not finite" if value is None else f"{value:.6g}"
 
 
 def report(title: str, about: str, printed: str, code: str, patch: str, sources: str, versions: str) -> str:
@@ -68,20 +64,6 @@ def report(title: str, about: str, printed: str, code: str, patch: str, sources:
     }
     parts = [f"# {title}", about, *(f"## {name}\n\n{text}" for name, text in sections.items() if text)]
     return "\n\n".join(parts) + "\n"
-
-
-def script_of(case: Case, implementation: Implementation, its_rows: Sequence[Row]) -> str:
-    """The stand-alone script of a finding that has none by hand.
-
-    Raises:
-        Unsupported: where none can stand alone, with the reason.
-    """
-    if is_trainer(case.family):
-        raise Unsupported("it needs a whole trainer")
-    limits = limits_of(its_rows)
-    if not limits:
-        raise Unsupported("no number is wrong: what fails is how the call behaves")
-    return script(case, implementation, limits, its_rows[0].device)
 
 
 def title(case: Case, implementation: Implementation, failing: Sequence[Row]) -> str:
