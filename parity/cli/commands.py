@@ -210,14 +210,20 @@ def upstream_command(ids: tuple[str, ...], every: bool, ledger: Path | None, rep
 @main.command("report", epilog="Example: parity report nightly/results.ndjson -v")
 @click.argument("file", default="reports/results.ndjson", type=options.PATH, metavar="[RESULTS]")
 @options.path("--reports", "folder for reports; default: where the results file is")
+@options.path("--against", "print what changed since the run of this results file, as Markdown", metavar="BASE")
 @detail
-def report_command(file: Path, reports: Path | None, detail: Detail) -> None:
+def report_command(file: Path, reports: Path | None, against: Path | None, detail: Detail) -> None:
     """Report a results file again, by default that of the last run."""
     from parity.results import memory
     from parity.results.header import End
     from parity.results.report.rows import read
 
     header, rows = read(file)
+    if against:
+        from parity.versions.against import comment
+
+        click.echo(comment(read(against), (header, rows)), nl=False)
+        return
     end = header.end if isinstance(header.end, End) else None
     stopped = end.exit_code in (NOTHING, INTERRUPTED, TERMINATED) if end else header.interrupted is True
     code = NOTHING if stopped else 0

@@ -16,6 +16,8 @@ RELATIVE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.05}
 """A value that passes its gates has moved when its norm changed by more than this share …"""
 USED = 0.5
 """… and at least one side uses this much of its gate: less is rounding in another order."""
+TIMES = 2.0
+"""So does one whose error became so many times as large, or as small."""
 _ORDER = {"agree": 0, "refused": 1, "disagree": 2, "crashed": 2, "nondeterministic": 2}
 MARKS = "+-~"
 
@@ -102,9 +104,9 @@ def _differ(one: Row, two: Row) -> bool:
     if one.value is None or two.value is None:
         return one.value is not two.value
     scale = max(abs(one.value), abs(two.value), 1e-12)
-    if abs(one.value - two.value) <= RELATIVE.get(one.dtype, 0.05) * scale:
-        return False
-    return any(r.headroom is None or r.headroom > USED for r in (one, two))
+    least, most = sorted(math.inf if r.headroom is None else r.headroom for r in (one, two))
+    moved = abs(one.value - two.value) > RELATIVE.get(one.dtype, 0.05) * scale or most > TIMES * least
+    return moved and most > USED
 
 
 def table(found: Sequence[Difference]) -> str:

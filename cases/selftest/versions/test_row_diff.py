@@ -34,6 +34,7 @@ WHOLE = {"quantity": None, "value": None, "headroom": None, "value_oracle": None
         (WRONG, {}, "-", "after"),
         (WRONG, WRONG | {"headroom": 90.0, "value": 9.0, "dist": 8.0}, "+", "before"),
         ({}, {"value": 1.01, "dist": 0.01}, "~", "before"),
+        ({"headroom": 0.25}, {"value": 1.0 + 1e-9, "dist": 0.01}, "~", "before"),
         ({}, WHOLE | {"verdict": "refused"}, "~", ""),
         ({}, WHOLE | {"verdict": "unsupported"}, "~", ""),
         ({}, WHOLE | {"verdict": "crashed"}, "+", ""),
@@ -51,6 +52,7 @@ def test_what_moved_is_marked_and_held_against_the_definition(before, after, mar
 def test_what_did_not_move_is_left_out():
     assert differences([row()], [row(value=1.0 + 1e-9)]) == []
     assert differences([row(headroom=0.1)], [row(headroom=0.0, value=1.01)]) == [], "rounding in another order"
+    assert differences([row(headroom=0.4)], [row(headroom=0.7)]) == [], "less than twice as large"
     assert differences([row(**WHOLE, verdict="refused")], [row(**WHOLE, verdict="refused")]) == []
 
 
