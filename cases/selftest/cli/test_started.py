@@ -77,8 +77,8 @@ def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
     workflow = repository / ".github/workflows/parity.yml"
     line = re.search("- run: parity (run --implementation mine.py:loss .*)", workflow.read_text())[1]
     assert done.exit_code == 0 and f"parity {line} --profile quick" in done.output
-    share = ["--profile", "quick", "--dtype", "fp32", "--share", "2/3", "--workers", "1"]
-    run = ran(repository, "-m", "parity", *shlex.split(line), *share)
+    quick = ["--profile", "quick", "--dtype", "fp32", "--workers", "1"]
+    run = ran(repository, "-m", "parity", *shlex.split(line), *quick)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "llm-parity[cli]" in workflow.read_text()
     done = ran(repository, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(workflow))
