@@ -76,7 +76,7 @@ rollouts-record: rollouts  ## record fixtures/rollouts/ anew with the vLLM of ma
 	    --temperature 1 --temperature 0.7 --top-p 1 --top-p 0.8 --out fixtures/rollouts || exit 1; \
 	done; done
 
-rollouts-live: rollouts  ## TRL's GRPOTrainer with a real vLLM: the tests marked vllm
+rollouts-live: rollouts  ## the tests with a real vLLM
 	$(VLLM) -m pytest cases/selftest/rollouts -m vllm -s $(ARGS)
 
 lines:  ## lines of code in each room of parity/, and of tests; the aims are in docs/architecture.md

@@ -26,6 +26,7 @@ REMOVED: dict[str, str] = {
     "case": "`parity replay CASE` runs a case and shows its settings where it disagrees",
     "history-of": "`parity notify` says since when each finding is seen; kept runs are JSON in reports/history/",
     "rollouts list": "`parity doctor` names the shipped recordings, `parity rollouts judge FILE` says where one comes from",
+    "rollouts live": "`parity rollouts record` and `parity rollouts judge` hold an engine against a model",
     "rollouts replay": "cases of the policy family with a setting `recording` have a recorded importance ratio",
     "merge": "one run on several machines is `parity run --ray ADDRESS`",
     "env": "environments that nobody used for 30 days go when another is made; `parity doctor` names their folder",

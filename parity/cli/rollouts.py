@@ -1,4 +1,4 @@
-"""`parity rollouts`: record what an engine samples, judge it, train with a live one."""
+"""`parity rollouts`: record what an engine samples, judge it."""
 
 from typing import Any
 
@@ -68,22 +68,4 @@ def judge_command(paths: tuple[str, ...], **given: Any) -> None:
         click.echo(verdict.text(one))
         agrees = agrees and verdict.agrees
     click.echo("An engine that computed on a CPU says nothing of its GPU kernels.")
-    raise SystemExit(0 if agrees else 1)
-
-
-@rollouts.command("live", epilog="Example: parity rollouts live --no-sync")
-@click.option("--no-sync", is_flag=True, help="send no weights after the first step: step 2 must disagree")
-def live_command(no_sync: bool) -> None:
-    """Run TRL's GRPOTrainer with the installed vLLM.
-
-    Three steps, the engine in the trainer's process. Exit code 1 if a step disagrees.
-    """
-    from parity.process import prepare
-    from parity.rollouts import colocated
-
-    prepare("cpu", 1)
-    agrees = True
-    for number, (step, line) in enumerate(colocated.run(not no_sync), 1):
-        click.echo(f"step {number}: {line}")
-        agrees = agrees and step
     raise SystemExit(0 if agrees else 1)
