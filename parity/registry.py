@@ -219,18 +219,19 @@ def run_case(
     device: str = "cpu",
     thorough: bool | Callable[[Implementation], bool] = True,
     announce: Callable[[Implementation], Any] = lambda implementation: None,
+    most: int | None = None,
 ) -> Iterator[Row]:
     """Rows of a case for each implementation, the reference first: of a loss by `parity.compare.one_case`, of a
     trainer's check by `trainers.execute`.
 
     `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact relations
-    to a loss; `announce` is called with each implementation before it runs.
+    to a loss; `announce` is called with each implementation before it runs; `most` limits the replicas of a loss.
     """
     implementations = list(implementations)
     if is_trainer(case.family):
         rows = execute.rows(case, implementations, device, announce)
     else:
-        rows = one_case.run_case(loss_family(case.family), case, implementations, device, thorough, announce)
+        rows = one_case.run_case(loss_family(case.family), case, implementations, device, thorough, announce, most)
     libraries = {i.id: i.library for i in implementations if i.library}
     files: dict[str, str | None] = {}
     for row in rows:

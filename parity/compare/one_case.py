@@ -33,14 +33,15 @@ def run_case(
     device: str = "cpu",
     thorough: bool | Callable[[Implementation], bool] = True,
     announce: Callable[[Implementation], None] = lambda implementation: None,
+    most: int | None = None,
 ) -> Iterator[Row]:
     """Rows of a case for each implementation, the reference first.
 
     `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact
     relations; `announce` is called with each implementation before it runs, so that the supervisor knows which one to
-    blame if the process dies.
+    blame if the process dies. `most`: replicas of a verdict at most, where that is enough to see again what is known.
     """
-    oracle = CaseOracle.of(family, case, device)
+    oracle = CaseOracle.of(family, case, device, most)
     blame = Blame()
     for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
         if process_state.broken():  # a fresh process goes on from here: `parity.running.shard.Retired`

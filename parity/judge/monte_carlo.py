@@ -105,11 +105,13 @@ class MonteCarlo(TorchDispatchMode):
         if func in _SUMS:
             unit = _walk(args[0], out) * self.u_sum
             scale = func(args[0].abs(), *args[1:], **kwargs).mul_(unit)
+            dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+            if self.backward and len(dims) == 1 and args[0].shape[dims[0]] >= MANY:
+                out = out + self._drift(args[0], dims[0]).reshape(out.shape)
             partial = self.u_partial() if self.backward else 0.0
             if partial:  # a bias gradient is summed across chunks as the head's is
                 out = torch.where(scale > unit * self.range_partial(), torch.inf, out)
                 scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
-                dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
                 if len(dims) == 1 and args[0].shape[dims[0]] >= MANY_PARTS:
                     pieces = args[0].chunk(min(self.recipe.partials, args[0].shape[dims[0]]), dims[0])
                     out = out + self.lost(func(piece, *args[1:], **kwargs) for piece in pieces)

@@ -34,11 +34,15 @@ kernels (some 10 µs) cost less than the CPU's arithmetic. A guess; cases/bench/
 
 @dataclasses.dataclass(frozen=True)
 class CaseOracle:
-    """A case with what is computed for it once: exact quantities, replicas by recipe, and the same for cases derived from it."""
+    """A case with what is computed for it once: exact quantities, replicas by recipe, and the same for cases derived from it.
+
+    `most`: replicas that a verdict takes at most (None: as many as it takes).
+    """
 
     family: Family
     inputs: Inputs
     exact: Quantities
+    most: int | None = None
     _derived: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -52,15 +56,15 @@ class CaseOracle:
         return self.inputs if largest(self.family, self.inputs) >= ON_DEVICE else self.on_cpu
 
     @classmethod
-    def of(cls, family: Family, case: Case, device: str = "cpu") -> CaseOracle:
+    def of(cls, family: Family, case: Case, device: str = "cpu", most: int | None = None) -> CaseOracle:
         """Build the inputs and run the oracle."""
         inputs = _built(family, case)
-        return cls.at(family, inputs if device == "cpu" else _on(inputs, device))
+        return cls.at(family, inputs if device == "cpu" else _on(inputs, device), most)
 
     @classmethod
-    def at(cls, family: Family, inputs: Inputs) -> CaseOracle:
+    def at(cls, family: Family, inputs: Inputs, most: int | None = None) -> CaseOracle:
         """Run the oracle on inputs."""
-        oracle = cls(family, inputs, {})
+        oracle = cls(family, inputs, {}, most)
         oracle.exact.update(exact(family, oracle.home))
         return oracle
 
@@ -71,7 +75,7 @@ class CaseOracle:
 
     def _upstream(self, cotangents: dict[str, torch.Tensor]) -> CaseOracle:
         """This case with other upstream gradients."""
-        return self.at(self.family, dataclasses.replace(self.inputs, cotangents=cotangents))
+        return self.at(self.family, dataclasses.replace(self.inputs, cotangents=cotangents), self.most)
 
     def offered(self, implementation: Implementation) -> CaseOracle:
         """This case without upstream gradients on optional outputs that the implementation does not offer."""
@@ -139,7 +143,9 @@ class CaseOracle:
     def variant(self, name: str) -> CaseOracle:
         """The same inputs under a named variant of the definition."""
         definition = self.family.variants[name]
-        return self._once(name, lambda: self.at(dataclasses.replace(self.family, oracle=definition), self.on_cpu))
+        return self._once(
+            name, lambda: self.at(dataclasses.replace(self.family, oracle=definition), self.on_cpu, self.most)
+        )
 
     @functools.cached_property
     def in_float32(self) -> CaseOracle:
@@ -153,7 +159,7 @@ class CaseOracle:
             for k, v in self.inputs.tensors.items()
         }
         inputs = dataclasses.replace(self.inputs, case=case, tensors=tensors, settings=settings)
-        return CaseOracle(self.family, inputs, self.exact)
+        return CaseOracle(self.family, inputs, self.exact, self.most)
 
 
 def _rounds(g: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -241,7 +247,7 @@ def judged(
     30,000 rows one does. So what still disagrees is judged again with added replicas, some that store nothing in 16 bits,
     some on the dtypes' own numbers.
     """
-    asked = recipe or implementation.recipe_for(oracle.inputs)
+    asked, most = recipe or implementation.recipe_for(oracle.inputs), oracle.most if most is None else most
     return escalate(
         lambda count, finer, names: judge_all(
             oracle, implementation, outcome, asked, count, finer, only if names is None else names

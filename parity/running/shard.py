@@ -20,8 +20,9 @@ from parity.case.drawing import batch, batches, cases
 from parity.case.profiles import Profile, cases_drawn, streams
 from parity.compare.result_rows import replay_line
 from parity.implementations.implementation import Implementation
+from parity.judge.escalation import CONFIRMATION, NEAR
 from parity.protocol import process_state
-from parity.registry import facts, loss_family, run_case
+from parity.registry import facts, is_trainer, loss_family, run_case
 from parity.results import recorded
 from parity.results.ledger import Ledger, stale
 from parity.results.recorded import Recorded
@@ -99,9 +100,8 @@ class Session:
         name, of_file = one
         case, only, thorough = of_file.case, of_file.implementations, not of_file.fast
         chosen = [i for i in self._of(case) if only is None or i.id in only or i.is_function]
-        rows = []
-        for row in self._run(case, chosen, shard, thorough and self.profile.frozen_whole):
-            rows.append(row)
+        rows = self._seen_again(case, chosen, shard, thorough and self.profile.frozen_whole)
+        for row in rows:
             self.emit(Judged(replace(row, frozen=name)))
         for entry, frozen in self.ledger.frozen():
             if frozen == case and entry.in_force() and (not entry.devices or self.device in entry.devices):
@@ -112,6 +112,14 @@ class Session:
                 elif verdict is False:  # it fails as before: is that inside the entry's scope?
                     verdict = not any(entry.covers(row, facts(case)) for row in rows)
                 self.emit(Checked(entry.id, verdict))
+
+    def _seen_again(self, case: Case, chosen: Sequence[Implementation], shard: Shard, thorough: bool) -> list[Row]:
+        """Rows of a frozen case. `CONFIRMATION` replicas do where a loss clearly shows what is known, no more."""
+        short = None if self.measuring or is_trainer(case.family) else CONFIRMATION
+        rows = list(self._run(case, chosen, shard, thorough, short))
+        if short and any(r.failing and (not r.known or (r.headroom is not None and r.headroom < NEAR)) for r in rows):
+            return list(self._run(case, chosen, shard, thorough))
+        return rows
 
     def _check(self, case: Case, shard: Shard) -> None:
         for row in self._run(case, self._of(case), shard, thorough=False):
@@ -220,6 +228,7 @@ class Session:
         chosen: Sequence[Implementation],
         shard: Shard | None,
         thorough: bool | Callable[[Implementation], bool],
+        most: int | None = None,
     ) -> Iterator[Row]:
         """Rows of a case, the known ones marked; pairs that killed a worker before are left out."""
         skip = {i for c, i in shard.skip if c == case.id} if shard else set()
@@ -228,7 +237,7 @@ class Session:
         extends = {i.id: i.extends for i in usable}
         agreed: set[tuple[str, str | None]] = set()
         for row in run_case(
-            case, usable, self.device, thorough, lambda i: self.emit(Started(case.id, i.id, case.to_json()))
+            case, usable, self.device, thorough, lambda i: self.emit(Started(case.id, i.id, case.to_json())), most
         ):
             if row.failing:
                 row.known = self._known(row, case, extends[row.implementation], agreed)

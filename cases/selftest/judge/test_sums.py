@@ -143,6 +143,23 @@ def test_a_product_drifts_as_float32_does():
     assert max(found) < 2.0
 
 
+def test_a_gradient_that_sums_equal_terms_drifts_as_float32_does():
+    """Fourteen hundred equal gradients of one entry, added in turn (`bias[ids]`): a walk of 19 units, and this is 100."""
+    found = []
+    for seed in range(6):
+        g = torch.rand(1, 3, generator=torch.Generator().manual_seed(seed)) + 0.5
+        real = torch.zeros(1, 3).index_put_([torch.zeros(1361, dtype=torch.long)], g.expand(1361, 3), accumulate=True)
+        exact = 1361 * g.double()
+        bias = torch.zeros(24, 1, 3, dtype=torch.float64, requires_grad=True)
+        with MonteCarlo(Recipe(), "fp32", seed) as mode:
+            out = bias.expand(24, 1361, 3)
+            mode.backward = True
+            (replicas,) = torch.autograd.grad(out, bias, g.double().expand(24, 1361, 3))
+        spread = (replicas - exact).square().mean(0).sqrt()
+        found.append(float(((real.double() - exact).abs() / spread).max()))
+    assert 0.5 < max(found) < 3.0, found
+
+
 def test_what_is_lost_in_a_sum_of_blocks_adds_no_rounding():
     """One large part among 255 far below half a unit of it: it and its first sum are rounded, however many follow."""
     mode = MonteCarlo(Recipe(accumulate="bf16", partials=256, partial_terms=1), "bf16", 1)

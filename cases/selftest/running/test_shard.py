@@ -13,6 +13,7 @@ from parity import data
 from parity.case.case import Case, Frozen
 from parity.case.profiles import Profile
 from parity.implementations.implementation import Implementation, require
+from parity.judge.escalation import CONFIRMATION
 from parity.registry import from_file, load, select
 from parity.results import recorded
 from parity.results.ledger import Ledger
@@ -258,6 +259,7 @@ def known(tmp_path):
     def ran(*records):
         own, events = session("scaled", tmp_path)
         own.ledger = Ledger.load(path)
+        own.measuring = not records
         own.frozen = {"mine.json": Frozen(case, fast=True, recorded=tuple(to_builtins(one) for one in records))}
         own.run(Shard(family="logprobs", kind="frozen", count=1, seed=1))
         assert [e.stale for e in events if isinstance(e, Checked)] == [False]
@@ -340,3 +342,21 @@ def test_a_short_run_repeats_calls_of_a_frozen_case_where_nothing_else_shows_wha
     assert [e.stale for e in events if isinstance(e, Checked)] == [not drifts]
     assert {row.known for row in rows(events) if row.failing} == ({"one"} if whole else set())
     assert any(row.subject.startswith("relation") for row in rows(events)) == whole
+
+
+@pytest.mark.parametrize(("headroom", "known", "whole"), [(50.0, True, False), (2.0, True, True), (50.0, False, True)])
+def test_what_a_frozen_case_clearly_shows_again_takes_few_replicas(tmp_path, monkeypatch, headroom, known, whole):
+    own, events = session("wrong_beyond_eight", tmp_path)
+    case, limits = Case("logprobs", 1, "fp32", {"V": 9}), []
+    (row,) = [r for r in own._run(case, own.implementations, None, False) if r.quantity == "logps"]
+
+    def run_case(*given):
+        limits.append(given[-1])
+        return [replace(row, headroom=headroom)]
+
+    monkeypatch.setattr(shard_module, "run_case", run_case)
+    monkeypatch.setattr(Session, "_known", lambda *_: "one" if known else None)
+    own.frozen = {"mine.json": Frozen(case)}
+    own.run(Shard(family="logprobs", kind="frozen", count=1, seed=1))
+    assert limits == [CONFIRMATION, None] if whole else limits == [CONFIRMATION]
+    assert [r.headroom for r in rows(events)] == [headroom]
