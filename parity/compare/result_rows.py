@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 
 from parity.case.case import Case
@@ -15,7 +16,7 @@ from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle
 from parity.process import elsewhere
 from parity.protocol.exceptions import Outcome
-from parity.results.row import DECIDED, STOPPED, VALUE, Row, finite
+from parity.results.row import DECIDED, STOPPED, TOKENS, VALUE, Row, finite
 
 
 def empty_row(family: AnyFamily, case: Case, implementation: str, device: str, **fields: Any) -> Row:
@@ -51,6 +52,8 @@ def size(x: Any) -> float | None:
     return float(x) if x.dim() == 0 else float(x.norm())
 
 
+LONGEST = 1024
+"""Tokens of a case whose errors are kept one by one."""
 NUMBERS = ("headroom", "max_abs", "dist", "atol", "rtol", "slope")
 """Fields that a judgement and its row have in common."""
 
@@ -69,6 +72,7 @@ def judged_row(base: Row, oracle: CaseOracle, name: str, j: Judgement, outcome: 
         value_oracle=finite(size(oracle.exact.get(name)), VALUE),
         allclose=j.allclose,
         worst=[] if j.agrees else [_entry(oracle, name, *w) for w in j.worst],
+        tokens=[] if j.agrees else _tokens(oracle, name, outcome.quantities.get(name)),
         message=j.message,
         **numbers,
     )
@@ -84,17 +88,41 @@ def _entry(
 
 def _place(oracle: CaseOracle, quantity: str, index: tuple[int, ...]) -> dict[str, Any]:
     """Sequence, position, token id and mask of an entry that belongs to a position; the token of a row of the head."""
-    ids, mask = (oracle.inputs.tensors.get(name) for name in ("ids", "mask"))
-    if ids is None or ids.dim() != 2:  # no token stands at (sequence, position)
-        return {}
-    if quantity in ("logps", "entropy", "grad_hidden") and oracle.exact[quantity].shape[:2] == ids.shape:
+    ids, masked = _ids(oracle)
+    if _by_token(oracle, quantity):
         b, t = index[0], index[1]
-        token = int(ids[b, t])
-        masked = token < 0 if mask is None or mask.shape != ids.shape else not bool(mask[b, t])
-        return {"sequence": b, "position": t, "token": token, "masked": masked}
-    if quantity in ("grad_weight", "grad_bias") and index:
+        return {"sequence": b, "position": t, "token": int(ids[b, t]), "masked": bool(masked[b, t])}
+    if quantity in ("grad_weight", "grad_bias") and index and ids.dim() == 2:
         return {"token": index[0]}
     return {}
+
+
+def _ids(oracle: CaseOracle) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token ids (B, T), and which are masked; empty where no token stands at (sequence, position)."""
+    ids, mask = (oracle.inputs.tensors.get(name) for name in ("ids", "mask"))
+    if ids is None or ids.dim() != 2:
+        return torch.empty(0), torch.empty(0)
+    return ids, ids < 0 if mask is None or mask.shape != ids.shape else ~mask.bool()
+
+
+def _by_token(oracle: CaseOracle, quantity: str) -> bool:
+    there = quantity in ("logps", "entropy", "grad_hidden")
+    return there and oracle.exact[quantity].shape[:2] == _ids(oracle)[0].shape
+
+
+def _tokens(oracle: CaseOracle, quantity: str, given: Any) -> list[str]:
+    """The largest error of each token, a text of `TOKENS` for each sequence; of at most `LONGEST` tokens."""
+    if not _by_token(oracle, quantity) or not isinstance(given, torch.Tensor):
+        return []
+    ids, masked = _ids(oracle)
+    exact, given = oracle.exact[quantity].detach().cpu().double(), given.detach().cpu().double()
+    if ids.numel() > LONGEST or given.shape != exact.shape:
+        return []
+    error = torch.where(given == exact, 0.0, (given - exact).abs()).reshape(*ids.shape, -1).amax(-1)
+    top = error[error.isfinite()].amax() if bool(error.isfinite().any()) else error.new_tensor(1.0)
+    level = torch.where(error > 0, (error / top).log2().ceil().add(9).clamp(1, 9), 0)
+    sign = torch.where(error.isfinite(), level, 9).int() + 10 * masked.cpu()
+    return ["".join(TOKENS[n] for n in line) for line in sign.tolist()]
 
 
 def logic_row(base: Row, quantity: str, holds: bool, message: str) -> Row:

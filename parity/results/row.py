@@ -78,6 +78,7 @@ class Row(Written, kw_only=True, omit_defaults=True, rename={"cls": "class"}):
     rtol: float | None = None
     slope: float | None = None
     worst: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tokens: list[str] = msgspec.field(default_factory=list)
     known: str | None = None
     seed: int | None = None
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -123,6 +124,8 @@ def stopped_by(message: str) -> tuple[str, str]:
     return (cause, part) if part in ("forward pass", "backward pass", "call") else (said, "")
 
 
+TOKENS = "0123456789abcdefghij"
+"""The error of a token as a sign: 9 the largest or not finite, each less half as large, 0 none; letters: a masked token."""
 SIZE, VALUE = 5, 6
 """Digits of an error, of a value."""
 

@@ -23,6 +23,7 @@ from parity.results import memory, trend
 from parity.results.ledger import Ledger
 from parity.results.report import stack, wording
 from parity.results.report.findings import Finding, ImplementationCase, findings, grouped, headroom
+from parity.results.report.plots import placed, plots, strips
 from parity.results.report.summary import DTYPES, Line, Summary
 from parity.results.row import STOPPED, Row
 
@@ -84,7 +85,8 @@ def markdown(summary: Summary, ending: Ending = IN_ORDER) -> str:
 
 
 def page(summary: Summary, ending: Ending = IN_ORDER) -> str:
-    """One self-contained HTML page: no script, nothing fetched. Where this run is among those kept, it says what changed."""
+    """One self-contained HTML page, nothing fetched; its script filters what is complete without it. Where this run is among
+    those kept, it says what changed."""
     change = trend.of(summary.run, ending.past)
     before = {f.key: f for f in change.before.findings} if change and change.before else {}
     gone = {k: next(iter(findings(grouped(before[k].rows))), None) for k in change.fixed} if change and before else {}
@@ -96,7 +98,8 @@ def page(summary: Summary, ending: Ending = IN_ORDER) -> str:
         often = f"in {life.times:,} of {wording.count(life.of, 'run')}"
         return f"{trend.since(life.first, change.run, 'new in this run')}, {often}"
 
-    return filled("page.html.j2", summary=summary, ending=ending, change=change, gone=gone, since=since, trend=trend)
+    values = {"change": change, "gone": gone, "since": since, "trend": trend, "cases": placed(summary.cases)}
+    return filled("page.html.j2", summary=summary, ending=ending, **values)
 
 
 def junit(summary: Summary) -> str:
@@ -168,7 +171,7 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     found.filters |= {"md": escape, "code": code, "wrapped": wrapped, "aligned": aligned}
-    found.globals.update(w=wording, s=stack, headroom=headroom, text_of=text_of)
+    found.globals.update(w=wording, s=stack, headroom=headroom, text_of=text_of, plots=plots, strips=strips)
     return found
 
 

@@ -200,6 +200,11 @@ def _of_norm(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
 
 
+def library(implementation: str) -> str:
+    """The first part of an id, `trl`; the file of a user's own."""
+    return implementation.partition(":" if ".py:" in implementation else ".")[0]
+
+
 def settings(values: Mapping[str, Any]) -> str:
     """Settings away from their default on one line, shapes first."""
     shapes = [k for k in "BTVH" if k in values]

@@ -1,0 +1,120 @@
+"""The page: strips of tokens, points of cases, what its filter reads; and the filter itself, where a browser is."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+
+from cases.selftest.results.runs import FINDING, KNOWN, everything, row, summary
+from parity.results.report import render
+from parity.results.report.plots import HEIGHT, WIDTH, Plot, placed, plots, strips
+
+
+def spread(**fields):
+    """Cases of one finding: V from 2 to 200, wrong from 20 on."""
+    sizes = {2: 0.1, 20: 10.0, 200: math.inf}
+    return [
+        row(
+            f"policy-{v}",
+            verdict="agree" if size < 1 else "disagree",
+            headroom=None if math.isinf(size) else size,
+            settings={"B": 2, "T": 3, "V": v, "H": 4, "temperature": 0.7},
+            **fields,
+        )
+        for v, size in sizes.items()
+    ]
+
+
+def spots(path):
+    return [tuple(map(int, spot)) for spot in re.findall(r"M(\d+) (\d+)h0", path)]
+
+
+def test_a_point_for_each_case_and_the_limit_between_right_and_wrong():
+    of_run = summary(*spread(), *spread(implementation="lib.other"), row("policy-5", quantity="kl"))
+    (plot,) = plots(of_run.findings[0], placed(of_run.cases))
+    assert isinstance(plot, Plot) and (plot.name, plot.low, plot.high) == ("V", 2.0, 200.0)
+    ((left, low),), bad = spots(plot.good), spots(plot.bad)
+    (middle, high), (right, top) = bad
+    assert top < high < plot.limit < low and top >= 0 and low <= HEIGHT
+    assert middle - left == right - middle and left >= 0 and right <= WIDTH
+
+
+def test_signs_are_levels_and_masks():
+    assert strips([row(), row(quantity="logps", tokens=["0a", "9j"])]) == [
+        ("logps", [[(0, False), (0, True)], [(9, False), (9, True)]])
+    ]
+
+
+def test_the_page_shows_where_a_finding_is():
+    rows = spread()
+    rows[1].tokens = ["09", "j0"]
+    page = render.page(summary(*rows))
+    assert '<i class="e0"></i><i class="e9"></i>' in page and '<i class="e9 m"></i>' in page
+    assert page.count("<svg") == 1 and "error ÷ allowed against V" in page
+
+
+def test_what_the_filter_reads_is_on_every_finding_defect_and_implementation():
+    of_run = everything()
+    page = render.page(of_run)
+    found = re.findall(
+        r'<(\w+)[^>]* data-library="(.*?)" data-loss="(.*?)" data-dtype="(.*?)" data-verdict="(.*?)">', page
+    )
+    defects = [("tr", *words) for words in [("other ", "policy", "", "known")] * 3 + [("lib ", "policy", "", "known")]]
+    assert sorted(one for one in found if one[4] == "known" and one[0] == "tr" and not one[3]) == sorted(defects)
+    assert ("details", "lib", "policy", "bf16", "crashed") in found
+    assert ("details", "lib", "policy", "bf16", "known disagree") in found
+    assert len(found) == len(of_run.stack.entries) + len(of_run.findings) + len(of_run.known) + len(of_run.lines)
+
+
+BROWSER = """
+import json, os, sys
+os.environ["QT_QPA_PLATFORM"], os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = "offscreen", "--no-sandbox --disable-gpu"
+from PyQt6.QtCore import QTimer, QUrl
+from PyQt6.QtWebEngineWidgets import QWebEngineView
+from PyQt6.QtWidgets import QApplication
+app, view = QApplication(sys.argv[:1]), None
+view = QWebEngineView()
+view.resize(390, 800)
+def done(answer):
+    print("ANSWER " + json.dumps(answer))
+    app.quit()
+view.loadFinished.connect(lambda ok: view.page().runJavaScript(sys.argv[2], done))
+view.load(QUrl.fromLocalFile(sys.argv[1]))
+view.show()
+QTimer.singleShot(60000, app.quit)
+app.exec()
+"""
+ASK = """(() => {
+  const form = document.forms[0], rows = [...document.querySelectorAll("[data-loss]")], said = {};
+  said.choices = [...form.verdict.options].map((one) => one.text);
+  said.wide = document.documentElement.scrollWidth <= innerWidth;
+  form.verdict.value = "crashed";
+  form.oninput();
+  said.crashed = rows.filter((row) => !row.hidden).map((row) => row.dataset.verdict);
+  said.told = form.querySelector("output").value;
+  form.verdict.value = "";
+  form.querySelector("input").value = "GRAD_hidden";
+  form.oninput();
+  said.text = rows.filter((row) => !row.hidden).length;
+  said.open = document.querySelector("details.group").open;
+  return said;
+})()"""
+
+
+def test_a_browser_filters_the_page_on_a_phone(tmp_path):
+    pytest.importorskip("PyQt6.QtWebEngineWidgets", reason="pip install PyQt6-WebEngine")
+    (tmp_path / "page.html").write_text(render.page(summary(*FINDING, *KNOWN, *everything().findings[0].rows)))
+    asked = [sys.executable, "-c", BROWSER, str(tmp_path / "page.html"), ASK]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
+    said = json.loads(re.findall(r"ANSWER (.*)", done.stdout)[0])
+    assert said == {
+        "choices": ["any verdict", "crashed", "disagree", "known"],
+        "wide": True,
+        "crashed": ["crashed"],
+        "told": "1 of 9",
+        "text": 3,
+        "open": True,
+    }

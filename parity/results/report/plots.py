@@ -1,0 +1,97 @@
+"""Error ÷ allowed of every case of a run against what cases vary in, as points of a small SVG, and errors token by token."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from parity.results.report.findings import Finding, ImplementationCase, about_run, headroom
+from parity.results.row import TOKENS, Row
+
+WIDTH, HEIGHT, EDGE = 180, 80, 6
+LOWEST, HIGHEST = -2.0, 3.0
+"""Powers of ten of error ÷ allowed that a plot shows; what is outside stands at its edge."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    """One axis: its name, its ends, the points as SVG paths, and the height at which an error is just allowed."""
+
+    name: str
+    low: float
+    high: float
+    good: str
+    bad: str
+    limit: int
+
+
+def _axes(row: Row) -> dict[str, Any]:
+    s = row.settings
+    spread = row.features.get("logit_std")
+    return {"V": s.get("V"), "T": s.get("T"), "temperature": s.get("temperature", 1.0), "logit size": spread}
+
+
+Place: TypeAlias = tuple[str, str, str]
+"""Implementation, family, device."""
+
+
+def placed(cases: Iterable[ImplementationCase]) -> dict[Place, list[ImplementationCase]]:
+    """Cases by place, less those about the whole run."""
+    out = collections.defaultdict[Place, list[ImplementationCase]](list)
+    for case in cases:
+        if not about_run(case.first):
+            out[_place(case.first)].append(case)
+    return out
+
+
+def plots(finding: Finding, cases: Mapping[Place, Sequence[ImplementationCase]]) -> list[Plot]:
+    """A plot of each axis along which the cases of a finding's implementation differ, of its root quantities."""
+    judged = [
+        [r for r in c.rows if r.judged and r.subject in finding.roots] for c in cases.get(_place(finding.lead), ())
+    ]
+    points = [(_axes(its[0]), max(map(headroom, its)), any(r.failing for r in its)) for its in judged if its]
+    return [plot for name in _axes(finding.lead) if (plot := _plot(name, points))]
+
+
+def _place(row: Row) -> Place:
+    return row.implementation, row.family, row.device
+
+
+def _plot(name: str, points: Sequence[tuple[Mapping[str, Any], float, bool]]) -> Plot | None:
+    found = [
+        (float(x), size, wrong) for axes, size, wrong in points if isinstance(x := axes[name], int | float) and x > 0
+    ]
+    low, high = min((x for x, *_ in found), default=0.0), max((x for x, *_ in found), default=0.0)
+    if low == high:
+        return None
+
+    def path(wanted: bool) -> str:
+        scale = (WIDTH - 2 * EDGE) / math.log(high / low)
+        spots = {
+            (_grid(EDGE + math.log(x / low) * scale), _grid(_up(size))) for x, size, wrong in found if wrong == wanted
+        }
+        return "".join(f"M{x} {y}h0" for x, y in sorted(spots))
+
+    return Plot(name, low, high, path(False), path(True), _up(1.0))
+
+
+def _grid(x: float) -> int:
+    """Points that would cover each other are one."""
+    return 2 * round(x / 2)
+
+
+def _up(size: float) -> int:
+    """The height of a point, from the top."""
+    power = min(max(math.log10(size), LOWEST), HIGHEST) if size > 0 else LOWEST
+    return round(EDGE + (HIGHEST - power) / (HIGHEST - LOWEST) * (HEIGHT - 2 * EDGE))
+
+
+def strips(rows: Iterable[Row]) -> list[tuple[str, list[list[tuple[int, bool]]]]]:
+    """(quantity, its sequences as (level 0 to 9, masked) of each token) of every row that has them."""
+    return [(r.subject, [[_sign(sign) for sign in line] for line in r.tokens]) for r in rows if r.tokens]
+
+
+def _sign(sign: str) -> tuple[int, bool]:
+    place = max(TOKENS.find(sign), 0)
+    return place % 10, place >= 10
