@@ -56,3 +56,10 @@ def capture(target, to="case.json", step=1, rows=None):  # type: ignore[no-untyp
     from parity.tools.capture import capture
 
     return capture(target, to, step, rows)
+
+
+def watch(trainer, **options):  # type: ignore[no-untyped-def]
+    """Hold a run against its own model as it runs; `parity.watching.watch.watch` has the options."""
+    from parity.watching.watch import watch
+
+    return watch(trainer, **options)

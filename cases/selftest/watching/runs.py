@@ -1,0 +1,77 @@
+"""Real TRL trainers on tiny models, with samplers whose log-probs are right, or wrong in a known way."""
+
+import functools
+import json
+
+import torch
+
+import parity
+from parity import recording
+from parity.rollouts import engine_models
+from parity.trainers.rig import drive, models
+from parity.upstream import trl
+
+
+def sampler(prompts, trainer, change=lambda logps: logps, temperature=None, raw=False, top_p=1.0, top_k=0, model=None):
+    """A `rollout_func`: the trainer's own model generates, and hands out log-probs as an engine does."""
+    policy = model or trainer.model
+    modes, found = policy.training, {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+    policy.eval()
+    for prompt in prompts:
+        ids = trainer.processing_class(prompt, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            out = policy.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                temperature=temperature or trainer.temperature,
+                top_p=top_p,
+                top_k=top_k,
+                max_new_tokens=trainer.max_completion_length,
+                return_dict_in_generate=True,
+                output_scores=True,
+                output_logits=True,
+            )
+        tokens = out.sequences[0, ids.shape[1] :]
+        rows = torch.stack([z[0].float() for z in (out.logits if raw else out.scores)]).log_softmax(-1)
+        found["prompt_ids"].append(ids[0].tolist())
+        found["completion_ids"].append(tokens.tolist())
+        found["logprobs"].append(change(rows.gather(1, tokens[:, None])[:, 0]).tolist())
+    policy.train(modes)
+    return found
+
+
+def recorded(name, prompts, trainer):
+    """A `rollout_func`: the rollouts that vLLM made of a shipped model."""
+    r = recording.named(name)
+    rows, count = r.rows()[: len(prompts)], len(prompts)
+    lengths = r.completion_lengths[:count].tolist()
+    logps = [values[:n].tolist() for values, n in zip(r.sampler_logps[:count], lengths, strict=True)]
+    return {"prompt_ids": [p for p, _ in rows], "completion_ids": [c for _, c in rows], "logprobs": logps}
+
+
+def grpo(rollout=None, model="llama", dtype=torch.float32, policy=None, **wanted):
+    """A GRPOTrainer of two steps."""
+    needed = ("temperature",)
+    settings = {"max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "beta": 0.0, **wanted}
+    more = {} if rollout is None else {"rollout_func": rollout}
+    policy = models.model(model, dtype) if policy is None else policy
+    return drive.build("GRPOTrainer", policy, {"gradient_checkpointing": False, **settings}, needed, **more)
+
+
+def vllm(name, **wanted):
+    """A GRPOTrainer of one step on the model of a recording, whose rollouts it gets."""
+    facts = recording.named(name).facts
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[facts["dtype"]]
+    policy = engine_models.loaded(engine_models.folder_of(facts["model"]), dtype)
+    settings = {"max_steps": 1, "max_completion_length": 32, **wanted}
+    return grpo(functools.partial(recorded, name), policy=policy, **settings)
+
+
+def watched(trainer, tmp_path, **options):
+    """The watch of a whole run, and the lines that it wrote."""
+    to = tmp_path / "watch.ndjson"
+    watch = parity.watch(trainer, to=to, **{"every": 1, **options})
+    with trl.quiet():
+        trainer.train()
+    return watch, [json.loads(line) for line in to.read_text().splitlines()] if to.exists() else []
