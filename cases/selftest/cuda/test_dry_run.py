@@ -13,7 +13,6 @@ from packaging.version import Version
 from cases.cuda import test_contexts, test_faults, test_large
 from fixtures.pretended_cuda import pretended
 from parity.cli import doctor
-from parity.implementations.implementation import Implementation
 from parity.registry import load
 from parity.running import gpu
 
@@ -69,50 +68,6 @@ def test_too_much_memory(tmp_path, monkeypatch):
     """The body of the tests of faults, with the one fault that a CPU has."""
     monkeypatch.setattr(test_faults, "DEVICE", "cpu")
     test_faults.test_a_fault_is_one_verdict_and_the_run_goes_on("takes_too_much", "out-of-memory", "memory", tmp_path)
-
-
-class Adds(torch.autograd.Function):
-    """Log-probs whose hidden gradient is added block by block to float16 memory; the addition number `lost` is not stored."""
-
-    @staticmethod
-    def forward(ctx, h, w, ids, lost):
-        logps = torch.log_softmax(h.float() @ w.float().mT, -1)
-        ctx.save_for_backward(h, w, ids, logps)
-        ctx.lost = lost
-        return logps.gather(-1, ids[:, None])[:, 0]
-
-    @staticmethod
-    def backward(ctx, g):
-        h, w, ids, logps = ctx.saved_tensors
-        d = (-logps.exp() + torch.nn.functional.one_hot(ids, len(w))) * g[:, None]
-        d = d.half().float()
-        total = torch.zeros_like(h)
-        for number, (part, rows) in enumerate(zip(d.split(64, 1), w.float().split(64), strict=True)):
-            total = total if number == ctx.lost else total + (part @ rows).half()
-        return total, (d.mT @ h.float()).half(), None, None
-
-
-@pytest.mark.parametrize("lost", [None, 0, 3])
-def test_an_addition_that_a_broken_lock_loses_is_seen(lost, monkeypatch):
-    """In the third of its turns; cut-cross-entropy's own kernels, one program after another, lose none."""
-    turns = iter(range(9))
-
-    def call(x):
-        gone = lost if next(turns) == 2 else None
-        return {"logps": Adds.apply(x.hidden[0], x.weight, x.ids[0], gone)[None]}
-
-    monkeypatch.setattr(test_large, "DEVICE", "cpu")
-    monkeypatch.setattr(test_large, "TOKENS", 32)
-    monkeypatch.setattr(test_large, "TURNS", 3)
-    planted = Implementation("planted", "logprobs", "candidate", call)
-    if lost is None:
-        test_large.test_the_spin_lock_200_times(256)
-    monkeypatch.setattr(test_large, "load", lambda: {"cce.unfiltered": planted})
-    expected = (
-        pytest.raises(AssertionError, match="turn 2: 32 tokens") if lost is not None else contextlib.nullcontext()
-    )
-    with expected:
-        test_large.test_the_spin_lock_200_times(256)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`FusedLinearGRPOLoss` in what drawn cases of family `policy` and TRL's own loss (`test_grpo_upstream`) do not ask of it."""
+"""`FusedLinearGRPOLoss` in what drawn cases of family `policy` and two ranks (`test_grpo_upstream`) do not ask of it."""
 
 import random
 
