@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.fixes.logits import in_shards, probe, undisturbed
+from parity.fixes.logits import probe, undisturbed
 from parity.fixes.patch import Patch
 
 NAME = "compare_heads"
@@ -23,8 +23,8 @@ def compare_heads(trainer: Any) -> Patch:
         ||difference|| <= 4 u ||logits||
 
     apart, u the unit roundoff of the coarser of their dtypes (0 where weights and dtype are the same, but for the order
-    of sums). Changes nothing. A reference that is the policy without its adapter has its head and is not compared. A
-    model in shards of ZeRO-3 computes nothing before training: there the heads' classes, hooks and shards are compared.
+    of sums). Changes nothing. A reference that is the policy without its adapter has its head and is not compared, nor
+    is a model that ZeRO-3 has partitioned: it computes nothing before training.
     """
     policy, reference = (_unwrapped(getattr(trainer, name, None)) for name in ("model", "ref_model"))
     if not isinstance(policy, nn.Module) or not isinstance(reference, nn.Module):
@@ -33,14 +33,7 @@ def compare_heads(trainer: Any) -> Patch:
         with torch.no_grad(), undisturbed(policy), undisturbed(reference):
             ours, theirs = _logits(policy), _logits(reference)
     except Exception as error:
-        if not (in_shards(policy) or in_shards(reference)):
-            return Patch(NAME, reason=f"the heads could not be compared ({type(error).__name__}: {error})")
-        found = _why(policy, reference)
-        if not found:
-            seen = "class, hooks and shards" if in_shards(policy) and in_shards(reference) else "class and hooks"
-            alike = f"ZeRO-3 holds weights in shards; {seen} of the heads are alike"
-            return Patch(NAME, reason=f"{alike}, their logits could not be compared ({type(error).__name__}: {error})")
-        return _warned(f"policy and reference have different heads: {found}")
+        return Patch(NAME, reason=f"the heads could not be compared ({type(error).__name__}: {error})")
     differ = ours.shape != theirs.shape
     apart = "of unlike shapes"
     if not differ:
@@ -50,14 +43,10 @@ def compare_heads(trainer: Any) -> Patch:
         apart = f"{100 * off / size if size else 100:.2g} % apart"
     if not differ:
         return Patch(NAME, reason="policy and reference make the same logits of the same hidden states")
-    unseen = "ZeRO-3 holds one of them in shards" if in_shards(policy) != in_shards(reference) else ""
-    why = _why(policy, reference) or unseen or "heads and weights look alike, what the models do around them differs"
-    return _warned(f"policy and reference make logits {apart} of the same hidden states: {why}")
-
-
-def _warned(message: str) -> Patch:
+    why = _why(policy, reference) or "heads and weights look alike, what the models do around them differs"
+    message = f"policy and reference make logits {apart} of the same hidden states: {why}"
     warning = f"{message}. Their step-1 KL is not 0; give both the same head first, if that is not meant"
-    warnings.warn(f"{NAME}: {warning}", UserWarning, stacklevel=3)
+    warnings.warn(f"{NAME}: {warning}", UserWarning, stacklevel=2)
     return Patch(NAME, warning=warning)
 
 
@@ -112,8 +101,8 @@ def _why(policy: Any, reference: Any) -> str:
 
 
 def _shards(of: Any) -> bool:
-    """Whether a class or a hook is one with which FSDP2 or DeepSpeed gathers and releases shards."""
-    return str(getattr(of, "__module__", "")).startswith(("torch.distributed.", "deepspeed."))
+    """Whether a class or a hook is one with which FSDP2 gathers and releases shards."""
+    return str(getattr(of, "__module__", "")).startswith("torch.distributed.")
 
 
 def _hooks(head: Any) -> str:
@@ -123,13 +112,10 @@ def _hooks(head: Any) -> str:
 
 
 def _apart(ours: Any, theirs: Any) -> bool:
-    """Whether two weights are seen to differ: whole ones, or this rank's shards of two that are partitioned alike."""
+    """Whether two weights are seen to differ."""
     if not all(isinstance(w, Tensor) for w in (ours, theirs)):
         return False
-    if getattr(ours, "ds_shape", ours.shape) != getattr(theirs, "ds_shape", theirs.shape):
+    if ours.shape != theirs.shape:
         return True
-    if hasattr(ours, "ds_id") != hasattr(theirs, "ds_id"):
-        return False
-    wholes = (getattr(w, "ds_tensor", w) for w in (ours, theirs))
-    a, b = (w.full_tensor() if hasattr(w, "full_tensor") else w for w in wholes)
+    a, b = (w.full_tensor() if hasattr(w, "full_tensor") else w for w in (ours, theirs))
     return not torch.equal(a.detach().cpu(), b.detach().cpu())
