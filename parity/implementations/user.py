@@ -46,7 +46,7 @@ REQUIRED = {
     "logprobs": stored_tensors.REQUIRED,
     "policy": policy_stored.REQUIRED,
     "divergence": (*stored_tensors.REQUIRED, "beta"),
-    "preference": (*stored_tensors.REQUIRED, "ref_hidden"),
+    "preference": (*stored_tensors.REQUIRED, "beta", "ref_hidden"),
 }
 """Parameters by which a function is recognised as of a family; elsewhere all that the default case needs."""
 

@@ -328,6 +328,21 @@ f = {made}
     assert {r.verdict for r in run_case(case, [mine], thorough=False)} == {"agree"}
 
 
+def test_a_preference_loss_has_a_beta_as_a_distillation_loss_has(tmp_path):
+    (tmp_path / "mine.py").write_text("""import torch
+def dpo(hidden, weight, ids, ref_hidden, ref_weight, beta):
+    def logps(h, w):
+        return (h @ w.T).log_softmax(-1).gather(-1, ids.clamp(min=0)[..., None])[..., 0].mul(ids != -100).sum(-1)
+    chosen, rejected = (logps(hidden, weight) - logps(ref_hidden, ref_weight)).chunk(2)
+    return -torch.nn.functional.logsigmoid(beta * (chosen - rejected)).mean()
+""")
+    (mine,) = from_file(f"{tmp_path}/mine.py:dpo")
+    assert mine.family == "preference"
+    assert {r.verdict for r in run_case(loss_family("preference").case(3, "fp32", {}), [mine], thorough=False)} == {
+        "agree"
+    }
+
+
 def test_a_function_of_another_family_than_asked_for_is_named(tmp_path):
     (tmp_path / "mine.py").write_text("def f(hidden, weight, ids): pass")
     with pytest.raises(UsageError, match="f is of family logprobs, and --family names policy"):
