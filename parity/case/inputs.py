@@ -79,6 +79,8 @@ class Inputs:
         cotangents: output quantity -> upstream gradient, same shape as the output.
         undecided: tokens masked out because rounding alone decides on which side of a threshold they fall.
         parameters: tensors that are parameters of a model in real use, and so `nn.Parameter` where they are called.
+        shared: tensor -> another with the same bits, which is handed over in its place: a teacher's head that is the student's,
+            so that a gradient into the teacher would reach it.
         replicated: those of which every replica has its own, rounded by itself; None: every one of floating point.
     """
 
@@ -89,6 +91,7 @@ class Inputs:
     cotangents: Mapping[str, torch.Tensor]
     undecided: int = 0
     parameters: frozenset[str] = frozenset({"weight", "bias", "lora_a", "lora_b"})
+    shared: Mapping[str, str] = dataclasses.field(default_factory=dict)
     replicated: frozenset[str] | None = None
 
     def __getattr__(self, name: str) -> Any:

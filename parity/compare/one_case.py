@@ -201,6 +201,7 @@ def _repeated_calls(found: Found) -> tuple[list[str], dict[str, tuple[bool, str]
     leaks += side_effects.interleaved(implementation, inputs, other, outcome)
     leaks += side_effects.accumulation(implementation, inputs, outcome)
     leaks += side_effects.unrecorded(implementation, inputs, outcome, functools.partial(_agree, found))
+    leaks += side_effects.ways(implementation, inputs, other, outcome, functools.partial(_agree, found))
     related = side_effects.relations(found.oracle.family, implementation, inputs, outcome)
     return leaks, related
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import zlib
 
 import torch
 
@@ -22,6 +21,7 @@ from parity.judge.oracle import gradient_name
 from parity.judging.assess import CaseOracle, confirmed
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
+from parity.protocol.side_effects import share
 
 LARGEST = 1 << 16
 """Entries of the largest tensor of a case that a second one follows: its replicas cost as much as the case's own."""
@@ -60,8 +60,8 @@ def calls(family: Family, case: Case) -> tuple[Case, Case] | None:
 
 
 def number(case: Case) -> int:
-    """Of a case's id; a CRC is linear, so its bits are bound to the same ones of any other share (`shard.repeated`)."""
-    return zlib.crc32(f"kept/{case.id}".encode()) >> 16
+    """Of a case's id."""
+    return share(case, "kept")
 
 
 @dataclasses.dataclass

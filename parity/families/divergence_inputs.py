@@ -180,7 +180,8 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     tensors["ids"] = tensors["ids"].masked_fill(ignored, IGNORE_INDEX)
     if s.num_items == "given":
         tensors["num_items_in_batch"] = torch.tensor(max(int((~ignored).sum()) + s.other_tokens, 1))
-    return arranged(head.inputs(case, s, tensors, head.leaves(s), {"loss": head.of_a_loss(case, s)}))
+    inputs = head.inputs(case, s, tensors, head.leaves(s), {"loss": head.of_a_loss(case, s)})
+    return arranged(head.shared(inputs, "teacher_"))
 
 
 def check(case: Case, s: SimpleNamespace) -> None:

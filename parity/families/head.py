@@ -417,3 +417,14 @@ def inputs(
 ) -> Inputs:
     """Inputs of a loss with an LM head."""
     return Inputs(case, s, tensors, leaves, cotangents, replicated=REPLICATED)
+
+
+def shared(x: Inputs, prefix: str) -> Inputs:
+    """The same where each tensor of a teacher, named by the `prefix`, is the student's if it has the same bits."""
+    pairs = {prefix + name: name for name in ("hidden", "weight", "bias")}
+    found = {other: own for other, own in pairs.items() if _same(x.tensors[other], x.tensors[own])}
+    return dataclasses.replace(x, shared=found)
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)

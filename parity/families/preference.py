@@ -98,24 +98,28 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     method = out["method"]
     if out["loss_type"] not in LOSS_TYPES[method]:
         out["loss_type"] = LOSS_TYPES[method][0]
-    loss, silent = out["loss_type"], set[str]()
     if method != "kto":
         out["B"] += out["B"] % 2
-        silent |= {"labels", "kl", "desirable", "undesirable"}
-    else:
-        silent |= {"nll"} | ({"kl"} if loss != "kto" else set())
-    silent |= {"reference", "gap"} if method in ("cpo", "orpo") else {"gap"} if out["reference"] == "none" else set()
-    silent |= {"smoothing"} if loss not in SMOOTHED.get(method, ()) else set()
-    silent |= {"gamma"} if loss != "simpo" else set()
-    silent |= {"tau"} if loss != "discopop" else set()
-    silent |= {"average"} if method == "orpo" or loss in PER_TOKEN.get(method, ()) else set()
-    if loss == "exo_pair" and not out["smoothing"]:
+    silent = _silent(out)
+    if out["loss_type"] == "exo_pair" and not out["smoothing"]:
         out["smoothing"] = 0.1
     if method == "orpo":  # odds of a probability of 1 are infinite
         silent |= {"level", "logit_scale", "softcap", "temperature"}
         out |= {"peak": min(out["peak"], 1.0), "V": max(out["V"], 3), "targets": "random"}
     out |= {name: SETTINGS[name].default for name in silent}
     return head.canonical(dtype, out)
+
+
+def _silent(s: dict[str, Any]) -> set[str]:
+    """Settings that mean nothing beside the others."""
+    method, loss = s["method"], s["loss_type"]
+    silent = {"labels", "desirable", "undesirable"} if method != "kto" else {"nll"}
+    silent |= {"kl"} if loss != "kto" else set()
+    silent |= {"reference", "gap"} if method in ("cpo", "orpo") else {"gap"} if s["reference"] == "none" else set()
+    silent |= {"smoothing"} if loss not in SMOOTHED.get(method, ()) else set()
+    silent |= {"gamma"} if loss != "simpo" else set()
+    silent |= {"tau"} if loss != "discopop" else set()
+    return silent | ({"average"} if method == "orpo" or loss in PER_TOKEN.get(method, ()) else set())
 
 
 def check(case: Case, s: SimpleNamespace) -> None:
@@ -161,7 +165,8 @@ def build(case: Case) -> Inputs:
     ids = tensors["ids"]
     assert ids is not None
     tensors["ids"] = ids.masked_fill(ignored, IGNORE_INDEX)
-    return arranged(head.inputs(case, s, tensors, head.leaves(s), {"loss": head.of_a_loss(case, s)}))
+    inputs = head.inputs(case, s, tensors, head.leaves(s), {"loss": head.of_a_loss(case, s)})
+    return arranged(head.shared(inputs, "ref_"))
 
 
 def _reference(case: Case, s: SimpleNamespace, of: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
@@ -233,19 +238,20 @@ def features(case: Case) -> dict[str, Any]:
 def parameters(x: Inputs) -> set[str]:
     """The tensors, and what moves the value."""
     s = x.settings
-    names = {*SETTINGS} - {*FAMILY.shapes, "peak", "level", "padded_rows", "targets", "bias", "head_dtype", "ids_dtype"}
-    names -= {
-        "layout",
-        "layouts",
-        "grad",
-        "cotangent",
-        "context",
-        "reference",
-        "gap",
-        "labels",
-        "ignored",
-        "chunk_size",
+    names = {
+        "method",
+        "loss_type",
+        "beta",
+        "average",
+        "nll",
+        "smoothing",
+        "gamma",
+        "tau",
+        "kl",
+        "desirable",
+        "undesirable",
     }
+    names = names - _silent(vars(s)) | {*WIRING}
     moved = {n for n in names if getattr(s, n) != SETTINGS[n].default} | {*stored_tensors.REQUIRED, "beta"}
     return moved | {n for n in ("bias", "ref_hidden", "labels") if x.tensors.get(n) is not None}
 

@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
@@ -125,9 +125,9 @@ def path_id(spec: str) -> str:
     return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{name}"
 
 
-def canonical(name: str) -> str:
-    """The families' name of a parameter."""
-    return ALIASES.get(name, name)
+def canonical(names: Collection[str]) -> dict[str, str]:
+    """Parameter -> the families' name of it; `labels` beside `ids` are KTO's."""
+    return {n: n if ALIASES.get(n) in names else ALIASES.get(n, n) for n in names}
 
 
 def family_of(signature: inspect.Signature, id: str, families: Iterable[Family]) -> Family:
@@ -138,7 +138,7 @@ def family_of(signature: inspect.Signature, id: str, families: Iterable[Family])
     """
     names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     known = {f.name: (f, REQUIRED.get(f.name) or sorted(f.needed(f.build(f.case(0, "fp32", {}))))) for f in families}
-    fits = [(f, required) for f, required in known.values() if {*required} <= {*map(canonical, names)}]
+    fits = [(f, required) for f, required in known.values() if {*required} <= {*canonical(names).values()}]
     if not fits:
         wanted = "; ".join(f"{name}: {', '.join(required)}" for name, (_, required) in known.items())
         found = f"its parameters {', '.join(sorted(names))} fit no family" if names else "its parameters have no names"
@@ -181,26 +181,26 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         recipe=recipe_of(function),
         outputs=frozenset(getattr(function, "outputs", ())),
         contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),
-        parameters=None if open_ended else frozenset(map(canonical, names)),
+        parameters=None if open_ended else frozenset(canonical(names).values()),
         sources=(_dotted(function),),
     )
 
 
 def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended: bool, x: Inputs) -> Outputs:
     offered = copy.deepcopy(vars(x.settings)) | dict(x.tensors)
-    canonical = {ALIASES.get(n, n): n for n in names}
+    own = {theirs: n for n, theirs in canonical(names).items()}
     label = getattr(function, "__name__", "the function")
-    absent = [] if open_ended else sorted(fam.needed(x) - set(canonical))
+    absent = [] if open_ended else sorted(fam.needed(x) - set(own))
     require(not absent, f"{label} has no parameter {', '.join(absent)}")
     parameters = _signature(function).parameters
-    kwargs = {canonical[n]: v for n, v in offered.items() if n in canonical}
+    kwargs = {own[n]: v for n, v in offered.items() if n in own}
     kwargs = {n: v for n, v in kwargs.items() if v is not None or parameters[n].default is inspect.Parameter.empty}
     unknown = {
-        n for n, p in parameters.items() if n in names and ALIASES.get(n, n) not in offered and p.default is p.empty
+        n for theirs, n in own.items() if theirs not in offered and parameters[n].default is inspect.Parameter.empty
     }
     require(not unknown, f"{label} wants {', '.join(sorted(unknown))}, which family {fam.name} does not have")
     if open_ended:
-        kwargs |= {n: v for n, v in offered.items() if n not in canonical}
+        kwargs |= {n: v for n, v in offered.items() if n not in own}
     return named_outputs(function(**kwargs), fam, getattr(function, "outputs", ()))
 
 

@@ -16,9 +16,11 @@ from parity.judge.problem import Problem, call, laid_out, named
 from parity.judge.protocol import Values, same_bits
 
 Tensors = dict[str, torch.Tensor]
-DEFAULT = ("inputs", "bits", "accumulation", "interleaved", "repeated", "no_grad")
-ALL = (*DEFAULT, "checkpoint", "reentrant checkpoint", "compile")
-NEED_GRADIENTS = ("accumulation", "interleaved", "checkpoint", "reentrant checkpoint")
+DEFAULT = ("inputs", "bits", "accumulation", "interleaved", "repeated", "no_grad", "nan")
+ALL = (*DEFAULT, "default dtype", "second derivative", "checkpoint", "reentrant checkpoint", "compile")
+NEED_GRADIENTS = ("accumulation", "interleaved", "nan", "second derivative", "checkpoint", "reentrant checkpoint")
+FORWARDS = 3
+"""Other forwards before a backward."""
 
 
 def parts(asked: str | Collection[str]) -> tuple[str, ...]:
@@ -65,6 +67,9 @@ class FunctionCalls(protocol.Calls[Tensors]):
         handed = {n: t.clone() if n in self.in_place and t.requires_grad else t for n, t in x.items()}
         return named(call(self.function, self.problem.inputs, handed, self.problem.parameters))
 
+    def on_leaves(self, x: Tensors, leaves: Mapping[str, torch.Tensor]) -> Tensors:
+        return {**x, **leaves}
+
     def upstream(self, x: Tensors, outputs: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         given = {n: self.problem.given.get(n, g) for n, g in self.problem.cotangents.items() if n in outputs}
         return {
@@ -110,19 +115,10 @@ class FunctionCalls(protocol.Calls[Tensors]):
         again = self.values()
         return [f"{n} has other bits in a second call" for n in first if not same_bits(again.get(n), first[n])]
 
-    def through(self, first: Values, way: Callable[..., Any]) -> list[str]:
-        """Values of a call by way of a checkpoint or a compiler."""
-        x, names = self.fresh(), []  # type: tuple[Tensors, list[str]]
-
-        def on_leaves(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            out = self.forward({**x, **dict(zip(self.problem.leaves, leaves, strict=True))})
-            names[:] = list(out)
-            return tuple(out.values())
-
-        outputs = dict(zip(names, way(on_leaves, *self.leaves(x).values()), strict=True))
-        self.backward(x, outputs)
-        values = {n: o.detach() for n, o in outputs.items()} | self.gradients(x)
-        return [f"{n} differs" for n in self.differ({n: values.get(n) for n in first}, first)]
+    def _spreads_nan(self) -> bool:
+        """Whether the definition shows a NaN: `torch.where(x > 0, x, 0)` does not."""
+        own = dataclasses.replace(self, function=self.problem.definition)
+        return not protocol.shown(own, own.values())
 
     def broken(self, names: Collection[str], first: Values) -> list[str]:
         """What of the protocol does not hold, a sentence each."""
@@ -130,12 +126,17 @@ class FunctionCalls(protocol.Calls[Tensors]):
         ways = {
             "bits": lambda: self.bits(first),
             "accumulation": lambda: protocol.accumulation(self),
-            "interleaved": lambda: protocol.interleaved(self, first),
+            "interleaved": lambda: protocol.interleaved(self, first, FORWARDS),
             "repeated": lambda: protocol.repeated(self, first),
             "no_grad": lambda: protocol.unrecorded(self, first),
-            "checkpoint": lambda: self.through(first, lambda f, *x: checkpoint(f, *x, use_reentrant=False)),
-            "reentrant checkpoint": lambda: self.through(first, lambda f, *x: checkpoint(f, *x, use_reentrant=True)),
-            "compile": lambda: self.through(first, lambda f, *x: torch.compile(f, backend="aot_eager")(*x)),
+            "nan": lambda: protocol.shown(self, first) if self._spreads_nan() else [],
+            "default dtype": lambda: protocol.other_default(self, first),
+            "second derivative": lambda: protocol.second_order(self) if self.problem.dtype == "fp32" else [],
+            "checkpoint": lambda: protocol.recomputed(self, first),
+            "reentrant checkpoint": lambda: protocol.through(
+                self, first, lambda f, *x: checkpoint(f, *x, use_reentrant=True)
+            ),
+            "compile": lambda: protocol.through(self, first, lambda f, *x: torch.compile(f, backend="aot_eager")(*x)),
         }
         for name, way in ways.items():
             if name not in names or (name in NEED_GRADIENTS and not self.problem.leaves):

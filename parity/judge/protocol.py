@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from parity.judge.oracle import gradient_name
 
@@ -31,6 +32,9 @@ class Calls(Protocol[X]):
 
     def forward(self, x: X) -> Mapping[str, torch.Tensor]:
         """The outputs."""
+
+    def on_leaves(self, x: X, leaves: Mapping[str, torch.Tensor]) -> X:
+        """The same with other tensors for the leaves."""
 
     def upstream(self, x: X, outputs: Mapping[str, torch.Tensor]) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
         """Output and upstream gradient of those that have one."""
@@ -118,18 +122,150 @@ def unrecorded(
     return [f"under {mode.__name__} the outputs differ from those with gradients"] if wrong else []
 
 
-def interleaved(calls: Calls[X], first: Values) -> list[str]:
-    """What is kept for the backward belongs to its call: forward A, forward B, backward A gives the gradients of A.
+def interleaved(calls: Calls[X], first: Values, others: int = 1) -> list[str]:
+    """What is kept for the backward belongs to its call: forward A, `others` forwards B, backward A gives the gradients of A,
+    and what A returned stays.
 
     A preference loss does so with its two halves, and so does every loss of two terms.
     """
     a = calls.fresh()
     outputs = calls.forward(a)
-    calls.forward(calls.fresh(other=True))
+    kept = {n: v.detach().clone() for n, v in outputs.items()}
+    for _ in range(others):
+        calls.forward(calls.fresh(other=True))
+    found = [
+        f"{n} that an earlier call returned is changed by a later one"
+        for n, v in outputs.items()
+        if not same_bits(v.detach(), kept[n])
+    ]
     calls.backward(a, outputs)
     both = {n: g for n, g in calls.gradients(a).items() if g is not None and first.get(n) is not None}
     differ = calls.differ(both, {n: first[n] for n in both})
-    return [f"{n} differs when another forward comes before its backward" for n in differ]
+    return found + [f"{n} differs when another forward comes before its backward" for n in differ]
+
+
+def through(calls: Calls[X], first: Values, way: Callable[..., Any], how: str = "differs") -> list[str]:
+    """By way of a checkpoint or a compiler come the same values."""
+    x, names = calls.fresh(), list[str]()
+
+    def on_leaves(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = calls.forward(calls.on_leaves(x, dict(zip(calls.leaves(x), leaves, strict=True))))
+        names[:] = list(out)
+        return tuple(out.values())
+
+    outputs = dict(zip(names, way(on_leaves, *calls.leaves(x).values()), strict=True))
+    return _differ(calls, x, outputs, first, how)
+
+
+def recomputed(calls: Calls[X], first: Values) -> list[str]:
+    """Under a checkpoint that is not reentrant come the same values; `torch.func` cannot be there, and says so."""
+    try:
+        how = "differs under a checkpoint that is not reentrant"
+        return through(calls, first, lambda f, *leaves: checkpoint(f, *leaves, use_reentrant=False), how)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        return []
+
+
+def other_default(calls: Calls[X], first: Values) -> list[str]:
+    """Under torch's default dtype float64 come the same values: those that it is given have dtypes of their own."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        x = calls.fresh()
+        return _differ(calls, x, calls.forward(x), first, "differs where torch's default dtype is float64")
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _differ(calls: Calls[X], x: X, outputs: Mapping[str, torch.Tensor], first: Values, how: str) -> list[str]:
+    calls.backward(x, outputs)
+    values = {n: v.detach() for n, v in outputs.items()} | dict(calls.gradients(x))
+    return [f"{n} {how}" for n in calls.differ({n: values.get(n) for n in first}, first)]
+
+
+def shown(calls: Calls[X], first: Values) -> list[str]:
+    """A NaN shows: where an entry of an input has the largest gradient and is NaN, some output is not finite, or the call
+    fails.
+
+    Infinities say nothing: log-softmax makes a NaN of an infinite logit, z - logsumexp(z) -inf, whose ratio is 0; both are
+    correct.
+    """
+    x = calls.fresh(other=True)
+    calls.write(x, False)
+    leaves = calls.leaves(x)
+    strong = [n for n in leaves if (g := first.get(gradient_name(n))) is not None and bool(g.any())]
+    if not strong or any(not bool(torch.isfinite(v).all()) for v in first.values() if v is not None):
+        return []
+    g = first[gradient_name(strong[0])]
+    assert g is not None
+    with torch.no_grad():
+        leaves[strong[0]].detach()[torch.unravel_index(g.abs().argmax(), g.shape)] = torch.nan
+    try:
+        outputs = calls.forward(x)
+    except Exception:
+        return []
+    hidden = all(bool(torch.isfinite(v).all()) for v in outputs.values())
+    return [f"a NaN in {strong[0]} is not seen in {', '.join(outputs)}"] if hidden else []
+
+
+STEPS = (1e-2, 5e-3)
+"""Steps of a difference of gradients, times the largest entry of a leaf."""
+STEADY, FAR = 0.1, 0.5
+"""Two differences agree so far that a second derivative can be told, and one that is wrong is so far off, both of its norm."""
+
+
+def second_order(calls: Calls[X]) -> list[str]:
+    """The second derivative along the gradient is right, or refused: it is the difference quotient of the first.
+
+    A backward pass written by hand takes what it saved for constants, and autograd differentiates what is left.
+    """
+    x = calls.fresh()
+    outs, above = zip(*calls.upstream(x, calls.forward(x)).values(), strict=True)
+    leaves = calls.leaves(x)
+    try:
+        slopes = _filled(
+            leaves, torch.autograd.grad(outs, [*leaves.values()], above, create_graph=True, allow_unused=True)
+        )
+        along = {
+            n: g.detach() / g.detach().norm().clamp(min=1e-30) * leaves[n].detach().abs().max()
+            for n, g in slopes.items()
+        }
+        twice = torch.autograd.grad(
+            sum((g * along[n]).sum() for n, g in slopes.items()), [*leaves.values()], allow_unused=True
+        )
+    except RuntimeError:
+        return []
+    rough, fine = (
+        {
+            n: (a - b) / (2 * h)
+            for (n, a), b in zip(_at(calls, along, h).items(), _at(calls, along, -h).values(), strict=True)
+        }
+        for h in STEPS
+    )
+    return [
+        f"the second derivative by {n} is wrong and not refused"
+        for n, found in _filled(leaves, twice).items()
+        if float((rough[n] - fine[n]).norm()) <= STEADY * float(fine[n].norm())
+        and float((found - fine[n]).norm()) > FAR * float(fine[n].norm())
+    ]
+
+
+def _filled(leaves: Mapping[str, torch.Tensor], given: Iterable[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), given, strict=True)}
+
+
+def _at(calls: Calls[X], along: Mapping[str, torch.Tensor], step: float) -> dict[str, torch.Tensor]:
+    """The gradients a step further."""
+    x = calls.fresh(other=True)
+    calls.write(x, False)
+    leaves = calls.leaves(x)
+    with torch.no_grad():
+        for name, direction in along.items():
+            leaves[name].add_(step * direction)
+    outs, above = zip(*calls.upstream(x, calls.forward(x)).values(), strict=True)
+    return _filled(leaves, torch.autograd.grad(outs, [*leaves.values()], above, allow_unused=True))
 
 
 def accumulation(calls: Calls[X]) -> list[str]:

@@ -32,7 +32,7 @@ def fresh(inputs: Inputs) -> Inputs:
             tensors[name] = torch.nn.Parameter(tensor.detach(), requires_grad=wanted)
         else:
             tensors[name] = tensor.detach().requires_grad_(wanted)
-    return inputs.replace(**tensors)
+    return inputs.replace(**{**tensors, **{name: tensors[of] for name, of in inputs.shared.items()}})
 
 
 @faults.running("forward pass")
@@ -128,7 +128,7 @@ def gradients(x: Inputs) -> dict[str, torch.Tensor | None]:
     """`.grad` of every leaf, None included; a gradient where none was asked for shows as an extra quantity."""
     out = {gradient_name(name): x.tensors[name].grad for name in x.leaves}  # type: ignore[union-attr]
     for name, tensor in x.tensors.items():
-        if tensor is not None and name not in x.leaves and tensor.grad is not None:
+        if tensor is not None and name not in (*x.leaves, *x.shared) and tensor.grad is not None:
             out[gradient_name(name)] = tensor.grad
     return out
 

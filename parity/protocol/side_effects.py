@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.case.layouts import like
@@ -57,6 +61,9 @@ class AdapterCalls(protocol.Calls[Inputs]):
 
     def forward(self, x: Inputs) -> Outputs:
         return forward(self.implementation, x)
+
+    def on_leaves(self, x: Inputs, leaves: Mapping[str, torch.Tensor]) -> Inputs:
+        return x.replace(**leaves)
 
     def upstream(self, x: Inputs, outputs: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         return differentiated(x, outputs)
@@ -115,10 +122,38 @@ def unrecorded(
 
 
 def interleaved(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
-    """Two forwards before the first's backward: `protocol.interleaved`."""
-    calls = AdapterCalls(implementation, inputs, other)
+    """One to four other forwards before the first's backward, by the case's id: `protocol.interleaved`."""
+    calls, others = AdapterCalls(implementation, inputs, other), 1 + share(inputs.case, "forwards") % 4
     fails = "a second forward before the backward of the first: "
-    return calls.held(lambda c: protocol.interleaved(c, first.quantities), fails)
+    return calls.held(lambda c: protocol.interleaved(c, first.quantities, others), fails)
+
+
+@within("stage", "protocol")
+def ways(
+    implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome, agree: Callable[[Outcome], bool]
+) -> list[str]:
+    """Calls of other kinds: under another default dtype, a checkpoint that is not reentrant, by a second derivative. All for a
+    user's function, one of the first two by the case's id for others; the last in float32 for functions alone.
+    """
+    if inputs.context != "plain":
+        return []
+    calls, values = AdapterCalls(implementation, inputs, other, agree), first.quantities
+    parts: list[tuple[str, Callable[[AdapterCalls], list[str]]]] = [
+        ("under another default dtype: ", lambda c: protocol.other_default(c, values)),
+        ("under a checkpoint that is not reentrant: ", lambda c: protocol.recomputed(c, values)),
+    ]
+    if not inputs.leaves:
+        parts = parts[:1]
+    if not implementation.is_function:
+        parts = [parts[share(inputs.case, "ways") % len(parts)]]
+    elif inputs.leaves and inputs.case.dtype == "fp32":
+        parts.append(("by a second derivative: ", protocol.second_order))
+    return [line for fails, part in parts for line in calls.held(part, fails)]
+
+
+def share(case: Case, what: str) -> int:
+    """A number of a case's id; a CRC is linear, so its bits are bound to the same ones of any other share (`shard.repeated`)."""
+    return zlib.crc32(f"{what}/{case.id}".encode()) >> 16
 
 
 def _close_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -155,7 +190,10 @@ def _alone(calls: AdapterCalls, first: Values) -> list[str]:
 def relations(
     family: Family, implementation: Implementation, inputs: Inputs, first: Outcome
 ) -> dict[str, tuple[bool, str]]:
-    """Exact relations that apply: name -> (holds, message). A factor is a power of two, so equality is to the last bit."""
+    """Exact relations that apply: name -> (holds, message). A factor is a power of two, so equality is to the last bit.
+
+    Of every family: a NaN shows, and settings that mean nothing beside the others change nothing (libraries: one case in 4).
+    """
     out: dict[str, tuple[bool, str]] = {}
     for name, relation in family.relations.items():
         changed_inputs = relation.change(inputs)
@@ -167,7 +205,38 @@ def relations(
             out[name] = (False, f"{then.verdict} on the changed inputs: {then.message}")
             continue
         out[name] = _related(first, then, relation.factor, relation.why)
+    if inputs.context == "plain" and inputs.leaves:
+        calls = AdapterCalls(implementation, inputs, inputs)
+        found = calls.held(lambda c: protocol.shown(c, first.quantities), "with a NaN among the inputs: ")
+        out["NaN"] = not found, "; ".join(found)
+    moved = unused(family, inputs) if implementation.is_function or share(inputs.case, "unused") % 4 == 0 else {}
+    if moved:
+        settings = SimpleNamespace(**vars(inputs.settings) | moved)
+        then = execute(implementation, dataclasses.replace(inputs, settings=settings))
+        if then.verdict == "ran":  # one that a library refuses has a meaning there
+            why = f"{', '.join(moved)} mean nothing beside the other settings"
+            out["unused settings"] = _related(first, then, {}, why)
     return out
+
+
+def unused(family: Family, inputs: Inputs) -> dict[str, Any]:
+    """Other values of what means nothing beside the other settings: `canonical` has it at its default, nobody needs it."""
+    dtype, s = inputs.case.dtype, vars(inputs.settings)
+
+    def silent(name: str, other: Any) -> bool:
+        moved = dataclasses.replace(inputs, settings=SimpleNamespace(**s | {name: other}))
+        reset = family.canonical(dtype, s | {name: other}) == family.canonical(dtype, dict(s))
+        return reset and name not in family.needed(moved)
+
+    others = {n: _other(family.settings[n].default) for n in s if n in family.settings and n not in family.shapes}
+    return {n: other for n, other in others.items() if other not in (None, s[n]) and silent(n, other)}
+
+
+def _other(default: Any) -> Any:
+    """Another value; None of a word, which says how tensors are made."""
+    if isinstance(default, bool | str):
+        return None if isinstance(default, str) else not default
+    return 1.5 if default is None else default + 1 if isinstance(default, int) else default / 2 + 0.3
 
 
 def _related(first: Outcome, then: Outcome, factors: Mapping[str, float], why: str) -> tuple[bool, str]:

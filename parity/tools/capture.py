@@ -143,8 +143,7 @@ def _arguments(of: Family, bound: inspect.BoundArguments, taken: _Taken, label: 
     for name, parameter in bound.signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(name, {})
-    for argument, value in given.items():
-        name = canonical(argument)
+    for (argument, value), name in zip(given.items(), canonical(given).values(), strict=True):
         if name in of.stored and value is not None:
             taken.keep(name, value if isinstance(value, Tensor) else torch.as_tensor(value))
         elif name in of.settings and name not in ("B", "T", "V", "H"):

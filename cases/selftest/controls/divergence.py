@@ -87,7 +87,7 @@ def tail(mass: torch.Tensor) -> torch.Tensor:
 def _weighted(lp: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """p (log p - other), 0 where p is 0; a log-prob beyond the range of its dtype shows as an infinite loss."""
     p = lp.exp()
-    return torch.where(p > 0, p, 0.0) * torch.where(p > 0, lp - other, 0.0)
+    return torch.where(p != 0, p, 0.0) * torch.where(p != 0, lp - other, 0.0)  # a NaN shows
 
 
 def by_log_mixture(lp: torch.Tensor, lq: torch.Tensor, beta: float) -> torch.Tensor:
@@ -173,6 +173,7 @@ class Steps:
             return self.completed(x, *self.supported(x, lp))
         return lp, self.log_softmax(self._teacher_logits(x))[self.rows(x), : x.settings.V]
 
+    @torch.no_grad()
     def _teacher_logits(self, x: Inputs) -> torch.Tensor:
         model = self.teacher(x)
         if x.teacher_logits is None:

@@ -14,7 +14,7 @@ from parity.implementations.implementation import Implementation
 from parity.judging.assess import confirmed
 from parity.judging.oracle import exact, to_double
 from parity.protocol.call import execute
-from parity.registry import family, oracle_of
+from parity.registry import family, oracle_of, run_case
 
 FAMILY = family("divergence")
 IGNORE_INDEX = -100
@@ -292,3 +292,27 @@ def test_honest(dtype):
             judged = confirmed(oracle, road, outcome)
             failing = {name: (j.gate, j.headroom, j.message) for name, j in judged.items() if not j.agrees}
             assert not failing, (road.id, case.to_json())
+
+
+def test_a_gradient_into_the_teacher_is_seen():
+    """Where it has the student's head, as in self-distillation, what nobody detached reaches the student's gradient."""
+    case = family("divergence").case(
+        3, "fp32", {"gap": "near", "beta": 0.5, "ignored": "some", "H": 5, "temperature": 0.7}
+    )
+
+    def loss(detached):
+        def call(x):
+            z, w = (h @ v.T / 0.7 for h, v in ((x.hidden, x.weight), (x.teacher_hidden, x.teacher_weight)))
+            p, q = z.log_softmax(-1), (w.detach() if detached else w).log_softmax(-1)
+            m = torch.logaddexp(p, q) - log(2)
+            terms = 0.5 * (q.exp() * (q - m) + p.exp() * (p - m)).sum(-1)
+            return {"loss": terms[x.ids != -100].mean()}
+
+        return Implementation("own", "divergence", "candidate", call)
+
+    def failing(detached):
+        rows = run_case(case, [loss(detached)], thorough=True)
+        return {r.quantity for r in rows if r.failing}
+
+    assert failing(True) == set()
+    assert failing(False) == {"grad_weight"}

@@ -333,7 +333,7 @@ def test_a_preference_loss_has_a_beta_as_a_distillation_loss_has(tmp_path):
 def dpo(hidden, weight, ids, ref_hidden, ref_weight, beta):
     def logps(h, w):
         return (h @ w.T).log_softmax(-1).gather(-1, ids.clamp(min=0)[..., None])[..., 0].mul(ids != -100).sum(-1)
-    chosen, rejected = (logps(hidden, weight) - logps(ref_hidden, ref_weight)).chunk(2)
+    chosen, rejected = (logps(hidden, weight) - logps(ref_hidden, ref_weight).detach()).chunk(2)
     return -torch.nn.functional.logsigmoid(beta * (chosen - rejected)).mean()
 """)
     (mine,) = from_file(f"{tmp_path}/mine.py:dpo")
@@ -341,6 +341,19 @@ def dpo(hidden, weight, ids, ref_hidden, ref_weight, beta):
     assert {r.verdict for r in run_case(loss_family("preference").case(3, "fp32", {}), [mine], thorough=False)} == {
         "agree"
     }
+
+
+def test_labels_beside_ids_are_those_of_kto(tmp_path):
+    (tmp_path / "mine.py").write_text("""import torch
+def kto(hidden, weight, ids, beta, ref_hidden, ref_weight, labels=None, method="dpo", loss_type="sigmoid"):
+    def logps(h, w):
+        return (h @ w.T).log_softmax(-1).gather(-1, ids.clamp(min=0)[..., None])[..., 0].mul(ids != -100).sum(-1)
+    ratio = logps(hidden, weight) - logps(ref_hidden, ref_weight).detach()
+    return torch.where(labels, 1 - (beta * ratio).sigmoid(), 1 - (-beta * ratio).sigmoid()).mean()
+""")
+    (mine,) = from_file(f"{tmp_path}/mine.py:kto")
+    case = loss_family("preference").case(3, "fp32", {"B": 5, "method": "kto", "loss_type": "kto"})
+    assert {r.verdict for r in run_case(case, [mine], thorough=False)} == {"agree"}
 
 
 def test_a_function_of_another_family_than_asked_for_is_named(tmp_path):

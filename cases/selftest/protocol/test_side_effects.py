@@ -243,6 +243,92 @@ def test_calls_that_go_wrong_are_named(base, name):
     assert {r.verdict for n, r in rows.items() if not n.startswith("relation")} == {"agree"}
 
 
+class _Constants(torch.autograd.Function):
+    """x², whose backward takes x for a constant."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x.detach()
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * ctx.x * g
+
+
+def _on_hidden(change):
+    return lambda x: PLAIN.call(x.replace(hidden=change(x.hidden)))
+
+
+def _in_backward(x):
+    return x * 2 if torch._C._current_graph_task_id() != -1 else x
+
+
+WAYS = {
+    "under another default dtype: crashed: RuntimeError": _on_hidden(lambda h: h @ torch.eye(h.shape[-1])),
+    "grad_hidden differs under a checkpoint that is not reentrant": _on_hidden(_in_backward),
+    "the second derivative by hidden is wrong and not refused": _on_hidden(lambda h: h + _Constants.apply(h) - h * h),
+}
+
+
+@pytest.mark.parametrize("says", WAYS)
+def test_calls_of_other_kinds_that_go_wrong_are_named(says):
+    case = LOGPROBS.case(3, "fp32", {"V": 11, "H": 5})
+    rows = {r.quantity: r for r in run_case(case, [dataclasses.replace(wrong(WAYS[says]), id="own.py:wrong")])}
+    assert says in rows.pop("protocol").message
+    assert {r.verdict for r in rows.values()} == {"agree"}
+    function = dataclasses.replace(PLAIN, id="own.py:right")
+    assert {r.verdict for r in run_case(case, [function])} == {"agree"}
+
+
+def test_a_nan_that_does_not_show_is_named():
+    hides = wrong(_on_hidden(lambda h: h.nan_to_num(0.0)))
+    rows = {r.quantity: r for r in run_case(LOGPROBS.case(3, "fp32", {"V": 11, "H": 5}), [hides])}
+    assert rows.pop("relation: NaN").message == "a NaN in hidden is not seen in logps"
+    assert {r.verdict for r in rows.values()} == {"agree"}
+
+
+def test_a_setting_that_means_nothing_beside_the_others_changes_nothing():
+    """The cap of GRPO's ratio in a loss that has none: drawn cases have it at its default."""
+
+    def capped(x):
+        out = LOSS.call(x)
+        return out | {"loss": out["loss"] * (1.0 if x.settings.delta is None else 2.0)}
+
+    case = POLICY.case(3, "fp32", {"loss_type": "sapo", "V": 11})
+    rows = {r.quantity: r for r in run_case(case, [dataclasses.replace(wrong(capped, LOSS), id="own.py:wrong")])}
+    assert "delta" in rows.pop("relation: unused settings").message
+    assert {r.verdict for r in rows.values()} == {"agree"}
+    assert {r.verdict for r in run_case(case, [dataclasses.replace(LOSS, id="own.py:right")])} == {"agree"}
+
+
+def test_a_ring_of_buffers_is_seen_by_as_many_forwards():
+    """Each of four results lies in the buffer of the fourth before it."""
+    ring, calls = {}, [0]
+
+    def call(x):
+        out = PLAIN.call(x)
+        calls[0] += 1
+        buffer = ring.setdefault((calls[0] % 4, *out["logps"].shape), torch.empty_like(out["logps"]))
+        return {"logps": _Into.apply(out["logps"], buffer)}
+
+    drawn = (LOGPROBS.case(seed, "fp32", {"V": 11, "H": 5}) for seed in range(12))
+    found = [r.message for case in drawn for r in run_case(case, [wrong(call)]) if r.failing]
+    assert found and all("logps that an earlier call returned is changed by a later one" in m for m in found)
+
+
+class _Into(torch.autograd.Function):
+    """x in a buffer that is there."""
+
+    @staticmethod
+    def forward(ctx, x, buffer):
+        return buffer.data.copy_(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
 def test_another_way_without_gradients_may_round_otherwise():
     """An output that differs in bits and agrees with the definition is right; a refusal is not."""
 
