@@ -128,7 +128,6 @@ def interleaved(implementation: Implementation, inputs: Inputs, other: Inputs, f
     return calls.held(lambda c: protocol.interleaved(c, first.quantities, others), fails)
 
 
-@within("stage", "protocol")
 def ways(
     implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome, agree: Callable[[Outcome], bool]
 ) -> list[str]:
