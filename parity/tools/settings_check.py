@@ -2,18 +2,16 @@
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from parity import data
 from parity.errors import Unsupported, UsageError
 from parity.process import installed
 from parity.results.ledger import Entry, Ledger
-from parity.results.report.stack import LIBRARIES, Stack, releases
+from parity.results.report.stack import LIBRARIES, Stack
 from parity.upstream import trl
 
 ALIASES = {"lora_modules_to_save": "modules_to_save", "activation_checkpointing": "gradient_checkpointing"}
@@ -29,13 +27,12 @@ class Unknown:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training run: the class of its trainer and that class's bases, and the arguments that are set."""
+    """One training run: the class of its trainer, and the arguments that are set; `uses`: the switches that are on."""
 
     name: str
     trainers: tuple[str, ...]
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     models: tuple[str | Unknown, ...] = ()
-    imports: frozenset[str] = frozenset()
     uses: frozenset[str] = frozenset()
 
     def value(self, name: str) -> Any:
@@ -57,12 +54,6 @@ class RelevantEntry:
         """Whether the settings alone decide that it applies."""
         return not self.unless_known and not self.entry.user.only_if
 
-    def __str__(self) -> str:
-        user, message = self.entry.user, f"[{self.entry.severity}] {self.entry.id}"
-        message += f", if {user.only_if}" if user.only_if else ""
-        message += f" (cannot tell: {self.unless_known})" if self.unless_known else ""
-        return f"{message}\n    {user.effect}\n    fix: {user.fix}. Releases: {releases(self.entry)}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
@@ -80,24 +71,18 @@ class Advice:
         """The run, the stack, and how many defects of it the run meets."""
         return f"{self.run.name}: {self.run.trainers[0]}; {self.stack.named}: {self.stack.defects}"
 
-    def __str__(self) -> str:
-        said = [str(f) for f in self.findings] or ["nothing of the known findings applies"]
-        return "\n".join([self.title, *said])
 
-
-def check(source: Any, trainer: str | None = None, ledger: Ledger | None = None) -> Advice:
-    """The known findings that the settings of a run meet; `parity.fixes.check` says what `source` may be.
+def check(config: Path, trainer: str | None, ledger: Ledger) -> Advice:
+    """The known findings that the settings in a file meet; `trainer`: the class that runs them.
 
     Raises:
         UsageError: for an unknown trainer, and for a file that cannot be read or leaves the trainer open.
     """
-    ledger = ledger or Ledger.load(data.ledger_file())
     here, entries = Stack.here(ledger), ledger.entries
     known = sorted({name for e in entries for table in e.user.applies for name in table.get("trainer", ())})
     if trainer not in (None, *known):
         raise UsageError(f"trainer {trainer!r} is unknown, choose from {', '.join(known)}")
-    is_file = isinstance(source, str | os.PathLike)
-    run = _of_file(Path(source), trainer, known) if is_file else _of_trainer(source)
+    run = _of_file(config, trainer, known)
     answers = [(e, _applies(run, e)) for e in here.entries]
     found = [RelevantEntry(e, a.why if isinstance(a, Unknown) else "") for e, a in answers if a is not False]
     return Advice(run, tuple(found), Stack(here.versions, [f.entry for f in found]))
@@ -119,9 +104,10 @@ def holds(run: Run, name: str, wanted: Any) -> bool | Unknown:
     if name in LIBRARIES:
         version = installed(name)
         return version is not None and version in SpecifierSet(wanted, prereleases=True)
-    if name in ("imports", "uses"):
-        given = run.imports if name == "imports" else run.uses
-        return any(f"{one}.".startswith(f"{word}.") for word in wanted for one in given)
+    if name == "imports":  # the settings of a trainer say nothing of it
+        return False
+    if name == "uses":
+        return bool({*run.uses} & {*wanted})
     if name == "model":
         names = [one.lower().replace("-", "").replace("_", "") for one in run.models if isinstance(one, str)]
         if any(word.replace("-", "").replace("_", "") in one for word in wanted for one in names):
@@ -206,29 +192,3 @@ def _model(name: str) -> str | Unknown:
         return f"{name} {json.loads((folder / 'config.json').read_text()).get('model_type', '')}"
     except (OSError, ValueError):
         return Unknown(f"{name} has no readable config.json")
-
-
-def _of_trainer(trainer: Any) -> Run:
-    """A constructed trainer; nothing of it is changed or run."""
-    import torch
-
-    model: Any = getattr(trainer, "model", None)
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = getattr(inner, "config", None)
-    models = [str(getattr(config, name, "")) for name in ("model_type", "_name_or_path")] if config is not None else []
-    kinds = [kind for kind in type(trainer).__mro__ if kind.__name__.endswith("Trainer") and kind.__name__ != "Trainer"]
-    losses = ("liger_loss", "liger_grpo_loss", "liger_loss_fn", "dpo_loss_fn")
-    imports = {kind.__module__ for kind in (*kinds, *(type(getattr(trainer, name, None)) for name in losses))}
-    uses: set[str] = set()
-    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
-    if isinstance(head, torch.nn.Module):
-        imports.add(type(head).__module__)
-        uses |= {"register_forward_hook"} if head._forward_hooks or head._forward_pre_hooks else set()
-        uses |= {"load_in_4bit"} if type(head).__name__ == "Linear4bit" else set()
-    args = {ALIASES.get(k, k): v for k, v in vars(getattr(trainer, "args", None) or Run("", ())).items()}
-    peft = next(iter(getattr(model, "peft_config", {}).values()), None)
-    args["modules_to_save"] = list(getattr(peft, "modules_to_save", None) or [])
-    if any(getattr(m, "gradient_checkpointing", False) for m in (model.modules() if model is not None else ())):
-        args["gradient_checkpointing"] = True
-    trainers = tuple(kind.__name__ for kind in kinds) or (type(trainer).__name__,)
-    return Run(type(trainer).__name__, trainers, args, tuple(models), frozenset(imports), frozenset(uses))
