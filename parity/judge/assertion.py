@@ -19,11 +19,11 @@ from parity.judge.operations import is_floating
 from parity.judge.oracle import gradient_name
 from parity.judge.problem import UPSTREAM, Problem, call, named, upstream
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
+from parity.judge.words import GATES
 
 TF32_PRODUCTS = "tf32 products"
 OBSERVERS: list[Callable[[Parity], None]] = []
 """Who is told of every judgement of an `assert_parity`."""
-GATES = ("structure", "scalar", "exact", "norm", "max", "row", "slope")
 
 
 class ParityError(AssertionError):
@@ -103,7 +103,7 @@ class Parity:
             lines.append(f"{' ' if j.agrees else '✗'} {name}".ljust(width + 2) + cells)
         for name, j in self.wrong.items():
             lines.append(
-                f"  {name}: gate {j.gate}, {j.headroom:.3g} times the allowed error"
+                f"  {name}: gate {j.gate}, {j.headroom:.3g} times the allowed error: {GATES[j.gate]}"
                 + (f"; {j.message}" if j.message else "")
             )
             lines += [

@@ -121,6 +121,8 @@ def broken() -> list[str]:
     """Why this process must not judge anybody else any more; empty where all is well. Asked after the calls of each party."""
     if _called and not _as_before():
         abandon(f"operations of torch compute something else since {_called[-1]} was called")
+    if _called and (name := bindings.recoded()):
+        abandon(f"{name} has other code since {_called[-1]} was called")
     _called.clear()
     return list(_broken)
 

@@ -27,7 +27,7 @@ FAILING: tuple[Verdict, ...] = ("disagree", "nondeterministic", *STOPPED)
 DECLINED: tuple[Verdict, ...] = ("refused", "unsupported")
 """Nothing was judged, and nothing is wrong."""
 
-UNKNOWN, NO_REFERENCE = "not known whose fault: ", "no reference ran this case"
+UNKNOWN, NO_REFERENCE = "whose fault is not known: ", "no reference ran this case"
 """In the message of a row that blames nobody for a call that came to no end, and after it the reason."""
 IN_ITS = ", in its "
 """In such a message, between the cause and the part that ran: "forward pass", "backward pass", "call"."""

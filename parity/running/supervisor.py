@@ -315,7 +315,7 @@ def lost_row(
     row = empty_row(family(case.family), case, started.implementation, device, **about)
     row.case, row.against, unknown = started.case, reference, ""
     if not part:
-        unknown = "no call of it was running"
+        unknown = "its process ended between two calls"
     elif row.role == "reference" and catalogue.is_trainer(case.family):
         unknown = "in a check, which runs the trainer and its definition"
     elif row.role == "reference" or reference:

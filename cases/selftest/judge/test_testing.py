@@ -1,5 +1,6 @@
 """The judge for any function: right code agrees, wrong code does not, and what it cannot judge is refused by name."""
 
+import re
 import subprocess
 import sys
 
@@ -411,6 +412,7 @@ def test_the_recipe_holds_float32_to_float32():
     inside = lambda x, weight: fused_rms_norm(x.bfloat16().float(), weight)  # noqa: E731
     parity = check_parity(inside, rms_norm, inputs)
     assert parity.explained_by == "bf16 inside" and "logic, or as precise as bf16 inside" in parity.message
+    assert re.search(r"gate row, .* times the allowed error: the largest error of one row: a token", parity.message)
     assert_parity(inside, rms_norm, inputs, recipe=Recipe(elementwise="bf16", softmax="bf16"))
 
 

@@ -203,6 +203,18 @@ def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
     assert process_state.broken()
 
 
+def test_who_exchanges_the_code_of_a_function_is_named_and_the_process_given_up(monkeypatch):
+    """The name leads to the same function, so nothing is rebound."""
+    monkeypatch.setattr(process_state, "_broken", [])
+    code = from_file.__code__
+    try:
+        rows = list(run_case(CASE, [after(lambda: setattr(from_file, "__code__", hook.__code__)), PLAIN]))
+    finally:
+        from_file.__code__ = code
+    assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
+    assert rows[0].message == "parity.registry.from_file has other code since own.leaves was called"
+
+
 @pytest.mark.parametrize(
     "start", [lambda f: _thread.start_new_thread(f, ()), lambda f: threading.Thread(target=f).start()]
 )

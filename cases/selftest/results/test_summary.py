@@ -150,7 +150,7 @@ def test_logic_in_one_case_is_logic():
 
 
 DIED = "the process ended (killed by signal 11)"
-ALONE = "; not known whose fault: no reference ran this case"
+ALONE = "; whose fault is not known: no reference ran this case"
 
 
 def test_one_cause_is_one_finding_whatever_pass_it_ended_and_whoever_ran_beside_it():

@@ -11,26 +11,13 @@ from typing import Any
 from msgspec import UNSET
 from packaging.version import InvalidVersion, Version
 
+from parity.judge.words import GATES
 from parity.results.report.findings import Finding, headroom
 from parity.results.report.summary import Counts, Line, Reason, Summary
 from parity.results.row import DECLINED, NO_REFERENCE, STOPPED, UNKNOWN, Row
 
 ENTRY = ("parameter", "sequence", "position", "token", "masked", "index", "value", "oracle", "error")
 HEADINGS = {"token": "token id", "masked": "masked?", "oracle": "float64"}
-GATES = {
-    "structure": "a NaN, an infinity or a shape that the definition has not",
-    "exact": "a count, or a yes or no, is another",
-    "scalar": "the value of a sum or a mean",
-    "zero": "not 0 where the mask implies exactly 0",
-    "norm": "the length of the whole error",
-    "max": "the largest error of one entry",
-    "row": "the largest error of one row: a token, or a word of the vocabulary",
-    "slope": "a common factor: all too large, or all too small",
-    "relation": "two calls that must agree exactly do not",
-    "protocol": "the call changed what it must leave alone",
-    "pooled slope": "a common factor over all cases together",
-}
-"""What each gate looks at."""
 CODES = {
     0: "nothing new disagrees",
     1: "something disagrees that no ledger entry covers",
