@@ -195,7 +195,11 @@ LOSES = (
 @pytest.mark.parametrize(
     ("at", "said", "judged"),
     [
-        ((2,), r"triggered0, at .*own\.py:9 own; not again with CUDA_LAUNCH_BLOCKING=1; not known", True),
+        (
+            (2,),
+            r"triggered0, at .*own\.py:9 own; not again with CUDA_LAUNCH_BLOCKING=1; whose fault is not known",
+            True,
+        ),
         ((2, 3), r"triggered1, at .*own\.py:9 own$", False),
     ],
     ids=["once", "again"],
