@@ -17,7 +17,7 @@ from msgspec.structs import fields
 
 from parity import data
 from parity.case.case import Frozen
-from parity.case.profiles import PROFILES, SHARD, cases_drawn, streams
+from parity.case.profiles import LIBRARIES, PROFILES, SHARD, cases_drawn, streams
 from parity.errors import UsageError
 from parity.registry import family, loss_families, meant
 from parity.results.header import Asked
@@ -222,8 +222,12 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         total = sum(case.family == name for case in frozen.values())
         shards += [Shard(family=name, kind="frozen", seed=seed, start=s, count=n) for s, n in slices(total, FROZEN)]
     for name in families if not options.only else ():
-        for index, of in enumerate(streams(cases_drawn(name, options.profile), device)):
-            cut = [*slices(min(FIRST, of), FIRST), *slices(max(0, of - FIRST), SHARD, FIRST)]
+        counts = streams(cases_drawn(name, options.profile), device)
+        own = any(i.from_user for i in chosen if i.family == name)
+        most = math.inf if own else LIBRARIES.get(options.profile, math.inf) / len(counts)
+        for index, of in enumerate(counts):
+            end = math.ceil(min(of, most))
+            cut = [*slices(min(FIRST, end), FIRST), *slices(max(0, end - FIRST), SHARD, FIRST)]
             shards += [
                 Shard(family=name, kind="drawn", seed=seed, index=index, of=of, start=s, count=n) for s, n in cut
             ]

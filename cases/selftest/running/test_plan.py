@@ -67,3 +67,15 @@ def test_profile_quick_leaves_frozen_cases_of_whole_trainers_to_the_others():
     families = {profile: {case.family for case in frozen(profile=profile)} for profile in ("quick", "pr")}
     assert families["quick"] == set(NAMES)
     assert families["pr"] > families["quick"]
+
+
+def test_a_users_function_gets_more_draws_than_what_a_library_ships():
+    """And these are the first of the same streams, so that a row is in both."""
+
+    def drawn(*ids):
+        plan = planned(Options(profile="pr", families=("logprobs",), implementations=ids), "cpu", 1)
+        return {(s.index, s.of): s.start + s.count for s in plan.shards if s.kind == "drawn"}
+
+    shipped, own = drawn("trl.*"), drawn("trl.*", "fixtures/kernels.py:right")
+    assert shipped.keys() == own.keys()
+    assert sum(shipped.values()) == 400 and sum(own.values()) == 700
