@@ -1,9 +1,7 @@
 """What the benchmarks measure and how they are told: exact peaks, paired ratios, reasons in cells, accuracy tables."""
 
-import importlib.util
 import math
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 from cases.bench import losses, measure
 from cases.selftest.results import runs as shared
-from parity.errors import Unsupported
 from parity.judging.oracle import exact
 from parity.registry import load, loss_family
 from parity.results.report import accuracy
@@ -19,16 +16,6 @@ from parity.results.report.rows import writer
 from parity.tools.bench import rate, same
 
 MB = 1 << 20
-
-
-def test_a_peak_is_what_was_live_at_once():
-    with measure.peak("cpu") as found:
-        kept = torch.zeros(MB // 4)
-        passing = torch.zeros(3 * MB // 4)
-        del passing
-        again = torch.zeros(MB // 4)
-    assert found.bytes == 4 * MB
-    assert kept.numel() == again.numel()
 
 
 def test_what_counts_as_out_of_memory():
@@ -54,12 +41,6 @@ def test_a_pass_of_ours_needs_neither_logits_nor_their_gradient(family, ours):
     assert given.tensors["weight"].grad is None
 
 
-def test_interpreted_kernels_are_not_timed():
-    given = losses.inputs("logprobs", losses.Size(1, 2, 4, 8), "fp32", "cpu")
-    with pytest.raises(Unsupported, match="interpreted"):
-        losses.prepared(load()["cce.default"], given)
-
-
 def test_the_error_of_a_pass_is_told_apart_by_value_and_gradient():
     right = {"logps": torch.tensor([3.0, 4.0]), "grad_hidden": torch.ones(4), "grad_weight": torch.full((4,), 2.0)}
     right = {name: x.double() for name, x in right.items()}
@@ -76,35 +57,6 @@ def test_the_reference_of_blocks_is_that_of_the_whole(family):
         found = losses.reference(given, logits)
         assert {"grad_hidden", "grad_weight"} < set(found)
         assert all(torch.allclose(found[name], whole[name], rtol=1e-12, atol=1e-14) for name in found)
-
-
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("no"), RuntimeError("[enforce fail] DefaultCPUAllocator: no")]
-)
-def test_running_out_of_memory_aborts_no_benchmark(monkeypatch, error):
-    path = Path(__file__).parents[2] / "bench" / "test_losses.py"
-    spec = importlib.util.spec_from_file_location("bench_losses", path)
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
-
-    def fails(*_):
-        raise error
-
-    monkeypatch.setattr(losses, "prepared", fails)
-    assert bench.first({}, "trl.GRPOTrainer", None, {}) == (None, {}, None, "out of memory")
-    monkeypatch.setattr(losses, "prepared", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        bench.first({}, "trl.GRPOTrainer", None, {})
-    with pytest.raises(AssertionError, match="nothing was compared"):
-        timed(bench, monkeypatch, {})
-
-
-def timed(bench, monkeypatch, errors):
-    """One benchmark of the benchmark with these errors."""
-    monkeypatch.setattr(bench, "shared", lambda *_: (None, {}, {}))
-    monkeypatch.setattr(bench, "first", lambda *_: (lambda: None, errors, 1, None))
-    rounds = types.SimpleNamespace(extra_info={}, pedantic=lambda run, rounds: run())
-    bench.test_forward_and_backward(rounds, "logprobs", losses.Size(1, 2, 3, 4), "fp32", 0, "cce.default")
 
 
 def row(name, case, quantity, dist, oracle=2.0, **fields):

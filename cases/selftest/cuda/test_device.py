@@ -1,0 +1,198 @@
+"""On the pretended device: frozen cases, a trainer's gradients, layouts, the oracle; and a case inside a large batch.
+
+Values are the CPU's there, so nothing of this is a claim about CUDA; devices, dtypes and recipes are what it tests.
+"""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cases.selftest.controls.correct import control
+from fixtures.large import embedded
+from fixtures.pretended_cuda import pretended
+from parity import data
+from parity.case.case import Case
+from parity.case.layouts import elsewhere
+from parity.judge.recipe import Recipe
+from parity.judging import assess
+from parity.judging.assess import CaseOracle, judge_all
+from parity.protocol.call import execute
+from parity.registry import facts, family, load, run_case, select
+from parity.results.ledger import Ledger
+from parity.results.report.render import text_of
+from parity.trainers import catalogue
+from parity.trainers.check import CHECKS, holds
+from parity.trainers.definitions.formulas import Loss
+from parity.trainers.definitions.training_step import Parameters, exact_step, gradients
+from parity.trainers.execute import judge as judge_quantity
+from parity.trainers.execute import rows as rows_of_check
+from parity.trainers.rig import stored_window
+from parity.trainers.rig.stored_window import Window
+
+BEYOND = {"cce.torch_compile"}
+"""torch.compile sees through the pretended device."""
+
+
+def chosen(name):
+    return [i for i in select(()) if i.family == name and not i.interpreted and not i.missing() and i.id not in BEYOND]
+
+
+FROZEN = """
+one-token liger-logprob-autocast policy-empty-row policy-importance-ratio policy-window policy-sequence-ratio
+trl-ratio-overflow-under-mask divergence-window divergence-server-mixture-floor divergence-teacher-padded
+""".split()
+
+
+def new(rows, case):
+    ledger = Ledger.load(data.ledger_file())
+    return [r for r in rows if r.failing and ledger.match(r, facts(case)) is None]
+
+
+def test_gradients_of_a_trainer():
+    """What a trainer on a GPU leaves in `.grad` against the definition's on the CPU."""
+    loss = Loss(Window.of("sft-trainer"), SimpleNamespace(model="llama", loss="nll"))
+    step = exact_step(stored_window.policy("llama", torch.float64), loss)
+    with pretended():
+        right = {n: g.float().cuda() for n, g in Parameters(step).exact.items()}
+        wrong = {n: g * (2.0 if "q_proj" in n else 1.0) for n, g in right.items()}
+        result = gradients(step, wrong)
+    told = f"{sum('q_proj' in n for n in right)} of {len(right)} parameters disagree"
+    message = judge_quantity(result).message
+    assert message.startswith(told) and "is 2 times the definition's" in message
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen(name):
+    path = next(p for p in data.frozen_cases() if p.stem == name)
+    case, only = Case.load(path), json.loads(path.read_text()).get("implementations")
+    with pretended():
+        rows = list(run_case(case, [i for i in chosen(case.family) if only is None or i.id in only], "cuda", False))
+    assert any(r.verdict == "agree" for r in rows) and not new(rows, case), text_of(rows)
+    assert all(r.device == "cuda" for r in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "id"),
+    [
+        ("logprobs", "trl.ChunkedLogProbFunction"),
+        ("policy", "trl.GRPOTrainer"),
+        ("divergence", "trl.ChunkedDivergenceFunction"),
+    ],
+)
+def test_a_softcap_of_trls_kernels(name, id):
+    """Their tanh is 2σ(2x) - 1, off by an absolute amount near 0: small logits show it, and the recipe has it."""
+    settings = {"V": 9, "H": 4, "T": 6, "softcap": 50.0, "peak": 0.05, "temperature": 0.001}
+    case = family(name).case(3, "fp32", settings)
+    with pretended():
+        oracle = CaseOracle.of(family(name), case, "cuda")
+        one = next(i for i in chosen(name) if i.id == id)
+        recipe = one.recipe_for(oracle.inputs)
+        assert recipe.tanh == "sigmoid"
+        outcome = execute(one, oracle.inputs)
+        right = judge_all(oracle, one, outcome, recipe)
+        ieee = judge_all(oracle, one, outcome, dataclasses.replace(recipe, tanh="ieee"))
+    assert max(j.headroom for j in right.values()) < 0.8
+    if name == "logprobs":  # at this temperature a divergence has errors far larger than that of a tanh
+        assert max(j.headroom for j in ieee.values()) > 2 * max(j.headroom for j in right.values())
+
+
+@pytest.fixture
+def device():
+    with pretended():
+        yield
+
+
+def test_tensors_of_two_devices_do_not_mix(device):
+    x = torch.ones(3, device="cuda")
+    for mixed in (
+        lambda: x + torch.ones(3),
+        lambda: torch.where(x > 0, x, torch.ones(3)),
+        lambda: torch.ones(3)[x > 0],
+    ):
+        with pytest.raises(RuntimeError, match="device|indices"):
+            mixed()
+    with pytest.raises(TypeError, match="numpy"):
+        x.numpy()
+    assert torch.equal((x * torch.tensor(2.0)).cpu(), torch.full((3,), 2.0))  # a number may stay on the CPU
+    assert x[torch.tensor([0, 2])].device == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).view(2, 3, 4)[..., :3],
+        torch.arange(12.0).view(3, 4).t(),
+        torch.ones(()).expand(2, 3),
+        torch.arange(6.0).view(1, 6)[:, ::2],
+        torch.zeros(0, 3),
+    ],
+    ids=["gaps", "transposed", "stride 0", "every other", "empty"],
+)
+def test_strides_survive_the_move(tensor, device):
+    there = elsewhere(tensor, device="cuda")
+    assert there.device.type == "cuda" and torch.equal(there.cpu(), tensor)
+    assert there.stride() == tensor.stride() or not tensor.numel()
+    meta = elsewhere(tensor, device="meta")
+    assert meta.stride() == tensor.stride() or not tensor.numel()
+
+
+ORACLES = [
+    ("logprobs", {"V": 9, "softcap": 3.0, "entropy": "gradient", "ignored": "some", "bias": "banned"}),
+    ("policy", {"V": 9, "beta": 0.04, "lengths": [3, 1]}),
+    ("divergence", {"V": 9, "beta": 0.5, "temperature": 0.9}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), ORACLES)
+def test_on_the_device_as_on_the_cpu(name, settings, monkeypatch):
+    fam, recipe = family(name), Recipe(logits="bf16", dlogits="bf16", accumulate="bf16", partials=4)
+    case = fam.case(3, "bf16", settings)
+    here = CaseOracle.of(fam, case)
+    monkeypatch.setattr(assess, "ON_DEVICE", 1)
+    with pretended():
+        there = CaseOracle.of(fam, case, "cuda")
+        assert there.home.device.type == "cuda"
+        pairs = [(there.exact, here.exact), (there.oracle.replicas(recipe, 12), here.oracle.replicas(recipe, 12))]
+    for found, right in pairs:
+        assert found.keys() == right.keys()
+        for quantity, value in found.items():
+            assert value.device.type == "cpu" and type(value) is torch.Tensor
+            torch.testing.assert_close(value, right[quantity], rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize(("moves", "used"), [(False, "cpu"), (True, "cuda")])
+def test_a_row_has_the_device_that_its_check_was_given(moves, used, monkeypatch):
+    load()
+    seen = []
+
+    def run(call):
+        seen.append(call.device)
+        yield holds("something", True)
+
+    case = next(c for c in catalogue.cases("grpo-trainer", "pr", 0) if c.settings["check"] == "gradient-flow")
+    monkeypatch.setitem(CHECKS, "gradient-flow", dataclasses.replace(CHECKS["gradient-flow"], run=run, moves=moves))
+    ways = [i for i in catalogue.implementations().values() if i.id == "grpo-trainer.released"]
+    rows = list(rows_of_check(case, ways, "cuda"))
+    assert seen == [used] and [r.device for r in rows] == [used]
+
+
+def test_a_case_in_a_large_batch():
+    """A case inside a batch too large for its definition is judged as itself."""
+    honest, case = (
+        control("control.logprobs.plain"),
+        family("logprobs").case(3, "fp32", {"V": 9, "T": 4, "ignored": "some"}),
+    )
+
+    def wraps(x):
+        """An index that overflows beyond 500 rows."""
+        return {"logps": honest.call(x)["logps"][:, torch.arange(x.ids.shape[1]) % 500]}
+
+    wrong = dataclasses.replace(honest, id="wraps", call=wraps)
+    verdicts: dict[str, set[str]] = {}
+    for row in run_case(case, [embedded(honest, 1000), embedded(wrong, 500), embedded(wrong, 1000)], thorough=False):
+        verdicts.setdefault(row.implementation, set()).add(row.verdict)
+    assert verdicts.pop("wraps in 1000 rows") >= {"disagree"}
+    assert len(verdicts) == 2 and all(v == {"agree"} for v in verdicts.values()), verdicts
