@@ -56,8 +56,13 @@ def nightly_command(skip: tuple[str, ...], specs: tuple[str, ...], **options: An
 @click.option("--profile", default="nightly", show_default=True, help="only runs of this profile count")
 @click.option("--page", default="", metavar="LINK", help="address of the report, for the text")
 @options.path("--out", "file for the text of the issue")
+@click.option(
+    "--trend", "over_time", type=options.PATH, metavar="FILE.html", help="write findings by release over time"
+)
 @options.REPORTS
-def notify_command(stale: float, profile: str, page: str, out: Path | None, reports: Path) -> None:
+def notify_command(
+    stale: float, profile: str, page: str, out: Path | None, over_time: Path | None, reports: Path
+) -> None:
     """Write the text of an issue about the last night.
 
     Prints its title. Exit code: 0 green, close the issue; 1 red, open or update it; 3 no run within --stale, or the last
@@ -79,6 +84,12 @@ def notify_command(stale: float, profile: str, page: str, out: Path | None, repo
         text, body, code = notify.title(changed), notify.body(changed, page), 0 if changed.run.green else 1
     if out is not None:
         out.write_text(body, encoding="utf-8")
+    if over_time is not None and past:
+        from parity.decoding import write
+        from parity.results.ledger import Ledger
+        from parity.results.report.render import trend_page
+
+        write(over_time, trend_page([r for r in past if r.device == past[-1].device], Ledger.known(), page))
     click.echo(text)
     if out is None:
         click.echo(body)

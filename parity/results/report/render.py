@@ -102,6 +102,18 @@ def page(summary: Summary, ending: Ending = IN_ORDER) -> str:
     return filled("page.html.j2", summary=summary, ending=ending, **values)
 
 
+def trend_page(past: Sequence[memory.Run], ledger: Ledger, night: str = "") -> str:
+    """Findings of runs of one profile and device, since when, and mended when. `night`: address of the last."""
+    known = {e.id: e for e in (*Ledger.older(ledger.path), *ledger.entries)}
+    found = trend.stories(past)
+    values = {
+        "open": [one for one in found if not one.mended],
+        "mended": [one for one in found if one.mended],
+        "counts": [len({f.known or f.key for f in run.findings}) for run in past],
+    }
+    return filled("trend.html.j2", past=past, entries=known, night=night, releases=trend.releases(past), **values)
+
+
 def junit(summary: Summary) -> str:
     """JUnit XML: a test case for each implementation, dtype and device, and not for each drawn case: those have new names in
     every run, and a viewer's history lives on names that stay. New findings fail (or are errors, where nothing was judged),
