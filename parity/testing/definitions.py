@@ -136,9 +136,9 @@ def kl(log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
 
 def jsd(log_q: torch.Tensor, log_p: torch.Tensor, beta: float = 0.5) -> torch.Tensor:
     """Generalised JSD β·KL(p ‖ m) + (1 - β)·KL(q ‖ m), m = β·p + (1 - β)·q, by rows: Agarwal et al. 2023."""
-    p, q = log_p.exp(), log_q.exp()
-    log_m = (beta * p + (1 - beta) * q).log()
-    whole = beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)
+    shares = log_q.new_tensor([beta, 1 - beta]).log()
+    log_m = torch.logaddexp(log_p + shares[0], log_q + shares[1])  # β·p + (1 - β)·q may underflow
+    whole = beta * log_p.exp() * (log_p - log_m) + (1 - beta) * log_q.exp() * (log_q - log_m)
     return whole.sum() / log_q.shape[0]
 
 
