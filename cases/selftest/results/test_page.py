@@ -43,9 +43,16 @@ def test_a_point_for_each_case_and_the_limit_between_right_and_wrong():
 
 
 def test_signs_are_levels_and_masks():
-    assert strips([row(), row(quantity="logps", tokens=["0a", "9j"])]) == [
-        ("logps", [[(0, False), (0, True)], [(9, False), (9, True)]])
-    ]
+    of_run = summary(row(), row(quantity="logps", verdict="disagree", tokens=["0a", "9j"]))
+    ((shown, signs),) = strips(of_run.findings[0])
+    assert (shown.quantity, signs) == ("logps", [[(0, False), (0, True)], [(9, False), (9, True)]])
+
+
+def test_the_strip_is_of_the_smallest_case_that_shows_where():
+    cases = {"a": ["9"], "b": ["90"] * 16, "c": ["90"] * 4, "d": []}
+    found = summary(*(row(case, verdict="disagree", tokens=tokens) for case, tokens in cases.items())).findings[0]
+    assert [one.case for one, _ in strips(found)] == ["c"]
+    assert [one.case for one, _ in strips(summary(row(verdict="disagree", tokens=["9"])).findings[0])] == ["policy-1"]
 
 
 def test_the_page_shows_where_a_finding_is():

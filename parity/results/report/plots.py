@@ -10,6 +10,8 @@ from parity.results.report.findings import Finding, ImplementationCase, about_ru
 from parity.results.row import TOKENS, Row
 
 WIDTH, HEIGHT, EDGE = 180, 80, 6
+ENOUGH = 8
+"""Tokens that show where the errors are."""
 LOWEST, HIGHEST = -2.0, 3.0
 """Powers of ten of error ÷ allowed that a plot shows; what is outside stands at its edge."""
 
@@ -87,9 +89,11 @@ def _up(size: float) -> int:
     return round(EDGE + (HIGHEST - power) / (HIGHEST - LOWEST) * (HEIGHT - 2 * EDGE))
 
 
-def strips(rows: Iterable[Row]) -> list[tuple[str, list[list[tuple[int, bool]]]]]:
-    """(quantity, its sequences as (level 0 to 9, masked) of each token) of every row that has them."""
-    return [(r.subject, [[_sign(sign) for sign in line] for line in r.tokens]) for r in rows if r.tokens]
+def strips(finding: Finding) -> list[tuple[Row, list[list[tuple[int, bool]]]]]:
+    """(row, its sequences as (level 0 to 9, masked) of each token), of the smallest case with `ENOUGH` tokens or the largest."""
+    sized = sorted((max(sum(map(len, r.tokens)) for r in p.rows), n, p) for n, p in enumerate(finding.parts))
+    case = next((p for count, _, p in sized if count >= ENOUGH), sized[-1][2])
+    return [(r, [[_sign(sign) for sign in line] for line in r.tokens]) for r in case.rows if r.tokens]
 
 
 def _sign(sign: str) -> tuple[int, bool]:
