@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from parity.case.case import Case, Frozen
 from parity.decoding import NESTED, convert, decode, json_of, toml_of
 from parity.errors import UsageError
 from parity.results.ledger import Ledger
@@ -76,57 +75,8 @@ def test_a_row_without_a_mandatory_field_and_one_of_a_later_release():
     )
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (json.dumps(CASE | {"dtype": "fp8"}), "Invalid enum value 'fp8' - at `$.dtype`"),
-        (json.dumps(CASE | {"settings": []}), "Expected `object`, got `array` - at `$.settings`"),
-        (json.dumps(CASE | {"tensors": 3}), "Expected `str | null`, got `int` - at `$.tensors`"),
-        (json.dumps(CASE | {"schema": True}), "schema True is not readable here, expected 1"),
-        (json.dumps({k: v for k, v in CASE.items() if k != "schema"}), "schema is mandatory"),
-        (json.dumps({"case": CASE | {"seed": 1.5}}), "Expected `int`, got `float` - at `$.seed`"),
-        (json.dumps({"case": 3}), "Expected `object`, got `int` - at `$.case`"),
-        (
-            json.dumps({"case": CASE, "implementations": "a.b"}),
-            "Expected `array | null`, got `str` - at `$.implementations`",
-        ),
-        (json.dumps({"case": CASE, "implementation": 3}), "Expected `str | null`, got `int` - at `$.implementation`"),
-        (text(CASE, settings=f'{{"V": {LONG}}}'), "Exceeds the limit"),
-        (text(CASE, settings='{"V": 1e999}'), "1e999 is too large"),
-        (text(CASE, settings=DEEP), "nested too deeply"),
-        (text(CASE, settings=f'{{"V": {HALF_DEEP}}}'), "nested too deeply"),
-    ],
-)
-def test_a_case(tmp_path, content, says):
-    path = tmp_path / "x.json"
-    path.write_text(content)
-    for read in (Frozen.load, Case.load):
-        assert refused(read, path).startswith(f"{path}: {says}")
-
-
 def toml(values: dict) -> str:
     return "\n".join(f"{name} = {value if name == 'settings' else json.dumps(value)}" for name, value in values.items())
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"implementations": "a.b"}, "x: Expected `array`, got `str` - at `$.implementations`"),
-        ({"quantities": []}, "x: Expected `array` of length >= 1 - at `$.quantities`"),
-        ({"reason": ""}, "x: Expected `str` of length >= 1 - at `$.reason`"),
-        ({"verdicts": ["wrong"]}, "x: Invalid enum value 'wrong' - at `$.verdicts[0]`"),
-        ({"settings": "{ V = { mn = 5 } }"}, "x: settings.V: 'mn' is unknown, choose from min, max, not"),
-        ({"settings": f"{{ V = {HALF_DEEP} }}"}, " nested too deeply"),
-        ({"settings": f"{{ V = {DEEP} }}"}, " nested too deeply"),
-        ({"settings": f"{{ V = {LONG} }}"}, " not a readable ledger: Exceeds the limit"),
-        ({"colour": 1}, "x: Object contains unknown field `colour`"),
-    ],
-)
-def test_a_ledger_entry(tmp_path, changed, says):
-    (tmp_path / "x.json").write_text(json.dumps(CASE))
-    path = tmp_path / "ledger.toml"
-    path.write_text("[[finding]]\n" + toml(ENTRY | changed))
-    assert f"{path}: {says.strip()}" in refused(Ledger.load, path)
 
 
 def test_a_ledger_with_a_misspelt_table_or_no_list(tmp_path):

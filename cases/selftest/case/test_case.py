@@ -106,6 +106,7 @@ GOOD = {"schema": SCHEMA, "family": "logprobs", "seed": 1, "dtype": "fp32", "set
     [
         ([], "list"),
         (GOOD | {"schema": 99}, "99"),
+        (GOOD | {"schema": True}, "True"),
         (GOOD | {"seed": "1"}, "$.seed"),
         (GOOD | {"seed": True}, "$.seed"),
         (GOOD | {"dtype": "fp8"}, "'fp8'"),
