@@ -53,10 +53,12 @@ class Confirmed(_Event, frozen=True):
 
 
 class ShardDone(_Event, frozen=True):
-    """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time."""
+    """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time, and its
+    process held `memory` MiB at most, on CUDA of the device's."""
 
     cases: int = 0
     seconds: float = 0.0
+    memory: int = 0
 
 
 class Retired(_Event, frozen=True):

@@ -156,7 +156,7 @@ def _follow(
                 state.cases[shard.name] = event.number
             case ShardDone():
                 state.cases[shard.name] = part.cases = event.cases
-                part.seconds = event.seconds
+                part.seconds, part.memory = event.seconds, event.memory
                 if event.cases == shard.count:
                     state.parts[part.name] = part
                     write(Parted(part=part, run=run))

@@ -108,8 +108,17 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
                 return 1
             emit(RetiredEvent(*pair.args))
             return 0
-        emit(ShardDone(came, round(time.process_time() - begun, 3)))
+        emit(ShardDone(came, round(time.process_time() - begun, 3), peak(plan["device"])))
     return 0
+
+
+def peak(device: str) -> int:
+    """MiB that this process held at most, on CUDA those of the device."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated() >> 20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
 def refusal(plan: Mapping[str, Any]) -> str:

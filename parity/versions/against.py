@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import UNSET
 
 from parity.errors import UsageError
 from parity.results import memory, trend
@@ -33,7 +32,7 @@ def comment(base: Read, now: Read) -> str:
         raise UsageError(f"--against: {sides[0]} and {sides[1]} cannot be compared")
     change = trend.change(run, [msgspec.structs.replace(before, id="base", started=min(before.started, run.started))])
     then, told = ({f.key: f for f in (*one.findings, *one.known)} for one in summaries)
-    spent = [sum(part.seconds for part in one[0].parts or () if one[0].parts is not UNSET) for one in (base, now)]
+    parts = [one[0].parts or [] for one in (base, now)]
     return render.filled(
         "against.md.j2",
         summary=summaries[1],
@@ -42,7 +41,8 @@ def comment(base: Read, now: Read) -> str:
         mended=[(then[key], key in change.failing) for key in change.fixed],
         moved=_moved(differences(*_common(base[1], now[1]))),
         versions=trend.version_changes(before, run),
-        spent=spent,
+        spent=[sum(part.seconds for part in found) for found in parts],
+        memory=[max((part.memory for part in found), default=0) for found in parts],
     )
 
 
