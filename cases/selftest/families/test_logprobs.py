@@ -1,4 +1,4 @@
-"""The log-prob oracle against the definition in 50 digits, gradcheck, and a stored fp16 that overflows."""
+"""The log-prob oracle against the definition in 50 digits, and a stored fp16 that overflows."""
 
 import itertools
 import random
@@ -82,18 +82,6 @@ def test_gradient(seed):
             slope = (above - total()) / (2 * step)
             place[index[-1]] = at
             assert abs(float(grad[index]) - slope) <= mp.mpf("1e-10") * (abs(slope) + float(grad.abs().max()) + 1), name
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_gradcheck(seed):
-    x = to_double(inputs(seed + 200, peak=1.0, temperature=0.7, entropy="gradient", bias="random"))
-    leaves = tuple(x.tensors[name] for name in x.leaves)
-
-    def outputs(*tensors):
-        found = FAMILY.oracle(x.replace(**dict(zip(x.leaves, tensors, strict=True))))
-        return found["logps"], found["entropy"]
-
-    assert torch.autograd.gradcheck(outputs, leaves)
 
 
 def test_on_paper():

@@ -95,18 +95,6 @@ def test_agrees_with_the_definition(dtype, name, bias):
     compare(hidden, weight, head_bias, ids, SETTINGS[name], chunk_size=50, token_chunk_size=8)
 
 
-def test_gradcheck():
-    for settings in SETTINGS.values():
-        hidden, weight, bias, ids = draw((2, 3), 4, 9, torch.float64)
-        ids[0, 1] = -100
-
-        def function(h, w, b, ids=ids, settings=settings):
-            return selective_log_probs(h, w, ids, bias=b, entropy=True, chunk_size=4, token_chunk_size=2, **settings)
-
-        leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-        assert torch.autograd.gradcheck(function, leaves)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("margin", [5.0, 20.0, 40.0, 70.0])
 def test_confident_tokens_keep_value_and_gradient(dtype, margin):
