@@ -66,7 +66,7 @@ def test_a_shard_on_a_node_has_its_rows_and_the_next_one_the_same_worker(deal, m
     for _ in range(2):
         events = deal(3)
         assert sum(isinstance(one, Judged) for one in events) == 12
-        assert isinstance(events[-1], ShardDone) and 100 < events[-1].memory < 100_000
+        assert isinstance(events[-1], ShardDone)
     assert len(begun) == 1
 
 

@@ -114,7 +114,8 @@ def test_past_the_time_of_a_run_what_hangs_is_waited_for_once(tmp_path, deadline
     shard = Shard(family="logprobs", kind="frozen", count=2, seed=1, exclude=REFERENCE)
     events = [event for _, event in supervisor.run([plan], ShardQueue([shard]), 3.0, 120.0)]
     assert [r.verdict for r in rows_of(events, "spins")] == ["timed-out"] * waits
-    assert [e.cases for e in events if isinstance(e, ShardDone)] == [2]
+    (done,) = (e for e in events if isinstance(e, ShardDone))
+    assert done.cases == 2 and 100 < done.memory < 100_000
 
 
 def test_one_that_is_killed_from_outside_has_a_second_chance(tmp_path):
