@@ -76,6 +76,11 @@ def test_what_the_filter_reads_is_on_every_finding_defect_and_implementation():
     assert len(found) == len(of_run.stack.entries) + len(of_run.findings) + len(of_run.known) + len(of_run.lines)
 
 
+def test_code_in_a_text_is_shown_as_code_and_markup_as_text():
+    assert render.ticks("`apply` <b>`x<y`") == "<code>apply</code> &lt;b&gt;<code>x&lt;y</code>"
+    assert "<td><code>apply</code></td>" in render.page(everything())
+
+
 BROWSER = """
 import json, os, sys
 os.environ["QT_QPA_PLATFORM"], os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = "offscreen", "--no-sandbox --disable-gpu"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import markupsafe
 from rich.console import Console
 from rich.text import Text
 
@@ -182,7 +183,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    found.filters |= {"md": escape, "code": code, "wrapped": wrapped, "aligned": aligned}
+    found.filters |= {"md": escape, "code": code, "ticks": ticks, "wrapped": wrapped, "aligned": aligned}
     found.globals.update(w=wording, s=stack, headroom=headroom, text_of=text_of, plots=plots, strips=strips)
     return found
 
@@ -216,6 +217,11 @@ def code(text: str) -> str:
     ticks = "`" * (max((len(t) for t in re.findall(r"`+", text)), default=0) + 1)
     pad = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{ticks}{pad}{text}{pad}{ticks}"
+
+
+def ticks(text: str) -> markupsafe.Markup:
+    """HTML of a text whose code stands in backticks."""
+    return markupsafe.Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(markupsafe.escape(_plain(text)))))
 
 
 def wrapped(text: str, width: int, label: str = "", most: int | None = None) -> str:
