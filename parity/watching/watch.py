@@ -260,7 +260,7 @@ class Watch:
                 others[name] = functools.partial(self._by, model, rows, weights)
             if hasattr(model, "disable_adapter") and what != "reference":
                 others["the adapter is left out"] = functools.partial(self._by, model, rows, None)
-        head = {} if what in ("old", "reference") else causes.heads(model, mine.scores)
+        head = {} if what == "old" else causes.heads(model, mine.scores)
         coarser = {}
         if self._single and what == "sampler":
             dtypes = (torch.float16, torch.bfloat16)

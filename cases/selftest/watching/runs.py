@@ -2,6 +2,7 @@
 
 import functools
 import json
+from types import SimpleNamespace
 
 import torch
 
@@ -50,13 +51,23 @@ def recorded(name, prompts, trainer):
     return {"prompt_ids": [p for p, _ in rows], "completion_ids": [c for _, c in rows], "logprobs": logps}
 
 
-def grpo(rollout=None, model="llama", dtype=torch.float32, policy=None, **wanted):
+def grpo(rollout=None, model="llama", dtype=torch.float32, policy=None, peft=None, **wanted):
     """A GRPOTrainer of two steps."""
     needed = ("temperature",)
     settings = {"max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "beta": 0.0, **wanted}
     more = {} if rollout is None else {"rollout_func": rollout}
     policy = models.model(model, dtype) if policy is None else policy
-    return drive.build("GRPOTrainer", policy, {"gradient_checkpointing": False, **settings}, needed, **more)
+    return drive.build(
+        "GRPOTrainer", policy, {"gradient_checkpointing": False, **settings}, needed, "cpu", peft, **more
+    )
+
+
+def corrected(rollout, **wanted):
+    """The same, importance ratios to the sampler applied as with vLLM."""
+    trainer = grpo(rollout, vllm_importance_sampling_mode="token_truncate", **wanted)
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+    return trainer
 
 
 def vllm(name, **wanted):

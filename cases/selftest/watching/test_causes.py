@@ -1,0 +1,151 @@
+"""Faults of a trainer, of its loss and of its weights' way to the sampler, planted in real runs: each named, nothing else."""
+
+import copy
+import functools
+from types import MethodType
+
+import pytest
+import torch
+
+from cases.selftest.watching.runs import corrected, grpo, sampler, watched
+from parity.trainers.rig import models
+from parity.upstream import trl
+
+
+def found(watch):
+    return [(f.what, *f.causes) for f in watch.findings]
+
+
+def replaced(trainer, name, change):
+    """A method of the trainer, what it returns changed by `change(self, out)`."""
+    original = getattr(trainer, name)
+    setattr(trainer, name, MethodType(lambda self, *args, **kwargs: change(self, original(*args, **kwargs)), trainer))
+
+
+def test_a_ratio_that_is_applied_is_silent_and_a_dropped_one_is_named(tmp_path):
+    noisy = functools.partial(sampler, change=lambda logps: logps - 0.1)
+    applied, _ = watched(corrected(noisy), tmp_path)
+    assert {what for what, *_ in found(applied)} == {"sampler"}
+    trainer = corrected(noisy)
+    original = trainer._compute_loss
+
+    def dropped(self, *args):
+        self.use_vllm = False
+        out = original(*args)
+        self.use_vllm = True
+        return out
+
+    trainer._compute_loss = MethodType(dropped, trainer)
+    watch, _ = watched(trainer, tmp_path)
+    assert ("loss", "the sampler's importance ratio is not applied") in found(watch)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"])
+def test_each_loss_is_its_definition_until_a_count_is_forgotten(tmp_path, loss_type):
+    def made():
+        more = {"max_steps": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "beta": 0.04}
+        return corrected(sampler, loss_type=loss_type, **more)
+
+    clean, _ = watched(made(), tmp_path)
+    assert found(clean) == []
+    trainer = made()
+    replaced(trainer, "_compute_loss", lambda self, loss: loss * 2)
+    wrong, _ = watched(trainer, tmp_path)
+    ((what, *causes),) = found(wrong)
+    assert what == "loss" and "2 times too large: not divided by the micro-batches of an optimizer step" in causes
+
+
+def test_padding_in_the_normaliser(tmp_path):
+    trainer = grpo(sampler, loss_type="grpo", max_completion_length=24)
+
+    def padded(self, model, inputs):
+        ids, mask = (
+            torch.cat([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")], 1) for kind in ("ids", "mask")
+        )
+        lp, *_ = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])
+        terms = (lp - lp.detach()).exp() * inputs["advantages"][:, None] * inputs["completion_mask"]
+        return -terms.mean()
+
+    trainer._compute_loss = MethodType(padded, trainer)
+    watch, _ = watched(trainer, tmp_path)
+    assert set(found(watch)) == {("loss", "padding is counted in the normaliser")}
+
+
+def test_stale_weights_are_told_by_their_age(tmp_path):
+    first = models.model("llama")
+    watch, _ = watched(grpo(functools.partial(sampler, model=first), learning_rate=0.1), tmp_path)
+    assert found(watch) == [("sampler", "weights 1 update old")]
+    watch, _ = watched(grpo(functools.partial(sampler, model=first), max_steps=3, learning_rate=0.1), tmp_path, every=2)
+    assert found(watch) == [("sampler", "weights 2 updates old")]
+
+
+def test_an_adapter_that_the_sampler_lacks(tmp_path):
+    base = models.model("llama")
+    trainer = grpo(functools.partial(sampler, model=base), peft=trl.lora(), learning_rate=5.0)
+    watch, _ = watched(trainer, tmp_path)
+    ((what, *causes),) = found(watch)
+    assert what == "sampler" and "the adapter is left out" in causes
+
+
+def test_a_softcap_that_the_trainers_head_lacks(tmp_path):
+    policy = models.model("gemma2")
+    cap, policy.config.final_logit_softcapping = policy.config.final_logit_softcapping, None
+    trainer = grpo(policy=policy)
+    policy.config.final_logit_softcapping = cap
+    watch, _ = watched(trainer, tmp_path)
+    assert set(found(watch)) == {("trainer", f"the softcap {cap:g} of the logits is left out")}
+
+
+def test_a_hook_that_the_trainers_head_passes_over(tmp_path):
+    policy = models.model("llama")
+    by = torch.linspace(-1, 1, policy.config.vocab_size)
+    policy.lm_head.register_forward_hook(lambda module, args, out: out + by.to(out.dtype))
+    watch, _ = watched(grpo(policy=policy), tmp_path)
+    assert set(found(watch)) == {("trainer", "what is hooked to the LM head is left out")}
+
+
+def test_a_temperature_that_the_trainers_head_was_not_given(tmp_path):
+    trainer = grpo(temperature=1.0)
+    trainer.temperature = 0.7
+    watch, _ = watched(trainer, tmp_path)
+    assert set(found(watch)) == {
+        ("trainer", "temperature 1 (raw log-probs: none is applied) where the trainer's is 0.7")
+    }
+
+
+def test_old_log_probs_of_another_policy(tmp_path):
+    trainer = grpo(num_iterations=2, max_steps=1)
+    replaced(
+        trainer,
+        "_generate_and_score_completions",
+        lambda self, out: out | {"old_per_token_logps": out["old_per_token_logps"] + 0.1},
+    )
+    watch, _ = watched(trainer, tmp_path)
+    assert [what for what, *_ in found(watch)] == ["old"]
+
+
+def test_a_reference_of_the_same_weights_that_scores_differently(tmp_path):
+    policy = models.model("gemma2")
+    trainer = grpo(policy=policy, beta=0.04, max_steps=1)
+    trainer.ref_model.model.layers[0].self_attn.attn_logit_softcapping = None
+    trainer.ref_model.model.norm.weight.requires_grad_(False)
+    hook = trainer.ref_model.model.norm.register_forward_hook(lambda module, args, out: out * 1.1)
+    watch, _ = watched(trainer, tmp_path)
+    assert [what for what, *_ in found(watch)] == ["reference"]
+    hook.remove()
+
+
+def test_a_reference_of_other_weights_is_meant_so(tmp_path):
+    trainer = grpo(beta=0.04, max_steps=1)
+    with torch.no_grad():
+        for p in trainer.ref_model.parameters():
+            p.mul_(1.1)
+    watch, _ = watched(trainer, tmp_path)
+    assert found(watch) == []
+
+
+def test_gradients_that_are_not_finite(tmp_path):
+    policy = copy.deepcopy(models.model("llama"))
+    policy.model.norm.weight.register_hook(lambda grad: grad * torch.inf)
+    watch, _ = watched(grpo(sampler, policy=policy, max_steps=1), tmp_path)
+    assert [f.text for f in watch.findings] == ["watch, step 1: gradients of step 1 are not finite: model.norm.weight"]
