@@ -18,6 +18,9 @@ SUPPORTS = (
     *((1.0, k) for k in (1, 5, 10, 20, 40, 50, 64, 100)),
 )
 """Top-p and top-k that are tried besides those of the run and of the model's generation config."""
+SOFTCAPS = "final_logit_softcapping", "logits_soft_cap", "logit_softcap"
+SCALES = "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"
+"""Names of what a transformers config says of logits."""
 BOUNDARY = 2.0
 """Units within which rounding decides which tokens top-p keeps."""
 
@@ -57,6 +60,7 @@ class Facts:
 
     Attributes:
         temperature: of the trainer's log-probs.
+        sampled: whether the log-probs are a sampler's.
         sampling: top-p and top-k of the run's config and of the model's generation config.
         head: other product of the LM head -> its logits (m, V) of the sample.
         others: other model -> its log-probs (n,); asked only if needed.
@@ -64,6 +68,7 @@ class Facts:
     """
 
     temperature: float
+    sampled: bool = True
     sampling: Sequence[tuple[float, int]] = ()
     head: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     others: Mapping[str, Callable[[], Tensor]] = dataclasses.field(default_factory=dict)
@@ -72,6 +77,8 @@ class Facts:
 
 def explanations(found: Difference, rows: Rows, facts: Facts) -> list[str]:
     """The causes that explain the difference down to noise, the best first; supports that explain it alike are one cause."""
+    if bool((found.values == 0).all()):
+        return ["all log-probs are 0: missing ones were filled"]
     fits = [(rms(units), *cause) for cause, units, before in _tried(found, rows, facts) if _explains(units, before)]
     if not fits:
         for name, score in facts.coarser.items():
@@ -134,7 +141,11 @@ def _fitted(found: Difference, facts: Facts, ids: Tensor, picked: Tensor) -> Ite
     if abs(math.log(fitted / tau)) > 1e-3:
         raw = " (raw log-probs: none is applied)" if abs(fitted - 1) < 0.02 and tau != 1 else ""
         text = f"temperature {fitted:.4g}{raw} where the trainer's is {tau:.4g}"
+        if not facts.sampled:
+            text = f"logits {tau / fitted:.4g} times the model's own: a scale is left out, or the temperature is {fitted:.4g}"
         yield (text, ""), units(selected(scores.logits, fitted))
+    if not facts.sampled:
+        return
     all_logps = (scores.logits.double() / tau).log_softmax(-1)
     own = all_logps.gather(-1, ids[:, None])[:, 0]
     values = found.values[scores.sample]
@@ -160,35 +171,39 @@ def heads(model: Any, scores: Scores) -> dict[str, Tensor]:
     head, config = inner.get_output_embeddings(), inner.config.get_text_config()
     if scores.hidden is None or type(getattr(head, "weight", None)) is not torch.nn.Parameter:
         return {}  # not seen, or a shard
-    cap = getattr(config, "final_logit_softcapping", None)
-    names = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
-    scale = next((s for s in (getattr(config, n, None) for n in names) if s not in (None, 1, 1.0)), None)
+    cap, scale = (_first(config, names) for names in (SOFTCAPS, SCALES))
     product = torch.nn.functional.linear(scores.hidden.to(head.weight.dtype), head.weight).float().cpu()
     bias = None if getattr(head, "bias", None) is None else head.bias.float().cpu()
     whole = product if bias is None else product + bias
-    undone = scores.logits / cap if cap else scores.logits
     capped = (lambda z: cap * torch.tanh(z / cap)) if cap else (lambda z: z)
+    # some names divide, some multiply
+    factor = (
+        min((f for f in (scale, 1 / scale)), key=lambda f: _off(capped(whole * f), scores.logits)) if scale else 1.0
+    )
     out = {}
     if cap:
-        factor = _ratio(torch.atanh(undone.clamp(-0.9, 0.9)), whole, undone.abs() < 0.9) * cap
         out[f"the softcap {cap:g} of the logits is left out"] = whole * factor
-    elif scale:
-        factor = _ratio(undone, whole, undone.isfinite())
-    else:
-        factor = 1.0
     if scale:
         out[f"the scale {scale:g} of the logits is left out"] = capped(whole)
     if cap and scale:
         out["softcap and scale of the logits are left out"] = whole
     if bias is not None:
         out["the bias of the LM head is left out"] = capped(product * factor)
-    out["what is hooked to the LM head is left out"] = capped(whole * factor)
+    if not cap and not scale:
+        hooked = bool(head._forward_hooks) or type(head) is not torch.nn.Linear
+        out[f"what the model does {'in hooks of' if hooked else 'to the logits behind'} its LM head is left out"] = (
+            whole
+        )
     return out
 
 
-def _ratio(a: Tensor, b: Tensor, where: Tensor) -> float:
-    """The factor of a to b, as the model scales its logits, from the values themselves."""
-    return float((a[where] * b[where]).sum() / b[where].square().sum().clamp(min=1e-30))
+def _first(config: Any, names: Sequence[str]) -> float | None:
+    """The first of these settings that changes logits."""
+    return next((float(s) for s in (getattr(config, n, None) for n in names) if s not in (None, 0, 1)), None)
+
+
+def _off(a: Tensor, b: Tensor) -> float:
+    return float((a - b).square().sum())
 
 
 def _minimum(of: Callable[[float], float]) -> float:

@@ -98,7 +98,10 @@ class Watch:
         self._taken = [] if state.global_step >= self._due else None
         self._sloped = False
         out = original(*args, **kwargs)
-        if self._taken and (self._generated in (-1, state.global_step)):
+        if self._taken == [] and not self._said:
+            self._said.add(("nothing",))
+            logger.warning("watch: %s hands out no log-probs: gradients alone are watched", type(self.trainer).__name__)
+        elif self._taken and self._generated in (-1, state.global_step):
             self._due = state.global_step + self.every
             self._guarded(self._look)
         self._taken, self._inputs = None, {}
@@ -163,7 +166,6 @@ class Watch:
         trainer, inputs = self.trainer, self._inputs if isinstance(self._inputs, Mapping) else {}
         taken = next((t for t in self._taken or () if t.trained), None)
         if taken is None:
-            logger.info("watch: %s hands out no log-probs that can be watched", type(trainer).__name__)
             return
         width = taken.logps.shape[1]
         mask = taken.mask
@@ -226,17 +228,30 @@ class Watch:
         self._measure(what, found, units, trainer)
         if agrees(units):
             return
-        if what == "sampler" and trainer is not None and not agrees(Difference(trainer, found.own).units()):
-            against = Difference(trainer, found.own)
-            if agrees((found.values - against.values)[found.there] / found.own.units[found.there]):
-                return  # the trainer and its sampler agree with each other
+        if (
+            what != "trainer"
+            and trainer is not None
+            and agrees(((found.values - trainer) / found.own.units)[found.there])
+        ):
+            return  # they agree with each other, and the trainer's finding is theirs
         named = tuple(causes.explanations(found, rows, self._facts(model, what, rows, found.own)))
         tokens = tuple(causes.farthest(found, rows, self._decoded))
         size = f"{SIDES[what]} by {rms(units):.3g} times its noise ({len(units)} tokens)"
         most = ", ".join(f"{t['token']!r} {t['logp']:.3f} for {t['own']:.3f}" for t in tokens[:3])
-        self._find(
-            what, rms(units), named, f"{size}: " + (" or ".join(named) or f"no known cause; most: {most}"), tokens
-        )
+        text = f"{size}: {' or '.join(named) or f'no known cause; most: {most}'}{self._known(what)}"
+        self._find(what, rms(units), named, text, tokens)
+
+    def _known(self, what: str) -> str:
+        """What the ledger has against the log-probs, or the loss, of this run on this stack, with the fix."""
+        try:
+            from parity.fixes import check
+
+            found = check(self.trainer).findings
+        except ImportError:
+            return ""  # the ledger is read with msgspec, which a training run needs not have
+        about = {"trainer": {"logps"}, "reference": {"ref_logps"}, "loss": {"loss", "gradient"}}.get(what, set())
+        known = [f.entry for f in found if f.certain and about & {*f.entry.quantities}]
+        return "".join(f"; known of this stack: {e.id}, fix: {e.user.fix}" for e in known)
 
     def _measure(self, what: str, found: Difference, units: Tensor, trainer: Tensor | None) -> None:
         self._metrics[f"watch/{what}_units"] = rms(units)
@@ -265,7 +280,7 @@ class Watch:
         if self._single and what == "sampler":
             dtypes = (torch.float16, torch.bfloat16)
             coarser = {str(d).removeprefix("torch."): functools.partial(self._coarse, model, rows, d) for d in dtypes}
-        return Facts(self._temperature, sampling, head, others, coarser)
+        return Facts(self._temperature, what == "sampler", sampling, head, others, coarser)
 
     def _coarse(self, model: Any, rows: Rows, dtype: torch.dtype) -> Own:
         with undisturbed(model), self.trainer.accelerator.autocast():
@@ -282,15 +297,17 @@ class Watch:
                 return score(model, rows, self._temperature).logps
 
     def _loss(self, taken: Taken, inputs: Any) -> None:
-        """GRPO's loss by the gradient of its log-probs."""
-        if taken.slopes is None or "advantages" not in inputs or not hasattr(self.trainer.args, "loss_type"):
+        """GRPO's loss by the gradient of its log-probs; of a subclass with another loss nothing is known."""
+        own_loss = getattr(type(self.trainer), "_compute_loss", None) or type(self.trainer).compute_loss
+        known = own_loss.__module__ == "trl.trainer.grpo_trainer" and hasattr(self.trainer.args, "loss_type")
+        if taken.slopes is None or not known:
             return
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         found = taken.slopes.detach().double().cpu() / (1.0 if scaler is None else scaler.get_scale())
         s, x = definition.policy(self.trainer, inputs, taken.logps, taken.entropies)
         named = definition.faults(self.trainer, s, x, found, taken.logps.dtype)
         if named is not None:
-            text = " or ".join(named) or "no known cause"
+            text = (" or ".join(named) or "no known cause") + self._known("loss")
             self._find(
                 "loss", math.nan, tuple(named), f"gradients of the log-probs are not those of {s.loss_type}: {text}"
             )

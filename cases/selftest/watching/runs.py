@@ -10,6 +10,7 @@ import parity
 from parity import recording
 from parity.rollouts import engine_models
 from parity.trainers.rig import drive, models
+from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
 
@@ -86,3 +87,11 @@ def watched(trainer, tmp_path, **options):
     with trl.quiet():
         trainer.train()
     return watch, [json.loads(line) for line in to.read_text().splitlines()] if to.exists() else []
+
+
+def of(trainer, peft=None, **wanted):
+    """A trainer of TRL by its name here, two steps on stored completions or its own."""
+    spec = SPECS[trainer]
+    more = {"teacher_model": models.model("llama")} if spec.given == "teacher_model" else {}
+    settings = {"max_steps": 2, "max_length": 256, "gradient_checkpointing": False, **wanted}
+    return drive.build(spec.upstream, models.model("llama"), settings, (), "cpu", peft, **more)

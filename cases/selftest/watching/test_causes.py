@@ -101,7 +101,7 @@ def test_a_hook_that_the_trainers_head_passes_over(tmp_path):
     by = torch.linspace(-1, 1, policy.config.vocab_size)
     policy.lm_head.register_forward_hook(lambda module, args, out: out + by.to(out.dtype))
     watch, _ = watched(grpo(policy=policy), tmp_path)
-    assert set(found(watch)) == {("trainer", "what is hooked to the LM head is left out")}
+    assert set(found(watch)) == {("trainer", "what the model does in hooks of its LM head is left out")}
 
 
 def test_a_temperature_that_the_trainers_head_was_not_given(tmp_path):
@@ -109,8 +109,25 @@ def test_a_temperature_that_the_trainers_head_was_not_given(tmp_path):
     trainer.temperature = 0.7
     watch, _ = watched(trainer, tmp_path)
     assert set(found(watch)) == {
-        ("trainer", "temperature 1 (raw log-probs: none is applied) where the trainer's is 0.7")
+        ("trainer", "logits 0.7 times the model's own: a scale is left out, or the temperature is 1")
     }
+
+
+def test_a_known_defect_is_named_with_its_fix(tmp_path):
+    watch, _ = watched(grpo(model="recurrent_gemma", max_steps=1, per_device_train_batch_size=4), tmp_path)
+    assert found(watch) == [("trainer", "the softcap 3 of the logits is left out")]
+    assert watch.findings[0].text.endswith("known of this stack: softcap-names, fix: `apply`")
+
+
+def test_a_scale_that_the_trainers_head_lacks(tmp_path):
+    policy = models.model("cohere")
+    scale, policy.config.logit_scale = policy.config.logit_scale, 1.0
+    trainer = grpo(policy=policy)
+    policy.config.logit_scale = scale
+    watch, _ = watched(trainer, tmp_path)
+    assert all(f"the scale {scale:g} of the logits is left out" in causes for _, *causes in found(watch)) and found(
+        watch
+    )
 
 
 def test_old_log_probs_of_another_policy(tmp_path):
