@@ -78,11 +78,15 @@ def check(config: Path, trainer: str | None, ledger: Ledger) -> Advice:
     Raises:
         UsageError: for an unknown trainer, and for a file that cannot be read or leaves the trainer open.
     """
-    here, entries = Stack.here(ledger), ledger.entries
-    known = sorted({name for e in entries for table in e.user.applies for name in table.get("trainer", ())})
+    known = sorted({name for e in ledger.entries for table in e.user.applies for name in table.get("trainer", ())})
     if trainer not in (None, *known):
         raise UsageError(f"trainer {trainer!r} is unknown, choose from {', '.join(known)}")
-    run = _of_file(config, trainer, known)
+    return advice(_of_file(config, trainer, known), ledger)
+
+
+def advice(run: Run, ledger: Ledger) -> Advice:
+    """The known findings that a run on this stack meets."""
+    here = Stack.here(ledger)
     answers = [(e, _applies(run, e)) for e in here.entries]
     found = [RelevantEntry(e, a.why if isinstance(a, Unknown) else "") for e, a in answers if a is not False]
     return Advice(run, tuple(found), Stack(here.versions, [f.entry for f in found]))

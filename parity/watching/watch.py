@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parity.watching import causes, definition
 from parity.watching.causes import Difference, Facts, agrees, rms
-from parity.watching.own import SAMPLE, Own, Rows, drops, own, rows_of, score, undisturbed
+from parity.watching.own import SAMPLE, Own, Rows, drops, innermost, own, rows_of, score, undisturbed
 from parity.watching.taps import Taken, Taps
 
 logger = logging.getLogger("parity.watch")
@@ -244,11 +244,16 @@ class Watch:
     def _known(self, what: str) -> str:
         """What the ledger has against the log-probs, or the loss, of this run on this stack, with the fix."""
         try:
-            from parity.fixes import check
-
-            found = check(self.trainer).findings
+            from parity import data
+            from parity.results.ledger import Ledger
+            from parity.tools.settings_check import ALIASES, Run, advice
         except ImportError:
             return ""  # the ledger is read with msgspec, which a training run needs not have
+        kinds = tuple(k.__name__ for k in type(self.trainer).__mro__ if k.__name__.endswith("Trainer"))
+        args = {ALIASES.get(name, name): value for name, value in vars(self.trainer.args).items()}
+        uses = frozenset(name for name, value in args.items() if value is True)
+        kind = str(getattr(innermost(self.trainer.model).config, "model_type", ""))
+        found = advice(Run(kinds[0], kinds, args, (kind,), uses), Ledger.load(data.ledger_file())).findings
         about = {"trainer": {"logps"}, "reference": {"ref_logps"}, "loss": {"loss", "gradient"}}.get(what, set())
         known = [f.entry for f in found if f.certain and about & {*f.entry.quantities}]
         return "".join(f"; known of this stack: {e.id}, fix: {e.user.fix}" for e in known)
