@@ -69,11 +69,8 @@ def init(folder: Path, loss: str | None) -> None:
     quoted, ledger = shlex.quote(loss or ""), f"{tests}/parity-ledger.toml"
     gate = GATE.format(loss=quoted, ledger=ledger) if loss else ""
     workflow = WORKFLOW.format(requirement=requirement, test=test, gate=gate)
-    for name, text in {
-        test: TEST,
-        ".github/workflows/parity.yml": workflow,
-        **({ledger: LEDGER} if loss else {}),
-    }.items():
+    files = {test: TEST, ".github/workflows/parity.yml": workflow} | ({ledger: LEDGER} if loss else {})
+    for name, text in files.items():
         file = folder / name
         if file.exists():
             click.echo(f"{name} is there already")

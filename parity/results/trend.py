@@ -171,8 +171,7 @@ def releases(past: Sequence[Run]) -> list[tuple[list[Run], dict[str, tuple[str, 
         if out and out[-1][0][-1].versions == run.versions:
             out[-1][0].append(run)
         else:
-            moved = version_changes(out[-1][0][-1], run) if out else {}
-            out.append(([run], {name: pair for name, pair in moved.items() if name != "harness"}))
+            out.append(([run], version_changes(out[-1][0][-1], run) if out else {}))
     return out
 
 

@@ -14,13 +14,10 @@ from parity.results.report.summary import summarise
 from parity.results.row import Row
 from parity.versions.row_diff import MARKS, Difference, Side, differences
 
-Read = tuple[Header, list[Row]]
-"""A results file as `parity.results.report.rows.read` returns it."""
 
-
-def comment(base: Read, now: Read) -> str:
-    """Markdown: findings that only `now` has, findings that only `base` had, and error ÷ allowed before and after where a
-    quantity of a case of both moved (`parity.versions.row_diff`).
+def comment(base: tuple[Header, list[Row]], now: tuple[Header, list[Row]]) -> str:
+    """Two results files, as they are read, as Markdown: findings that only `now` has, findings that only `base` had, and
+    error ÷ allowed before and after where a quantity of a case of both moved (`parity.versions.row_diff`).
 
     Raises:
         UsageError: for runs of two profiles, or on two kinds of device, which have no cases in common.

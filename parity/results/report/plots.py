@@ -12,6 +12,7 @@ from parity.results.row import TOKENS, Row
 WIDTH, HEIGHT, EDGE = 180, 80, 6
 ENOUGH = 8
 """Tokens that show where the errors are."""
+_LEVELS = {sign: (n % 10, n > 9) for n, sign in enumerate(TOKENS)}
 LOWEST, HIGHEST = -2.0, 3.0
 """Powers of ten of error ÷ allowed that a plot shows; what is outside stands at its edge."""
 
@@ -70,32 +71,21 @@ def _plot(name: str, points: Sequence[tuple[Mapping[str, Any], float, bool]]) ->
 
     def path(wanted: bool) -> str:
         scale = (WIDTH - 2 * EDGE) / math.log(high / low)
-        spots = {
-            (_grid(EDGE + math.log(x / low) * scale), _grid(_up(size))) for x, size, wrong in found if wrong == wanted
-        }
+        at = ((EDGE + math.log(x / low) * scale, size) for x, size, wrong in found if wrong == wanted)
+        spots = {(2 * round(x / 2), _up(size)) for x, size in at}  # points that would cover each other are one
         return "".join(f"M{x} {y}h0" for x, y in sorted(spots))
 
     return Plot(name, low, high, path(False), path(True), _up(1.0))
 
 
-def _grid(x: float) -> int:
-    """Points that would cover each other are one."""
-    return 2 * round(x / 2)
-
-
 def _up(size: float) -> int:
     """The height of a point, from the top."""
     power = min(max(math.log10(size), LOWEST), HIGHEST) if size > 0 else LOWEST
-    return round(EDGE + (HIGHEST - power) / (HIGHEST - LOWEST) * (HEIGHT - 2 * EDGE))
+    return 2 * round((EDGE + (HIGHEST - power) / (HIGHEST - LOWEST) * (HEIGHT - 2 * EDGE)) / 2)
 
 
 def strips(finding: Finding) -> list[tuple[Row, list[list[tuple[int, bool]]]]]:
     """(row, its sequences as (level 0 to 9, masked) of each token), of the smallest case with `ENOUGH` tokens or the largest."""
     sized = sorted((max(sum(map(len, r.tokens)) for r in p.rows), n, p) for n, p in enumerate(finding.parts))
     case = next((p for count, _, p in sized if count >= ENOUGH), sized[-1][2])
-    return [(r, [[_sign(sign) for sign in line] for line in r.tokens]) for r in case.rows if r.tokens]
-
-
-def _sign(sign: str) -> tuple[int, bool]:
-    place = max(TOKENS.find(sign), 0)
-    return place % 10, place >= 10
+    return [(r, [[_LEVELS.get(sign, (9, False)) for sign in line] for line in r.tokens]) for r in case.rows if r.tokens]
