@@ -133,6 +133,8 @@ FORWARD = (
 """Fields of recipes, step by step, of what plain torch keeps in 16 bits."""
 BACKWARD = ({"dlogits": "input"}, SUMS, {"dlogits": "input"} | SUMS)
 """The same of its backward pass alone."""
+UNSHIFTED = {"entropy": "unshifted"}
+"""A formula of the entropy that is weak in every dtype."""
 
 
 def undeclared(
@@ -140,14 +142,17 @@ def undeclared(
 ) -> str | None:
     """A sentence with the fields of the first recipe under which every failing quantity agrees, or None.
 
-    Only for a user's function on 16-bit inputs or under autocast, where plain torch rounds what nobody asked it to.
+    Only for a user's function: of its entropy, and on 16-bit inputs or under autocast, where plain torch rounds what nobody
+    asked it to.
     """
     autocast = oracle.inputs.context == "autocast"
     dtype = "bf16" if autocast else oracle.inputs.case.dtype
-    if not implementation.is_function or dtype == "fp32":
+    if not implementation.is_function:
         return None
+    narrow = BACKWARD if _is_wide(oracle, outcome, failing) else FORWARD
+    steps = [UNSHIFTED] * ("entropy" in failing) + [*narrow] * (dtype != "fp32")
     recipe = implementation.recipe_for(oracle.inputs)
-    for fields in BACKWARD if _is_wide(oracle, outcome, failing) else FORWARD:
+    for fields in steps:
         wider = dataclasses.replace(recipe, **fields).resolve(dtype)
         if wider == recipe:
             continue

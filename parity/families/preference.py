@@ -251,7 +251,7 @@ def parameters(x: Inputs) -> set[str]:
         "desirable",
         "undesirable",
     }
-    names = names - _silent(vars(s)) | {*WIRING}
+    names = names - (_silent(vars(s)) - {"average"}) | {*WIRING}  # some divide the means again
     moved = {n for n in names if getattr(s, n) != SETTINGS[n].default} | {*stored_tensors.REQUIRED, "beta"}
     return moved | {n for n in ("bias", "ref_hidden", "labels") if x.tensors.get(n) is not None}
 

@@ -332,9 +332,9 @@ def _recipe(recipe: Recipe | None, problem: Problem) -> Recipe:
     if not isinstance(recipe, Recipe | None):
         raise ValueError(f"recipe={recipe!r}: give EAGER, or Recipe(…)")
     resolved = (recipe or Recipe(output="input")).resolve(problem.dtype)
-    products = {"matmul", "matmul_backward", "tanh"}
+    formulas = {"matmul", "matmul_backward", "tanh", "entropy"}
     for field, value in dataclasses.asdict(resolved).items():
-        if isinstance(value, str) and field not in products and value not in (*DTYPES, "any"):
+        if isinstance(value, str) and field not in formulas and value not in (*DTYPES, "any"):
             raise ValueError(f"Recipe({field}={value!r}): give input, {', '.join(DTYPES)}")
     return resolved
 

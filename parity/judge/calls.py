@@ -115,10 +115,13 @@ class FunctionCalls(protocol.Calls[Tensors]):
         again = self.values()
         return [f"{n} has other bits in a second call" for n in first if not same_bits(again.get(n), first[n])]
 
-    def _spreads_nan(self) -> bool:
-        """Whether the definition shows a NaN: `torch.where(x > 0, x, 0)` does not."""
-        own = dataclasses.replace(self, function=self.problem.definition)
-        return not protocol.shown(own, own.values())
+    def _defined(self, part: Callable[[FunctionCalls], list[str]]) -> bool:
+        """Whether the definition holds a part: `where(x > 0, x, 0)` hides a NaN, a stop-gradient a derivative."""
+        return not part(dataclasses.replace(self, function=self.problem.definition))
+
+    def _twice(self) -> list[str]:
+        wanted = self.problem.dtype == "fp32" and self._defined(protocol.second_order)
+        return protocol.second_order(self) if wanted else []
 
     def broken(self, names: Collection[str], first: Values) -> list[str]:
         """What of the protocol does not hold, a sentence each."""
@@ -129,9 +132,11 @@ class FunctionCalls(protocol.Calls[Tensors]):
             "interleaved": lambda: protocol.interleaved(self, first, FORWARDS),
             "repeated": lambda: protocol.repeated(self, first),
             "no_grad": lambda: protocol.unrecorded(self, first),
-            "nan": lambda: protocol.shown(self, first) if self._spreads_nan() else [],
+            "nan": lambda: (
+                protocol.shown(self, first) if self._defined(lambda c: protocol.shown(c, c.values())) else []
+            ),
             "default dtype": lambda: protocol.other_default(self, first),
-            "second derivative": lambda: protocol.second_order(self) if self.problem.dtype == "fp32" else [],
+            "second derivative": self._twice,
             "checkpoint": lambda: protocol.recomputed(self, first),
             "reentrant checkpoint": lambda: protocol.through(
                 self, first, lambda f, *x: checkpoint(f, *x, use_reentrant=True)

@@ -169,19 +169,23 @@ def recomputed(calls: Calls[X], first: Values) -> list[str]:
 
 
 def other_default(calls: Calls[X], first: Values) -> list[str]:
-    """Under torch's default dtype float64 come the same values: those that it is given have dtypes of their own."""
+    """Under torch's default dtype float64 come the same values, in whatever dtype: what is given has dtypes of its own."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         x = calls.fresh()
-        return _differ(calls, x, calls.forward(x), first, "differs where torch's default dtype is float64")
+        return _differ(calls, x, calls.forward(x), first, "differs where torch's default dtype is float64", True)
     finally:
         torch.set_default_dtype(before)
 
 
-def _differ(calls: Calls[X], x: X, outputs: Mapping[str, torch.Tensor], first: Values, how: str) -> list[str]:
+def _differ(
+    calls: Calls[X], x: X, outputs: Mapping[str, torch.Tensor], first: Values, how: str, any_dtype: bool = False
+) -> list[str]:
     calls.backward(x, outputs)
     values = {n: v.detach() for n, v in outputs.items()} | dict(calls.gradients(x))
+    if any_dtype:
+        values = {n: v if v is None or (f := first.get(n)) is None else v.to(f.dtype) for n, v in values.items()}
     return [f"{n} {how}" for n in calls.differ({n: values.get(n) for n in first}, first)]
 
 

@@ -59,6 +59,8 @@ class Recipe:
         inputs: dtype to which the parameters are cast before use (autocast), or None.
         dinputs: dtype in which their gradient passes that cast, where it is not that of `inputs`, or None.
         tanh: "ieee", or "sigmoid" for 2σ(2x) - 1, whose error is absolute near zero.
+        entropy: "shifted", or "unshifted" where an entropy is L - Σ p·z with p = exp(z - L) of logits whose largest is not
+            subtracted first: the rounding u·|L| of the log-sum-exp L is in every p, and u·L² in the entropy.
         selected: dtype to which the products h·W[id] of the selected logit are rounded one by one, where an
             implementation computes it apart from the logits of the log-sum-exp.
         kept: dtype in which `stored(x)` keeps a value of a definition, or None: that of the inputs.
@@ -87,6 +89,7 @@ class Recipe:
     inputs: str | None = None
     dinputs: str | None = None
     tanh: str = "ieee"
+    entropy: str = "shifted"
     selected: str = "fp32"
     kept: str | None = None
     output: str = "fp32"
@@ -111,7 +114,9 @@ class Recipe:
 
     def stored_wide(self) -> Recipe:
         """The recipe with float32 wherever something is stored, cast or rounded."""
-        return Recipe(self.matmul, self.matmul_backward, tanh=self.tanh, kept="fp32", output=self.output)
+        return Recipe(
+            self.matmul, self.matmul_backward, tanh=self.tanh, entropy=self.entropy, kept="fp32", output=self.output
+        )
 
     @property
     def stores_narrow(self) -> bool:

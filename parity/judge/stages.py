@@ -43,7 +43,12 @@ def stored(
         return x
     mode = RUNNING[-1]
     if stage in ("entropy", "divergence"):
-        return x if size is None else mode.spread(x, size, "fp32", along)
+        unshifted = stage == "entropy" and mode.recipe.entropy == "unshifted"
+        return (
+            x
+            if size is None
+            else mode.spread(x, (lambda: size() + size() ** 2 / 4) if unshifted else size, "fp32", along)
+        )
     if stage == "selected":
         return x if mode.recipe.selected == "fp32" or size is None else mode.spread(x, size, mode.recipe.selected)
     if stage == "target":

@@ -128,6 +128,11 @@ def interleaved(implementation: Implementation, inputs: Inputs, other: Inputs, f
     return calls.held(lambda c: protocol.interleaved(c, first.quantities, others), fails)
 
 
+TWICE = frozenset({"logprobs", "divergence", "preference"})
+"""Families without a stop-gradient, whose first derivative moves where autograd's second does not; a teacher that has the
+student's head is one too."""
+
+
 def ways(
     implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome, agree: Callable[[Outcome], bool]
 ) -> list[str]:
@@ -145,7 +150,7 @@ def ways(
         parts = parts[:1]
     if not implementation.is_function:
         parts = [parts[share(inputs.case, "ways") % len(parts)]]
-    elif inputs.leaves and inputs.case.dtype == "fp32":
+    elif inputs.leaves and inputs.case.dtype == "fp32" and implementation.family in TWICE and not inputs.shared:
         parts.append(("by a second derivative: ", protocol.second_order))
     return [line for fails, part in parts for line in calls.held(part, fails)]
 

@@ -81,3 +81,32 @@ def test_partial_sums_in_16_bits_are_named():
 def test_no_recipe_is_named_for_what_is_wrong():
     found = messages(too_large)
     assert found and not any("Recipe(" in text for text in found)
+
+
+def with_entropy(factor=1.0):
+    def unshifted(hidden, weight, ids, temperature=1.0, entropy="none"):
+        """L - Σ p·z of logits as they come, in float32, as a kernel that keeps L for its second pass has it."""
+        z = hidden.float() @ weight.float().T / temperature
+        total = z.logsumexp(-1, keepdim=True)
+        found = total.squeeze(-1) - factor * ((z - total).exp() * z).sum(-1)
+        return chosen(z - total, ids), found if entropy == "gradient" else found.detach()
+
+    unshifted.outputs = ("entropy",)
+    return unshifted
+
+
+def test_an_entropy_of_logits_that_are_not_shifted_is_weak_and_no_logic_error():
+    settings = {"B": 1, "H": 2, "T": 5, "V": 80, "entropy": "gradient", "peak": 50.0, "temperature": 1.2}
+    case = Case("logprobs", 327, "fp32", settings)
+
+    def failing(function, recipe=None):
+        implementation = from_function(function, "here.py:unshifted", [LOGPROBS])
+        if recipe is not None:
+            implementation = dataclasses.replace(implementation, recipe=lambda x: recipe)
+        return [r for r in run_case(LOGPROBS, case, [implementation], thorough=False) if r.failing]
+
+    rows = failing(with_entropy())
+    assert rows[0].quantity == "entropy" and {r.cls for r in rows} == {"precision"}
+    assert "Recipe(entropy='unshifted')" in rows[0].message
+    assert failing(with_entropy(), Recipe(entropy="unshifted", output="any")) == []
+    assert "logic" in {r.cls for r in failing(with_entropy(1.001), Recipe(entropy="unshifted", output="any"))}

@@ -13,7 +13,7 @@ from parity.protocol.call import copies, execute
 from parity.protocol.exceptions import Outcome
 from parity.registry import family, run_case
 
-LOGPROBS, POLICY = family("logprobs"), family("policy")
+LOGPROBS, POLICY, DIVERGENCE = family("logprobs"), family("policy"), family("divergence")
 PLAIN = control("control.logprobs.plain")
 LOSS = control("control.policy.plain")
 
@@ -279,6 +279,27 @@ def test_calls_of_other_kinds_that_go_wrong_are_named(says):
     assert {r.verdict for r in rows.values()} == {"agree"}
     function = dataclasses.replace(PLAIN, id="own.py:right")
     assert {r.verdict for r in run_case(case, [function])} == {"agree"}
+
+
+def test_a_second_derivative_beside_a_teacher_of_the_same_head_is_not_asked():
+    """A step in the head would move the teacher too, which no gradient sees."""
+    settings = {"H": 7, "T": 2, "V": 96, "beta": 0.75, "bias": "random", "gap": "equal", "grad": "hidden", "peak": 4.0}
+    function = dataclasses.replace(control("control.divergence.ieee"), id="own.py:right")
+    rows = run_case(DIVERGENCE.case(28987, "fp32", settings), [function])
+    assert {r.verdict for r in rows} == {"agree"}
+
+
+def test_honest_functions_have_a_second_derivative_and_no_use_for_what_means_nothing():
+    """A stop-gradient has none to be held against; a mean over tokens may be asked for where a loss takes it anyway."""
+    for base, settings in (
+        ("control.policy.plain", {"old": "absent"}),
+        ("control.policy.plain", {"loss_type": "cispo", "epsilon_high": 2.0}),
+        ("control.preference.plain", {"loss_type": "ipo"}),
+        ("control.preference.plain", {"gap": "apart"}),
+    ):
+        function = dataclasses.replace(control(base), id="own.py:right")
+        case = family(function.family).case(3, "fp32", {"V": 11, "H": 5} | settings)
+        assert {r.verdict for r in run_case(case, [function])} == {"agree"}
 
 
 def test_a_nan_that_does_not_show_is_named():
