@@ -161,8 +161,8 @@ def _fitted(found: Difference, facts: Facts, ids: Tensor, picked: Tensor) -> Ite
             continue  # the sampled token would have been cut
         mass = float((own - best).exp().mean())
         size = " ".join([f"top-p {top_p:g}"] * (top_p < 1) + [f"top-k {top_k}"] * (top_k > 0))
-        text = f"the sampler's are of the tokens that it kept, {mass:.2f} of the mass, the trainer's of all"
-        yield (text, size), units(best)
+        text = "the sampler's are of the tokens that it kept, the trainer's of all"
+        yield (text, f"{size}: {mass:.2f} of the mass"), units(best)
 
 
 def heads(model: Any, scores: Scores) -> dict[str, Tensor]:

@@ -61,8 +61,8 @@ def test_a_clean_run_is_silent(tmp_path, dtype, wanted, said):
         for planted, cause in [
             ({"temperature": 0.9}, "temperature 0.9 where the trainer's is 0.7"),
             ({"raw": True}, "temperature 1 (raw log-probs: none is applied) where the trainer's is 0.7"),
-            ({"top_p": 0.8}, "(top-p 0.8)"),
-            ({"top_k": 20}, "(top-k 20)"),
+            ({"top_p": 0.8}, "(top-p 0.8: 0."),
+            ({"top_k": 20}, "(top-k 20: "),
             ({"change": early}, "each log-prob belongs to the token after it"),
             ({"change": filled}, "log-probs are 0: missing ones were filled"),
             ({"change": torch.zeros_like}, "all log-probs are 0"),
