@@ -117,7 +117,7 @@ class FunctionCalls(protocol.Calls[Tensors]):
 
     def _defined(self, part: Callable[[FunctionCalls], list[str]]) -> bool:
         """Whether the definition holds a part: `where(x > 0, x, 0)` hides a NaN, a stop-gradient a derivative."""
-        return not part(dataclasses.replace(self, function=self.problem.definition))
+        return not part(dataclasses.replace(self, function=self.problem.definition, changed=[]))
 
     def _twice(self) -> list[str]:
         wanted = self.problem.dtype == "fp32" and self._defined(protocol.second_order)
