@@ -16,8 +16,8 @@ from parity.judge.problem import Problem, call, laid_out, named
 from parity.judge.protocol import Values, same_bits
 
 Tensors = dict[str, torch.Tensor]
-DEFAULT = ("inputs", "bits", "accumulation", "interleaved", "repeated", "no_grad", "nan")
-ALL = (*DEFAULT, "default dtype", "second derivative", "checkpoint", "reentrant checkpoint", "compile")
+DEFAULT = ("inputs", "bits", "accumulation", "interleaved", "repeated", "no_grad")
+ALL = (*DEFAULT, "nan", "default dtype", "second derivative", "checkpoint", "reentrant checkpoint", "compile")
 NEED_GRADIENTS = ("accumulation", "interleaved", "nan", "second derivative", "checkpoint", "reentrant checkpoint")
 FORWARDS = 3
 """Other forwards before a backward."""
