@@ -177,7 +177,7 @@ class Watch:
         self._temperature = float(getattr(trainer, "temperature", None) or 1.0) if taken.mask is None else 1.0
         dropped = drops(trainer.model)
         model = getattr(trainer.model, "_orig_mod", trainer.model)
-        count = 4 if self._single and sum(map(len, rows.places)) < SAMPLE else 1
+        count = 2 if self._single and sum(map(len, rows.places)) < SAMPLE // 4 else 1
         with undisturbed(model), trainer.accelerator.autocast():
             mine = own(model, rows, self._temperature, range(count))
         sides = {"trainer": None if dropped else rows.of(taken.logps)} | self._sides(taken, rows, inputs, dropped)

@@ -103,8 +103,16 @@ def test_a_warning_is_said_once_and_may_be_raised(tmp_path, said):
         watched(grpo(raw, temperature=0.7), tmp_path, on_mismatch="raise")
 
 
-def trained(watch, tmp_path, **wanted):
-    trainer = grpo(sampler, max_steps=3, per_device_train_batch_size=4, gradient_accumulation_steps=2, **wanted)
+def trained(watch, tmp_path, lora=False, **wanted):
+    wanted["peft"] = trl.lora(lora_dropout=0.1) if lora else None
+    trainer = grpo(
+        sampler,
+        disable_dropout=not lora,
+        max_steps=3,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        **wanted,
+    )
     made = parity.watch(trainer, every=1, to=tmp_path / "watch.ndjson") if watch else None
     with drive.seeded(), trl.quiet():
         trainer.train()
@@ -116,7 +124,7 @@ def trained(watch, tmp_path, **wanted):
     return trainer, state, log
 
 
-@pytest.mark.parametrize("wanted", [{}, {"gradient_checkpointing": True, "beta": 0.04}])
+@pytest.mark.parametrize("wanted", [{"lora": True}, {"gradient_checkpointing": True, "beta": 0.04}])
 def test_a_watched_run_ends_in_the_same_bits(tmp_path, wanted):
     (bare, state, log), (seen, same_state, same_log) = (
         trained(False, tmp_path, **wanted),
