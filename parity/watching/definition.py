@@ -16,6 +16,12 @@ OPERATIONS = 64
 """Roundings of the log-probs' dtype, at their full size, that a gradient may be off by."""
 
 
+def loss_mask(inputs: Any) -> Tensor:
+    """Which tokens of the completions are in the loss, (B, T)."""
+    mask: Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
 def policy(
     trainer: Any, inputs: Any, logps: Tensor, entropies: Tensor | None
 ) -> tuple[SimpleNamespace, SimpleNamespace]:
@@ -33,7 +39,7 @@ def policy(
         value = inputs.get(name)
         return value.detach().double().cpu() if torch.is_tensor(value) else None
 
-    mask = inputs["completion_mask"] * inputs["tool_mask"] if "tool_mask" in inputs else inputs["completion_mask"]
+    mask = loss_mask(inputs)
     items, quantile = inputs.get("num_items_in_batch"), getattr(args, "top_entropy_quantile", 1.0)
     x = SimpleNamespace(
         mask=mask.cpu(),
@@ -44,10 +50,8 @@ def policy(
         importance_sampling_ratio=of("importance_sampling_ratio"),
         top_entropy_quantile=None if quantile >= 1 else torch.tensor(quantile),
         num_items_in_batch=float(mask.sum() if items is None else items) / trainer.accelerator.num_processes,
-    )
-    x.logps, x.entropies = (
-        logps.detach().double().cpu(),
-        None if entropies is None else entropies.detach().double().cpu(),
+        logps=logps.double().cpu(),
+        entropies=None if entropies is None else entropies.double().cpu(),
     )
     return s, x
 

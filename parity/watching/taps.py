@@ -16,7 +16,6 @@ class Taken:
     """One scoring of a micro-batch by the trainer.
 
     Attributes:
-        model: that scored.
         ids, attention: (B, P + T).
         logps: (B, T), detached; entropies: (B, T) or None.
         mask: (B, T), the tokens in the loss, where the scoring says so.
@@ -24,7 +23,6 @@ class Taken:
         slopes: what the backward pass brought to the log-probs, (B, T).
     """
 
-    model: Any
     ids: Tensor
     attention: Tensor
     logps: Tensor
@@ -42,27 +40,29 @@ class Taps:
 
     def around(self, name: str, wrapper: Callable[..., Any]) -> None:
         """Calls of the trainer's method `name` go through `wrapper(original, *args, **kwargs)`."""
-        holder, original = self.trainer, getattr(self.trainer, name)
-        replaced = functools.wraps(original)(functools.partial(wrapper, original))
-        before = vars(holder).get(name)
-        setattr(holder, name, replaced)
+        original, before = getattr(self.trainer, name), vars(self.trainer).get(name)
+        replaced = functools.wraps(original)(functools.partial(self._call, wrapper, original))
+        setattr(self.trainer, name, replaced)
+        self._undo.append(functools.partial(self._back, name, replaced, before))
 
-        def back() -> None:
-            if vars(holder).get(name) is replaced:
-                delattr(holder, name) if before is None else setattr(holder, name, before)
+    def _call(self, wrapper: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        # a later hook may still hold one that is undone
+        return wrapper(original, *args, **kwargs) if self._undo else original(*args, **kwargs)
 
-        self._undo.append(back)
+    def _back(self, name: str, replaced: Any, before: Any) -> None:
+        if vars(self.trainer).get(name) is replaced:
+            delattr(self.trainer, name) if before is None else setattr(self.trainer, name, before)
 
-    def scored(self, seen: Callable[[Taken], None]) -> None:
-        """`seen` is told of each scoring, before its result goes on to the trainer."""
+    def scored(self, seen: Callable[[Callable[[], Taken | None]], None]) -> None:
+        """`seen` gets a reader of each scoring, before its result goes on to the trainer."""
         trainer = self.trainer
         if name := next((n for n in SCORERS if hasattr(trainer, n)), None):
-            self.around(name, functools.partial(_method, seen))
+            self.around(name, functools.partial(_called, seen, _method))
         elif hasattr(trainer, "_forward"):
-            self.around("_forward", functools.partial(_online, seen))
+            self.around("_forward", functools.partial(_called, seen, _online))
         else:
             for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
-                hook = model.register_forward_hook(functools.partial(_fused, seen), with_kwargs=True)
+                hook = model.register_forward_hook(functools.partial(_forwarded, seen), with_kwargs=True)
                 self._undo.append(hook.remove)
 
     def undo(self) -> None:
@@ -71,43 +71,47 @@ class Taps:
             self._undo.pop()()
 
 
-def _told(seen: Callable[[Taken], None], logps: Tensor, **fields: Any) -> None:
+def _called(seen: Any, read: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    out = original(*args, **kwargs)
+    seen(functools.partial(read, out, *args, **kwargs))
+    return out
+
+
+def _forwarded(seen: Any, model: Any, args: Any, kwargs: Any, out: Any) -> None:
+    seen(functools.partial(_fused, out, model, **kwargs))
+
+
+def _taken(logps: Tensor, **fields: Any) -> Taken:
     taken = Taken(logps=logps.detach(), trained=logps.requires_grad, **fields)
     if logps.requires_grad:
         logps.register_hook(functools.partial(setattr, taken, "slopes"))
-    seen(taken)
+    return taken
 
 
-def _method(
-    seen: Any, original: Any, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kw: Any
-) -> Any:
-    out = original(model, input_ids, attention_mask, *args, **kw)
-    logps, *more = (
-        (out["logps"], out.get("entropies")) if isinstance(out, dict) else out if isinstance(out, tuple) else (out,)
-    )
+def _method(out: Any, model: Any, input_ids: Tensor, attention_mask: Tensor, *_: Any, **kw: Any) -> Taken | None:
+    if any(kw.get(name) is not None for name in ("pixel_values", "image_grid_thw")):
+        return None
+    if isinstance(out, dict):
+        out = out["logps"], out.get("entropies")
+    logps, *more = out if isinstance(out, tuple) else (out,)
     entropies = more[0].detach() if more and torch.is_tensor(more[0]) else None
-    images = any(kw.get(name) is not None for name in ("pixel_values", "image_grid_thw"))
-    if not images:
-        _told(seen, logps, model=model, ids=input_ids, attention=attention_mask, entropies=entropies, mask=None)
-    return out
+    return _taken(logps, ids=input_ids, attention=attention_mask, entropies=entropies, mask=None)
 
 
-def _online(
-    seen: Any, original: Any, model: Any, prompt: Tensor, prompt_mask: Tensor, ids: Tensor, mask: Tensor, *more: Any
-) -> Any:
-    out = original(model, prompt, prompt_mask, ids, mask, *more)
-    if not any(x is not None for x in more):
-        joined = torch.cat([prompt, ids], 1), torch.cat([prompt_mask, mask], 1)
-        _told(seen, out, model=model, ids=joined[0], attention=joined[1], entropies=None, mask=mask)
-    return out
+def _online(out: Any, model: Any, prompt: Any, prompt_mask: Any, ids: Any, mask: Any, *images: Any) -> Taken | None:
+    if any(x is not None for x in images):
+        return None
+    joined, attention = torch.cat([prompt, ids], 1), torch.cat([prompt_mask, mask], 1)
+    return _taken(out, ids=joined, attention=attention, entropies=None, mask=mask)
 
 
-def _fused(seen: Any, model: Any, args: Any, kwargs: Any, out: Any) -> None:
-    logps, labels, ids = getattr(out, "log_probs", None), kwargs.get("labels"), kwargs.get("input_ids")
-    if logps is None or labels is None or ids is None or logps.shape[1] != ids.shape[1] - 1:
-        return
-    if kwargs.get("pixel_values") is not None or kwargs.get("position_ids") is not None:
-        return  # images; sequences packed into one row
-    attention = kwargs.get("attention_mask")
-    attention = torch.ones_like(ids) if attention is None else attention
-    _told(seen, logps, model=model, ids=ids, attention=attention, entropies=None, mask=labels[:, 1:] != -100)
+def _fused(
+    out: Any, model: Any, input_ids: Any = None, labels: Any = None, attention_mask: Any = None, **kw: Any
+) -> Taken | None:
+    logps = getattr(out, "log_probs", None)
+    if logps is None or labels is None or input_ids is None or logps.shape[1] != input_ids.shape[1] - 1:
+        return None
+    if kw.get("pixel_values") is not None or kw.get("position_ids") is not None:
+        return None  # images; sequences packed into one row
+    attention = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    return _taken(logps, ids=input_ids, attention=attention, entropies=None, mask=labels[:, 1:] != -100)

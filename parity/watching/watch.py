@@ -6,12 +6,13 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 from parity.watching import causes, definition
 from parity.watching.causes import Difference, Facts, agrees, rms
@@ -50,7 +51,7 @@ class Finding:
     tokens: tuple[Mapping[str, Any], ...] = ()
 
 
-class Watch:
+class Watch(TrainerCallback):
     """What `parity.watch` returns: `findings` of the run so far; `undo()` ends it."""
 
     def __init__(self, trainer: Any, every: int, rows: int, on_mismatch: str, to: Path, memory_budget: int):
@@ -60,26 +61,29 @@ class Watch:
         self.seconds = 0.0
         """Spent in it so far."""
         self._taps = Taps(trainer)
-        self._due: int | None = None
-        self._begun = self._generated = -1
         self._taken: list[Taken] | None = None
         self._inputs: Any = {}
+        self._measured: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._said: set[tuple[str, ...]] = set()
+        self.on_train_begin()
+        if hasattr(trainer, "_generate_and_score_completions"):
+            self._generated = -2  # in the midst of a run: wait for completions of the present weights
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """A trainer may train more than once."""
+        self._due: int | None = None
+        self._begun = self._generated = -1
         self._old: list[tuple[int, dict[str, Tensor]]] = []
         self._sloped = False
 
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Gradients are complete, the weights are the old ones."""
+        self._guarded(self._before_update)
+
     def install(self) -> None:
         """Hooks, and a callback for gradients."""
-        from transformers import TrainerCallback
-
-        class Gradients(TrainerCallback):
-            def on_pre_optimizer_step(_, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                self._guarded(self._before_update)
-
-        callback = Gradients()
-        self.trainer.add_callback(callback)
-        self._taps._undo.append(lambda: self.trainer.remove_callback(callback))
+        self.trainer.add_callback(self)
         self._taps.around("training_step", self._step)
         self._taps.around("_prepare_inputs", self._prepared)
         self._taps.around("log", self._logged)
@@ -90,37 +94,45 @@ class Watch:
     def undo(self) -> None:
         """Takes every hook away; a second call does nothing."""
         self._taps.undo()
+        handler = self.trainer.callback_handler
+        handler.callbacks = [
+            c for c in handler.callbacks if c is not self
+        ]  # a new list: the old may be walked just now
+        self._taken = None
 
     def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        state = self.trainer.state
+        step = self._now
         if self._due is None:
-            self._due = self._begun = state.global_step
-        self._taken = [] if state.global_step >= self._due else None
-        self._sloped = False
+            self._due = self._begun = step
+        self._taken = [] if step >= self._due else None
         out = original(*args, **kwargs)
-        if self._taken == [] and not self._said:
-            self._said.add(("nothing",))
-            logger.warning("watch: %s hands out no log-probs: gradients alone are watched", type(self.trainer).__name__)
-        elif self._taken and self._generated in (-1, state.global_step):
-            self._due = state.global_step + self.every
+        if self._taken == []:
+            name = type(self.trainer).__name__
+            self._say(("nothing",), f"watch: {name} hands out no log-probs: gradients alone are watched")
+        elif self._taken and self._generated in (-1, step):
             self._guarded(self._look)
         self._taken, self._inputs = None, {}
         return out
 
     def _prepared(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
-        if self._taken is not None:
+        if self._taken is not None and isinstance(out, Mapping):
             self._inputs = out
         return out
 
     def _generating(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self.trainer.model.training:
-            self._generated = self.trainer.state.global_step
+            self._generated = self._now
         return original(*args, **kwargs)
 
-    def _seen(self, taken: Taken) -> None:
+    def _seen(self, read: Callable[[], Taken | None]) -> None:
+        def keep() -> None:
+            taken = read()
+            if taken is not None and self._taken is not None:
+                self._taken.append(taken)
+
         if self._taken is not None:
-            self._taken.append(taken)
+            self._guarded(keep)
 
     def _logged(self, original: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not any(name.startswith("eval_") for name in logs):
@@ -130,32 +142,44 @@ class Watch:
 
     def _guarded(self, do: Callable[[], None]) -> None:
         """An error of the watch itself ends it, never the run."""
-        begun = time.perf_counter()
+        begun, before = time.perf_counter(), len(self.findings)
         try:
-            do()
+            try:
+                do()
+            finally:
+                if self._measured or len(self.findings) > before:
+                    self._write(self.findings[before:])
         except Mismatch:
             raise
         except Exception as error:
             self.undo()
-            logger.warning(
-                "watch: %s: %s; the run goes on unwatched", type(error).__name__, str(error).partition("\n")[0]
-            )
-        self.seconds += time.perf_counter() - begun
+            logger.warning("watch: %s; the run goes on unwatched", _line(error))
+        finally:
+            self.seconds += time.perf_counter() - begun
 
     def _before_update(self) -> None:
         """The gradients of the first step; a copy of the weights where the next steps may have to know them."""
-        trainer, step = self.trainer, self.trainer.state.global_step
-        named = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
-        if step == self._begun and getattr(trainer.accelerator, "scaler", None) is None:
+        named = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        if self._now == self._begun and getattr(self.trainer.accelerator, "scaler", None) is None:
             broken = [n for n, p in named.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
             still = not any(p.grad is not None and bool(p.grad.any()) for p in named.values())
             if broken:
-                self._find("gradient", math.nan, (), f"gradients of step 1 are not finite: {_some(broken)}")
+                more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+                self._find("gradient", math.nan, (), f"gradients are not finite: {', '.join(broken[:3])}{more}")
             elif still and self._sloped:
-                self._find("gradient", math.nan, (), "no parameter has a gradient in step 1, and the loss has one")
+                self._find("gradient", math.nan, (), "no parameter has a gradient, and the loss has one")
         small = sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget
-        if small and self._single and self._generated >= 0 and step + 2 >= (self._due or 0):
-            self._old = [*self._old[-1:], (step, {n: p.detach().to("cpu", copy=True) for n, p in named.items()})]
+        if small and self._single and self._generated >= 0 and self._now + 2 >= (self._due or 0):
+            weights = {n: p.detach().to("cpu", copy=True) for n, p in named.items()}
+            self._old = [*self._old[-1:], (self._now, weights)]
+
+    @property
+    def _now(self) -> int:
+        return int(self.trainer.state.global_step)
+
+    @property
+    def _model(self) -> Any:
+        return getattr(self.trainer.model, "_orig_mod", self.trainer.model)
 
     @property
     def _single(self) -> bool:
@@ -163,83 +187,82 @@ class Watch:
 
     def _look(self) -> None:
         """Everything about the micro-batch just scored; its backward pass is done, the optimizer has not stepped."""
-        trainer, inputs = self.trainer, self._inputs if isinstance(self._inputs, Mapping) else {}
-        taken = next((t for t in self._taken or () if t.trained), None)
+        trainer, taken = self.trainer, next((t for t in self._taken or () if t.trained), None)
         if taken is None:
             return
-        width = taken.logps.shape[1]
-        mask = taken.mask
-        if mask is None:
-            mask = (
-                inputs["completion_mask"] * inputs["tool_mask"] if "tool_mask" in inputs else inputs["completion_mask"]
-            )
-        rows = rows_of(taken.ids, taken.attention, mask[:, -width:], self.rows)
+        mask = definition.loss_mask(self._inputs) if taken.mask is None else taken.mask
+        rows = rows_of(taken.ids, taken.attention, mask[:, -taken.logps.shape[1] :], self.rows)
+        tokens = sum(map(len, rows.places))
+        if not tokens:
+            return
+        self._due = self._now + self.every
         self._temperature = float(getattr(trainer, "temperature", None) or 1.0) if taken.mask is None else 1.0
-        dropped = drops(trainer.model)
-        model = getattr(trainer.model, "_orig_mod", trainer.model)
-        count = 2 if self._single and sum(map(len, rows.places)) < SAMPLE // 4 else 1
-        with undisturbed(model), trainer.accelerator.autocast():
-            mine = own(model, rows, self._temperature, range(count))
-        sides = {"trainer": None if dropped else rows.of(taken.logps)} | self._sides(taken, rows, inputs, dropped)
-        self._metrics["watch/noise"] = mine.noise
+        sides = self._sides(taken, rows, drops(trainer.model))
+        mine = self._own(rows, range(2 if self._single and tokens < SAMPLE // 4 else 1))
+        self._measured = {"tokens": tokens, "watch/noise": mine.noise}
         for what, values in sides.items():
             if values is not None:
-                self._judge(model, what, Difference(values, mine), rows, sides["trainer"])
-        if taken.slopes is not None and bool(taken.slopes.any()):
-            self._sloped = True
-        self._loss(taken, inputs)
-        self._write(mine, rows)
+                self._judge(what, Difference(values, mine), rows, sides["trainer"])
+        if taken.slopes is not None:
+            self._sloped = self._sloped or bool(taken.slopes.any())
+            self._loss(taken)
 
-    def _sides(self, taken: Taken, rows: Rows, inputs: Any, dropped: bool) -> dict[str, Tensor | None]:
-        """Log-probs of the tokens by whoever else has them."""
+    def _own(self, rows: Rows, seeds: Sequence[int], dtype: torch.dtype | None = None) -> Own:
+        with undisturbed(self._model), self.trainer.accelerator.autocast():
+            return own(self._model, rows, self._temperature, seeds, dtype)
+
+    def _sides(self, taken: Taken, rows: Rows, dropped: bool) -> dict[str, Tensor | None]:
+        """Log-probs of the tokens by the trainer and whoever else has them; under dropout the sampler's alone."""
 
         def of(name: str) -> Tensor | None:
-            value = inputs.get(name)
+            value = self._inputs.get(name)
             fits = torch.is_tensor(value) and value.shape == rows.picked.shape
             return rows.of(value) if fits else None
 
-        out = {"sampler": of("sampling_per_token_logps"), "old": None if dropped else of("old_per_token_logps")}
-        if self.trainer.state.global_step == self._begun == 0 and not dropped and self._is_reference():
+        out = {"trainer": None if dropped else rows.of(taken.logps), "sampler": of("sampling_per_token_logps")}
+        if not dropped and self._generated == self._now:
+            out["old"] = of("old_per_token_logps")
+        if not dropped and self._now == self._begun == 0 and self._is_reference():
             out["reference"] = of("ref_per_token_logps")
-            if out["reference"] is None:
-                same = (t for t in self._taken or () if not t.trained and torch.equal(t.ids, taken.ids))
-                found = (
-                    next((t for t in same if t.logps.shape == taken.logps.shape), None)
-                    if taken.mask is not None
-                    else None
-                )
-                out["reference"] = None if found is None else rows.of(found.logps)
+            if out["reference"] is None and taken.mask is not None:
+                others = (t for t in self._taken or () if not t.trained and t.logps.shape == taken.logps.shape)
+                same = (rows.of(t.logps) for t in others if torch.equal(t.ids, taken.ids))
+                out["reference"] = next(same, None)
         return out
 
     def _is_reference(self) -> bool:
         """Whether policy and reference have the same weights before the first update."""
-        model, reference = self.trainer.model, getattr(self.trainer, "ref_model", None)
+        mine, reference = dict(self.trainer.model.named_parameters()), getattr(self.trainer, "ref_model", None)
         if reference is None:
-            adapted = {n: p for n, p in model.named_parameters() if ".lora_B." in n and ".ref." not in n}
-            return bool(adapted) and not any(bool(p.any()) for p in adapted.values())
+            adapted = [p for n, p in mine.items() if ".lora_B." in n and ".ref." not in n]
+            return bool(adapted) and not any(bool(p.any()) for p in adapted)
         theirs = dict(reference.named_parameters())
-        mine = dict(model.named_parameters())
-        return mine.keys() == theirs.keys() and all(
-            torch.equal(p.to(theirs[n].dtype), theirs[n]) for n, p in mine.items()
-        )
+        return mine.keys() == theirs.keys() and all(torch.equal(p.to(theirs[n]), theirs[n]) for n, p in mine.items())
 
-    def _judge(self, model: Any, what: str, found: Difference, rows: Rows, trainer: Tensor | None) -> None:
+    def _judge(self, what: str, found: Difference, rows: Rows, trainer: Tensor | None) -> None:
         units = found.units()
-        self._measure(what, found, units, trainer)
+        self._measured[f"watch/{what}_units"] = rms(units)
+        if what == "sampler" and len(units):
+            against = found.own.scores.logps if trainer is None else trainer
+            d = (against - found.values)[found.there & found.values.isfinite()]
+            self._measured |= {
+                "sampling/mismatch_kl": float(-d.mean()),
+                "sampling/k3": float((d.exp() - d - 1).mean()),
+                "sampling/mean_exp_abs_difference": float(d.abs().exp().mean()),
+            }
         if agrees(units):
             return
-        if (
-            what != "trainer"
-            and trainer is not None
-            and agrees(((found.values - trainer) / found.own.units)[found.there])
-        ):
+        if what != "trainer" and trainer is not None and agrees(found.units(trainer)):
             return  # they agree with each other, and the trainer's finding is theirs
-        named = tuple(causes.explanations(found, rows, self._facts(model, what, rows, found.own)))
-        tokens = tuple(causes.farthest(found, rows, self._decoded))
-        size = f"{SIDES[what]} by {rms(units):.3g} times its noise ({len(units)} tokens)"
+        named, tokens, none = tuple[str, ...](), list[dict[str, Any]](), "no known cause"
+        try:
+            tokens = causes.farthest(found, rows, self._decoded)
+            named = tuple(causes.explanations(found, rows, self._facts(what, rows, found.own)))
+        except Exception as error:
+            none = f"no cause, for {_line(error)}"
         most = ", ".join(f"{t['token']!r} {t['logp']:.3f} for {t['own']:.3f}" for t in tokens[:3])
-        text = f"{size}: {' or '.join(named) or f'no known cause; most: {most}'}{self._known(what)}"
-        self._find(what, rms(units), named, text, tokens)
+        size = f"{SIDES[what]} by {rms(units):.3g} times its noise ({len(units)} tokens)"
+        self._find(what, rms(units), named, f"{size}: {' or '.join(named) or f'{none}; most: {most}'}", tokens)
 
     def _known(self, what: str) -> str:
         """What the ledger has against the log-probs, or the loss, of this run on this stack, with the fix."""
@@ -258,88 +281,84 @@ class Watch:
         known = [f.entry for f in found if f.certain and about & {*f.entry.quantities}]
         return "".join(f"; known of this stack: {e.id}, fix: {e.user.fix}" for e in known)
 
-    def _measure(self, what: str, found: Difference, units: Tensor, trainer: Tensor | None) -> None:
-        self._metrics[f"watch/{what}_units"] = rms(units)
-        if what == "sampler" and len(units):
-            against = found.own.scores.logps if trainer is None else trainer
-            d = (against - found.values)[found.there & found.values.isfinite()]
-            self._metrics |= {
-                "sampling/mismatch_kl": float(-d.mean()),
-                "sampling/k3": float((d.exp() - d - 1).mean()),
-                "sampling/mean_exp_abs_difference": float(d.abs().exp().mean()),
-            }
-
-    def _facts(self, model: Any, what: str, rows: Rows, mine: Own) -> Facts:
+    def _facts(self, what: str, rows: Rows, mine: Own) -> Facts:
         """What may explain a difference of this run."""
         sources = (self.trainer.args, getattr(self.trainer.model, "generation_config", None))
         sampling = [(float(getattr(s, "top_p", None) or 1.0), int(getattr(s, "top_k", None) or 0)) for s in sources]
         others: dict[str, Callable[[], Tensor]] = {}
+        coarser: dict[str, Callable[[], Own]] = {}
         if self._single:
             for back, (_, weights) in enumerate(reversed(self._old), 1):
                 name = f"weights {back} update{'s' * (back > 1)} old"
-                others[name] = functools.partial(self._by, model, rows, weights)
-            if hasattr(model, "disable_adapter") and what != "reference":
-                others["the adapter is left out"] = functools.partial(self._by, model, rows, None)
-        head = {} if what == "old" else causes.heads(model, mine.scores)
-        coarser = {}
-        if self._single and what == "sampler":
-            dtypes = (torch.float16, torch.bfloat16)
-            coarser = {str(d).removeprefix("torch."): functools.partial(self._coarse, model, rows, d) for d in dtypes}
+                others[name] = functools.partial(self._by, rows, weights)
+            if hasattr(self._model, "disable_adapter") and what != "reference":
+                others["the adapter is left out"] = functools.partial(self._by, rows, None)
+            if what == "sampler":
+                for dtype in (torch.float16, torch.bfloat16):
+                    name = str(dtype).removeprefix("torch.")
+                    coarser[name] = functools.partial(self._own, rows, range(4), dtype)
+        head = {} if what == "old" else causes.heads(self._model, mine.scores)
         return Facts(self._temperature, what == "sampler", sampling, head, others, coarser)
 
-    def _coarse(self, model: Any, rows: Rows, dtype: torch.dtype) -> Own:
-        with undisturbed(model), self.trainer.accelerator.autocast():
-            return own(model, rows, self._temperature, range(4), dtype)
-
-    def _by(self, model: Any, rows: Rows, weights: dict[str, Tensor] | None) -> Tensor:
+    def _by(self, rows: Rows, weights: dict[str, Tensor] | None) -> Tensor:
         """Log-probs by the model with these weights in place of its own, or without its adapter."""
+        model = self._model
         with undisturbed(model), self.trainer.accelerator.autocast():
             if weights is not None:
                 device = next(model.parameters()).device
-                there = {n: w.to(device) for n, w in weights.items()}
-                return score(_Replaced(model, there), rows, self._temperature).logps
+                replaced = _Replaced(model, {n: w.to(device) for n, w in weights.items()})
+                return score(replaced, rows, self._temperature).logps
             with model.disable_adapter():
                 return score(model, rows, self._temperature).logps
 
-    def _loss(self, taken: Taken, inputs: Any) -> None:
-        """GRPO's loss by the gradient of its log-probs; of a subclass with another loss nothing is known."""
-        own_loss = getattr(type(self.trainer), "_compute_loss", None) or type(self.trainer).compute_loss
-        known = own_loss.__module__ == "trl.trainer.grpo_trainer" and hasattr(self.trainer.args, "loss_type")
-        if taken.slopes is None or not known:
+    def _loss(self, taken: Taken) -> None:
+        """GRPO's loss by the gradient of its log-probs; of a subclass with another loss or step nothing is known."""
+        kind = type(self.trainer)
+        methods = [getattr(kind, n) for n in ("_compute_loss", "compute_loss", "training_step") if hasattr(kind, n)]
+        released = all(m.__module__.startswith(("trl.", "transformers.")) for m in methods)
+        if taken.slopes is None or not released or methods[0].__module__ != "trl.trainer.grpo_trainer":
             return
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         found = taken.slopes.detach().double().cpu() / (1.0 if scaler is None else scaler.get_scale())
-        s, x = definition.policy(self.trainer, inputs, taken.logps, taken.entropies)
+        s, x = definition.policy(self.trainer, self._inputs, taken.logps, taken.entropies)
         named = definition.faults(self.trainer, s, x, found, taken.logps.dtype)
         if named is not None:
-            text = (" or ".join(named) or "no known cause") + self._known("loss")
-            self._find(
-                "loss", math.nan, tuple(named), f"gradients of the log-probs are not those of {s.loss_type}: {text}"
+            text = (
+                f"gradients of the log-probs are not those of {s.loss_type}: {' or '.join(named) or 'no known cause'}"
             )
+            self._find("loss", math.nan, tuple(named), text)
 
     def _find(self, what: str, units: float, named: tuple[str, ...], text: str, tokens: Any = ()) -> None:
-        text = f"watch, step {self.trainer.state.global_step + 1}: {text}"
-        finding = Finding(what, units, named, text, tokens)
-        self.findings.append(finding)
-        if (what, *named) not in self._said:
-            self._said.add((what, *named))
-            if self.on_mismatch == "raise":
-                raise Mismatch(text)
-            logger.warning(text)
+        text = f"watch, step {self._now + 1}: {text}{self._known(what)}"
+        self.findings.append(Finding(what, units, named, text, tuple(tokens)))
+        self._say((what, *named), text, self.on_mismatch == "raise")
+
+    def _say(self, about: tuple[str, ...], text: str, ends: bool = False) -> None:
+        """Once of each."""
+        if about in self._said:
+            return
+        self._said.add(about)
+        if ends:
+            raise Mismatch(text)
+        logger.warning(text)
 
     def _decoded(self, token: int) -> str:
         tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
         return str(tokenizer.decode([token])) if hasattr(tokenizer, "decode") else str(token)
 
-    def _write(self, mine: Own, rows: Rows) -> None:
+    def _write(self, found: list[Finding]) -> None:
+        """One line of what was measured and found; a file that takes none ends nothing."""
+        measured, self._measured = self._measured, {}
+        self._metrics |= {name: value for name, value in measured.items() if name != "tokens"}
         if not self.trainer.is_world_process_zero():
             return
-        step = self.trainer.state.global_step + 1
-        of_step = [dataclasses.asdict(f) for f in self.findings if f.text.startswith(f"watch, step {step}:")]
-        line = {"step": step, "tokens": len(mine.scores.logps), **self._metrics, "findings": of_step}
-        self.to.parent.mkdir(parents=True, exist_ok=True)
-        with self.to.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        line = {"step": self._now + 1, **measured, "findings": [dataclasses.asdict(f) for f in found]}
+        try:
+            self.to.parent.mkdir(parents=True, exist_ok=True)
+            with self.to.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self._say(("file",), f"watch: nothing is written: {_line(error)}")
 
 
 class _Replaced:
@@ -352,8 +371,8 @@ class _Replaced:
         return torch.func.functional_call(self.module, self.weights, kwargs=kwargs)
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def watch(

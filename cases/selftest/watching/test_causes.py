@@ -164,5 +164,15 @@ def test_a_reference_of_other_weights_is_meant_so(tmp_path):
 def test_gradients_that_are_not_finite(tmp_path):
     policy = copy.deepcopy(models.model("llama"))
     policy.model.norm.weight.register_hook(lambda grad: grad * torch.inf)
-    watch, _ = watched(grpo(sampler, policy=policy, max_steps=1), tmp_path)
-    assert [f.text for f in watch.findings] == ["watch, step 1: gradients of step 1 are not finite: model.norm.weight"]
+    watch, lines = watched(grpo(sampler, policy=policy, max_steps=1), tmp_path)
+    assert [f["what"] for line in lines for f in line["findings"]] == ["gradient"]
+    assert [f.text for f in watch.findings] == ["watch, step 1: gradients are not finite: model.norm.weight"]
+
+
+def test_a_loss_whose_gradient_reaches_no_parameter(tmp_path):
+    policy = copy.deepcopy(models.model("llama"))
+    for p in policy.parameters():
+        p.register_hook(torch.zeros_like)
+    trainer = grpo(sampler, policy=policy, max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    watch, _ = watched(trainer, tmp_path)
+    assert [f.text for f in watch.findings] == ["watch, step 1: no parameter has a gradient, and the loss has one"]

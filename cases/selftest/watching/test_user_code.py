@@ -1,0 +1,209 @@
+"""`parity.watch` of trainers that a user changed, stopped, resumed or watches twice: never an error, no false alarm."""
+
+import copy
+import functools
+import json
+import logging
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import parity
+from cases.selftest.watching.runs import grpo, sampler, watched
+from parity.upstream import trl
+from parity.watching import causes
+from parity.watching.watch import Mismatch, Watch
+
+RAW = functools.partial(sampler, raw=True)
+"""Of a trainer with another temperature: each look has a finding."""
+
+
+@pytest.fixture
+def said():
+    """What the watch says, line by line."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("parity.watch").addHandler(handler)
+    yield lines
+    logging.getLogger("parity.watch").removeHandler(handler)
+
+
+def subclassed(trainer, **methods):
+    trainer.__class__ = type("Users", (type(trainer),), methods)
+    return trainer
+
+
+def run(trainer, **options):
+    with trl.quiet():
+        trainer.train(**options)
+
+
+class Between(TrainerCallback):
+    """Calls a function after the first step."""
+
+    def __init__(self, do):
+        self.do = do
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.do()
+
+
+def doubled(self, *args, **kwargs):
+    return super(type(self), self).compute_loss(*args, **kwargs) * 2
+
+
+def own_step(self, model, inputs, *args):
+    loss = self.compute_loss(model.train(), self._prepare_inputs(inputs))
+    self.accelerator.backward(3 * loss)
+    return loss.detach()
+
+
+@pytest.mark.parametrize("methods", [{"compute_loss": doubled}, {"training_step": own_step}])
+def test_of_a_loss_of_the_users_own_nothing_is_known(tmp_path, methods):
+    watch, lines = watched(subclassed(grpo(sampler), **methods), tmp_path)
+    assert not watch.findings and len(lines) == 2
+
+
+def listed(self, *args, **kwargs):
+    return list(super(type(self), self)._get_per_token_logps_and_entropies(*args, **kwargs))
+
+
+def test_log_probs_that_it_cannot_read_end_the_watch_alone(tmp_path, said):
+    trainer = subclassed(grpo(sampler), _get_per_token_logps_and_entropies=listed)
+    watched(trainer, tmp_path)
+    assert trainer.state.global_step == 2
+    assert len(said) == 1 and said[0].endswith("the run goes on unwatched")
+
+
+def test_a_cause_that_cannot_be_asked_hides_no_finding(tmp_path, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("no such head")
+
+    monkeypatch.setattr(causes, "heads", broken)
+    watch, lines = watched(grpo(RAW, temperature=0.7), tmp_path)
+    assert len(watch.findings) == 2 and len(lines) == 2
+    assert "no cause, for RuntimeError: no such head; most: " in watch.findings[0].text
+
+
+def test_a_file_that_cannot_be_written_ends_nothing(tmp_path, said):
+    (tmp_path / "file").write_text("")
+    trainer = grpo(RAW, temperature=0.7)
+    watch = parity.watch(trainer, every=1, to=tmp_path / "file" / "watch.ndjson")
+    run(trainer)
+    assert len(watch.findings) == 2 and trainer.state.global_step == 2
+    assert [line.partition(":")[2].partition(":")[0] for line in said if "written" in line] == [" nothing is written"]
+
+
+def test_a_mismatch_that_is_raised_is_in_the_file_and_the_run_may_go_on(tmp_path):
+    trainer = grpo(RAW, temperature=0.7, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    watch = parity.watch(trainer, every=1, on_mismatch="raise", to=tmp_path / "watch.ndjson")
+    with pytest.raises(Mismatch):
+        run(trainer)
+    (line,) = (json.loads(line) for line in (tmp_path / "watch.ndjson").read_text().splitlines())
+    assert [f["what"] for f in line["findings"]] == ["sampler"]
+    run(trainer)
+    assert trainer.state.global_step == 2 and len(watch.findings) == 3
+
+
+def test_each_training_is_watched_from_its_first_step(tmp_path):
+    trainer = grpo(RAW, temperature=0.7)
+    watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
+    run(trainer)
+    run(trainer)
+    assert [f.text.partition(":")[0] for f in watch.findings] == ["watch, step 1"] * 2
+
+
+def test_a_resumed_training_is_watched_from_its_first_step(tmp_path):
+    folder = tmp_path / "checkpoints"
+    run(grpo(sampler, temperature=0.7, save_strategy="steps", save_steps=2, output_dir=str(folder)))
+    trainer = grpo(RAW, temperature=0.7, max_steps=3)
+    watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
+    run(trainer, resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert [f.text.partition(":")[0] for f in watch.findings] == ["watch, step 3"]
+
+
+def test_a_watch_that_begins_or_ends_in_the_run(tmp_path):
+    made = []
+    trainer = grpo(RAW, temperature=0.7)
+    trainer.add_callback(Between(lambda: made.append(parity.watch(trainer, to=tmp_path / "watch.ndjson"))))
+    run(trainer)
+    assert [f.text.partition(":")[0] for f in made[0].findings] == ["watch, step 2"]
+    trainer = grpo(RAW, temperature=0.7)
+    watch = parity.watch(trainer, every=1, to=tmp_path / "watch.ndjson")
+    trainer.add_callback(Between(watch.undo))
+    run(trainer)
+    assert len(watch.findings) == 1
+
+
+def test_one_that_begins_between_updates_of_one_generation_waits_for_the_next(tmp_path):
+    made = []
+    trainer = grpo(sampler, num_iterations=2, max_steps=3, learning_rate=0.1)
+    trainer.add_callback(Between(lambda: made.append(parity.watch(trainer, to=tmp_path / "watch.ndjson"))))
+    run(trainer)
+    assert not made[0].findings
+    assert [json.loads(line)["step"] for line in (tmp_path / "watch.ndjson").read_text().splitlines()] == [3]
+
+
+def test_of_two_watches_one_is_undone(tmp_path):
+    trainer = grpo(RAW, temperature=0.7)
+    first, second = (parity.watch(trainer, every=1, to=tmp_path / name) for name in ("first", "second"))
+    first.undo()
+    run(trainer)
+    assert not first.findings and not (tmp_path / "first").exists() and len(second.findings) == 2
+
+
+def test_a_watch_that_ends_skips_nobodys_callback(tmp_path, monkeypatch):
+    def broken(self):
+        raise RuntimeError("a fault of the watch")
+
+    class After(TrainerCallback):
+        steps = 0
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            self.steps += 1
+
+    monkeypatch.setattr(Watch, "_before_update", broken)
+    trainer, after = grpo(sampler), After()
+    parity.watch(trainer, to=tmp_path / "watch.ndjson")
+    trainer.add_callback(after)
+    run(trainer)
+    assert after.steps == 2
+
+
+def test_a_copy_of_a_watched_trainer_is_watched_by_itself(tmp_path):
+    trainer = grpo(RAW, temperature=0.7, max_steps=1)
+    watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
+    copied = copy.deepcopy(trainer)
+    (theirs,) = (c for c in copied.callback_handler.callbacks if isinstance(c, Watch))
+    run(copied)
+    assert len(theirs.findings) == 1 and not watch.findings
+    theirs.undo()
+    run(trainer)
+    assert len(theirs.findings) == 1 and len(watch.findings) == 1
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "vespo"])
+def test_a_micro_batch_without_tokens_is_no_look(tmp_path, loss_type):
+    wanted = {"mask_truncated_completions": True, "max_completion_length": 3, "loss_type": loss_type}
+    watch, lines = watched(grpo(sampler, **wanted), tmp_path, every=50)  # all completions of step 1 are truncated
+    assert not watch.findings and [(line["step"], line["tokens"]) for line in lines] == [(2, 3)]
+
+
+def test_tokens_without_a_log_prob_of_the_sampler_are_left_out(tmp_path):
+    def holes(logps):
+        return logps.masked_fill(torch.arange(len(logps)) % 3 == 0, torch.nan)
+
+    watch, lines = watched(grpo(functools.partial(sampler, change=holes)), tmp_path)
+    assert not watch.findings and lines[0]["watch/sampler_units"] > 0
+    watch, _ = watched(grpo(functools.partial(RAW, change=holes), temperature=0.7), tmp_path)
+    assert {"temperature 1 (raw log-probs: none is applied) where the trainer's is 0.7"} == {
+        cause for f in watch.findings for cause in f.causes
+    }
+
+
+def test_old_log_probs_of_later_updates_may_differ(tmp_path):
+    watch, lines = watched(grpo(sampler, num_iterations=3, max_steps=6, learning_rate=0.1), tmp_path)
+    assert not watch.findings and [line["step"] for line in lines] == [1, 4]
+    assert all("watch/old_units" in line for line in lines)
