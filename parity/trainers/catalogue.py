@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from parity.case.case import Case
 from parity.case.inputs import Setting, filled
+from parity.case.profiles import PROFILES
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.trainers.check import CHECKS, PATHS, Check, CheckCall, Quantity
@@ -172,7 +173,7 @@ def cases(name: str, profile: str, seed: int) -> list[Case]:
     for one in fam.checks.values():
         for trainer, settings in one.listed(profile, seed):
             if trainer == name:
-                case = fam.case(0, "fp32", {"check": one.name, **settings})
+                case = fam.case(0 if PROFILES[profile].derandomised else seed, "fp32", {"check": one.name, **settings})
                 fam.full_settings(case)
                 out.setdefault(case.id, case)
     return list(out.values())

@@ -19,11 +19,12 @@ from torch import Tensor
 from parity.case.case import Case
 from parity.case.covering import covering
 from parity.case.inputs import Setting
-from parity.errors import UsageError
+from parity.errors import Unsupported, UsageError
 from parity.judge.gates import Judgement
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
 from parity.judge.recipe import IEEE_FP32, Recipe
+from parity.trainers.rig import drawn
 from parity.trainers.specs import SPECS, TRAINERS, TrainerSpec
 
 Made = TypeVar("Made")
@@ -109,6 +110,17 @@ def holds(
 ) -> Quantity:
     """A yes-or-no quantity."""
     return Quantity(quantity, value, YesNo(condition, gate, exact), message)
+
+
+def tells(quantity: str, condition: bool, message: str, value: float | None = None) -> Quantity:
+    """Whether the values of a case are such that it tests what it should; of a seed other than 0 the case is left out if not.
+
+    Raises:
+        Unsupported: there.
+    """
+    if not condition and drawn.seed():
+        raise Unsupported(f"{message}: under this seed the case tests nothing")
+    return holds(quantity, condition, f"{message}: the case tests nothing", "exact", value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from parity.protocol.exceptions import Outcome
 from parity.results.row import VALUE, Row, finite
 from parity.trainers.catalogue import family, path_of
 from parity.trainers.check import Check, CheckCall, Quantity
+from parity.trainers.rig import drawn
 
 Judged = tuple[Quantity, Judgement]
 
@@ -39,7 +40,8 @@ def rows(
         announce(implementation)
         used = device if found.moves else "cpu"  # the row tells the device that was used
         call = CheckCall(case, settings, path_of(implementation), used)
-        found_rows = list(_rows(found, call, implementation))
+        with drawn.of_case(case.seed):
+            found_rows = list(_rows(found, call, implementation))
         yield from map(blame.decide, found_rows)
 
 

@@ -15,9 +15,9 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
-from parity.judge.values import uniform
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, always, check
 from parity.trainers.rig import drive, models, stored_window
+from parity.trainers.rig.drawn import uniform
 from parity.upstream import trl
 
 EPSILON = 1e-4

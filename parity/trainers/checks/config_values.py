@@ -15,11 +15,11 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.judge.values import normal
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, shared
 from parity.trainers.definitions.scored import completion_logps
 from parity.trainers.definitions.training_step import LOSS, exact_step, gradients, measured
 from parity.trainers.rig import drive, models, quantised_heads, stored_window
+from parity.trainers.rig.drawn import normal
 from parity.upstream import trl
 
 HEADS = {

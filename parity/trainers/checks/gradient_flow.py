@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Setting
-from parity.judge.values import normal
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
 from parity.trainers.rig import drive, models, recorder
+from parity.trainers.rig.drawn import normal
 from parity.upstream import trl
 
 TRAINERS = ("grpo-trainer", "rloo-trainer", "online-dpo-trainer", "dpo-trainer", "sft-trainer")

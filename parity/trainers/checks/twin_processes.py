@@ -1,6 +1,5 @@
 """Two processes against one: ranks with unequal token counts, gradients reduced by DDP or FSDP2."""
 
-import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -8,10 +7,10 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, tells
 from parity.trainers.checks.twins import by_definition, twin
 from parity.trainers.definitions.training_step import gradients
-from parity.trainers.rig import ranks
+from parity.trainers.rig import drawn, ranks
 from parity.trainers.rig.ranks import Rank
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.specs import SPECS, TWINS
@@ -51,14 +50,13 @@ def processes(call: CheckCall) -> Iterator[Quantity]:
     wanted, got = sorted(Window.of(trainer).expected), sorted(s for rank in found for s in rank.sequences)
     yield holds("sequences", wanted == got, f"{len(got)} of {len(wanted)} sequences reached a rank", gate="exact")
     tokens = [sum(len(ids) - start for ids, start in rank.sequences) for rank in found]
-    message = f"the ranks have {tokens} scored tokens: nothing is tested"
-    yield holds("unequal ranks", len(set(tokens)) > 1, message, gate="exact")
+    yield tells("unequal ranks", len(set(tokens)) > 1, f"the ranks have {tokens} scored tokens")
     apart = [n for n, g in found[0].gradients.items() if not torch.equal(g, found[1].gradients[n])]
     yield holds("ranks", not apart, f"{len(apart)} gradients differ between the ranks, first {apart[:1]}", gate="exact")
     yield gradients(by_definition(trainer, settings(trainer, s.model)), found[0].gradients)
 
 
-@functools.cache
+@drawn.once
 def _launched(sharding: str, model: str) -> dict[str, list[Rank]]:
     """Every trainer in one launch: importing them takes longer than training."""
     return ranks.launch({t: vars(settings(t, model)) for t in TWINS}, sharding, RANKS)

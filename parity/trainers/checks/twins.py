@@ -19,7 +19,7 @@ from parity.judge.oracle import Oracle
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.training_step import AutocastRounding, exact_step, first_step
-from parity.trainers.rig import drive, stored_window
+from parity.trainers.rig import drawn, drive, stored_window
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import JUDGED, SPECS
@@ -112,11 +112,11 @@ TOLD = ("model", "loss", "beta", "tools", "teacher", "precision")
 
 def by_definition(trainer: str, s: SimpleNamespace) -> Oracle:
     """The step of the definition, shared by all twins of one loss."""
-    return _by_definition(trainer, tuple(getattr(s, name) for name in TOLD))
+    return _by_definition(trainer, tuple(getattr(s, name) for name in TOLD), drawn.seed())
 
 
 @functools.lru_cache(maxsize=4)
-def _by_definition(trainer: str, told: tuple[Any, ...]) -> Oracle:
+def _by_definition(trainer: str, told: tuple[Any, ...], _seed: int) -> Oracle:
     s = SimpleNamespace(**dict(zip(TOLD, told, strict=True)))
     rounding = AutocastRounding if s.precision == "autocast" else AnyOperation
     return exact_step(stored_window.policy(s.model, torch.float64), Loss(Window.of(trainer), s), rounding)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.judge.values import normal
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss, padded
 from parity.trainers.definitions.scored import Scored, rows
 from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
+from parity.trainers.rig.drawn import normal
 from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run

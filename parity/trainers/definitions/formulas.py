@@ -227,7 +227,7 @@ def rloo(a: Loss, model: Any) -> Tensor:
     logps = sums(model, a.window.sequences)
     r = stored_window.rewards(a.whole) if a.earned is None else a.earned
     with torch.no_grad():
-        old = logps.detach() if a.generation is None else sums(a.generation.old, a.window.sequences)
+        old = sums(model if a.generation is None else a.generation.old, a.window.sequences)  # a forward pass of its own
         if a.s.beta != 0.0:
             then = old if a.generation is None else sums(a.generation.old, a.whole)
             r = r - a.s.beta * (then - sums(stored_window.reference(a.reference), a.whole)).view(r.shape)

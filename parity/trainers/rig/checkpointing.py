@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parity.errors import Unsupported
-from parity.judge.values import normal
+from parity.trainers.rig.drawn import normal
 
 
 class Carrying:

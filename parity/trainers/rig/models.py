@@ -17,9 +17,8 @@ import torch
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from parity.case.case import hashes
 from parity.errors import Unsupported
-from parity.judge.values import normal
+from parity.trainers.rig import drawn
 from parity.upstream import trl
 
 VOCABULARY, PAD, EOS, BOS = 64, 0, 1, 2
@@ -190,10 +189,10 @@ def config(name: str) -> Any:
     return made
 
 
-@functools.cache
+@drawn.once
 def saved(name: str) -> Path:
     """The folder of this process in which the model lies, weights and tokenizer, made on first use."""
-    folder = Path(trl.output_dir()) / "models" / name
+    folder = Path(trl.output_dir()) / "models" / f"{name}{drawn.seed() or ''}"
     write(config(name), folder)  # unsupported where transformers lacks the architecture
     return folder
 
@@ -243,7 +242,7 @@ def fill(model: Any) -> None:
     """Weights by parameter name: normal with root mean square 1/√fan-in, norms near 1, biases small; finite everywhere."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            value = normal(0, name, parameter.shape).to(parameter)
+            value = drawn.normal(0, name, parameter.shape).to(parameter)
             if parameter.dim() >= 2:
                 parameter.copy_(value / parameter.shape[-1] ** 0.5)
             elif "norm" in name and name.endswith("weight") and float(parameter.abs().max()) > 0.5:
@@ -320,4 +319,4 @@ def targets(name: str) -> str:
 
 def words(seed: int, name: str, length: int) -> str:
     """`length` words by hash, none of them special."""
-    return " ".join(f"w{3 + int(h % 50)}" for h in hashes(seed, name, (length,)))
+    return " ".join(f"w{3 + n}" for n in drawn.words(seed, name, length))

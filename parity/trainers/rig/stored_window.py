@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case.case import hashes
-from parity.judge.values import normal
-from parity.trainers.rig import models, recorder
+from parity.trainers.rig import drawn, models, recorder
+from parity.trainers.rig.drawn import normal
 from parity.trainers.rig.recorder import Sequences
 from parity.trainers.specs import SPECS, TrainerSpec
 from parity.upstream import trl
@@ -51,9 +50,10 @@ class Sample:
 def rows(prompts: int = 8) -> list[Sample]:
     """The samples of the window; with fewer prompts than samples they follow each other in groups of one prompt."""
     out = []
-    for i, (length, other) in enumerate(zip(LENGTHS, OTHER_LENGTHS, strict=True)):
-        group = i * prompts // len(LENGTHS)
-        prompt = models.words(11, f"prompt {group}", PROMPT_LENGTHS[group]) + " "
+    order = drawn.order(len(LENGTHS))
+    for i, n in enumerate(order):
+        length, other, group = LENGTHS[n], OTHER_LENGTHS[n], i * prompts // len(LENGTHS)
+        prompt = models.words(11, f"prompt {group}", PROMPT_LENGTHS[order[group]]) + " "
         completion, alternative = models.words(11, f"completion {i}", length), models.words(11, f"other {i}", other)
         out.append(Sample(prompt, completion, alternative, label=i % 3 != 0, ended=i % 2 == 0))
     return out
@@ -95,7 +95,7 @@ def dataset(chosen: Sequence[Sample], columns: str) -> Any:
 
 def reward(completions: Any, **kwargs: Any) -> list[float]:
     """A reward that differs within a group: a hash of the completion, in [0, 1)."""
-    return [float(hashes(3, str(c), (1,))[0] >> 40) / 2**24 for c in completions]
+    return [float(drawn.uniform(3, str(c), (1,))) for c in completions]
 
 
 def external(tokens: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def policy_at(architecture: str, parameters: Mapping[str, Tensor]) -> Any:
     return out
 
 
-@functools.cache
+@drawn.once
 def reference(architecture: str) -> Any:
     """The saved model in float64, without gradients; of "llama+adapter" with the adapter that a trainer is handed."""
     name = architecture.removesuffix(ADAPTED)

@@ -1,0 +1,71 @@
+"""Values of a check, by hash: others for each seed of a case, the same in the processes that it starts."""
+
+import contextlib
+import functools
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from parity.case.case import hashes
+from parity.judge import values
+
+SEED = "PARITY_CASE_SEED"
+"""Environment variable with the seed of the case that is run."""
+T = TypeVar("T")
+
+
+def seed() -> int:
+    """The seed of the case that is run; 0 outside of one."""
+    return int(os.environ.get(SEED, "0"))
+
+
+@contextlib.contextmanager
+def of_case(number: int) -> Iterator[None]:
+    """Within it values are those of this seed."""
+    before = os.environ.get(SEED)
+    os.environ[SEED] = str(number)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SEED]
+        else:
+            os.environ[SEED] = before
+
+
+def _named(name: str) -> str:
+    return f"{name}/{seed()}" if seed() else name
+
+
+def normal(number: int, name: str, shape: Sequence[int]) -> Tensor:
+    """`parity.judge.values.normal` of the case."""
+    return values.normal(number, _named(name), shape)
+
+
+def words(number: int, name: str, length: int) -> list[int]:
+    """`length` numbers below 50."""
+    return [int(h % 50) for h in hashes(number, _named(name), (length,))]
+
+
+def uniform(number: int, name: str, shape: Sequence[int]) -> Tensor:
+    """`parity.judge.values.uniform` of the case."""
+    return values.uniform(number, _named(name), shape)
+
+
+def order(count: int) -> list[int]:
+    """The numbers below `count`; under another seed than 0 in an order of its own."""
+    return random.Random(seed()).sample(range(count), count) if seed() else [*range(count)]
+
+
+def once(make: Callable[..., T]) -> Callable[..., T]:
+    """`make`, whose results are kept for each seed."""
+    kept = functools.cache(lambda _, *args: make(*args))
+
+    @functools.wraps(make)
+    def get(*args: Any) -> T:
+        return kept(seed(), *args)
+
+    return get
