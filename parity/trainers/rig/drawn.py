@@ -50,6 +50,11 @@ def words(number: int, name: str, length: int) -> list[int]:
     return [int(h % 50) for h in hashes(number, _named(name), (length,))]
 
 
+def share(number: int, name: str) -> float:
+    """In [0, 1); no arithmetic of torch's, which replicas round."""
+    return float(hashes(number, _named(name), (1,))[0] >> 40) / 2**24
+
+
 def uniform(number: int, name: str, shape: Sequence[int]) -> Tensor:
     """`parity.judge.values.uniform` of the case."""
     return values.uniform(number, _named(name), shape)
@@ -68,4 +73,5 @@ def once(make: Callable[..., T]) -> Callable[..., T]:
     def get(*args: Any) -> T:
         return kept(seed(), *args)
 
+    get.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
     return get
