@@ -136,6 +136,8 @@ def _controlled(run: WindowRun) -> Iterator[Quantity]:
     def entropy(micro_batches: list[dict[str, Any]]) -> float:
         return float(Scored(model, run.window.found_in(micro_batches).sequences).entropy)
 
+    sizes = [sum(len(t) - n for t, n in run.window.found_in([b]).sequences) for b in seen.window(1)]
+    yield tells("sizes", len(set(sizes)) == 1, f"{sizes} tokens in micro-batches, of each of which the bonus is a mean")
     own = [entropy(seen.window(0)), entropy(seen.window(1))]
     targets = 0.0, (own[0] + entropy(seen.window(0)[-1:])) / 2, (own[1] + entropy(seen.batches)) / 2
     for number, target in enumerate(targets, 1):
