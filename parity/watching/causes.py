@@ -108,12 +108,13 @@ def _tried(found: Difference, rows: Rows, facts: Facts) -> Iterator[tuple[Cause,
     if bool(zero.any()):
         text = f"{int(zero.sum())} of {len(zero)} log-probs are 0: missing ones were filled"
         yield (text, ""), found.units(of=~zero), found.units()
-    for step, text in (
-        (1, "each log-prob belongs to the token before it"),
-        (-1, "each log-prob belongs to the token after it"),
-    ):
+    for step, side in ((1, "before"), (-1, "after")):
         other = _moved(scores.logps, rows, step)
-        yield (text, ""), found.units(other), found.units(of=other.isfinite())
+        yield (
+            (f"each log-prob belongs to the token {side} it", ""),
+            found.units(other),
+            found.units(of=other.isfinite()),
+        )
     picked = torch.zeros_like(found.there)
     picked[scores.sample] = True
     before, ids = found.units(of=picked), rows.token_ids[scores.sample]
@@ -147,22 +148,18 @@ def _fitted(found: Difference, facts: Facts, ids: Tensor, picked: Tensor) -> Ite
     if not facts.sampled:
         return
     all_logps = (scores.logits.double() / tau).log_softmax(-1)
-    own = all_logps.gather(-1, ids[:, None])[:, 0]
-    values = found.values[scores.sample]
+    own, values = selected(scores.logits, tau), found.values[scores.sample]
     for top_p, top_k in dict.fromkeys((*facts.sampling, *SUPPORTS)):
-        if (top_p, top_k) == (1.0, 0):
-            continue
         odds = math.log(top_p / (1 - top_p)) if top_p < 1 else math.inf
-        near = {top_p} | {1 / (1 + math.exp(-odds - x * found.own.noise)) for x in (-BOUNDARY, BOUNDARY) if top_p < 1}
-        masses = [kept_mass(all_logps, ids, p, top_k) for p in near]
-        kept = torch.stack([torch.where(k > 0, own - k.clamp(min=1e-300).log(), -math.inf) for k in masses])
+        near = [1 / (1 + math.exp(-odds - x * found.own.noise)) for x in (-BOUNDARY, 0.0, BOUNDARY)]
+        mass = torch.stack([kept_mass(all_logps, ids, p, top_k) for p in dict.fromkeys(near)])
+        kept = torch.where(mass > 0, own - mass.log(), -math.inf)
         best = kept.gather(0, (kept - values).abs().nan_to_num(math.inf).argmin(0, keepdim=True))[0]
-        if not bool(best.isfinite().all()):
-            continue  # the sampled token would have been cut
-        mass = float((own - best).exp().mean())
+        if (top_p, top_k) == (1.0, 0) or not bool(best.isfinite().all()):
+            continue  # nothing is cut; the sampled token would have been
         size = " ".join([f"top-p {top_p:g}"] * (top_p < 1) + [f"top-k {top_k}"] * (top_k > 0))
         text = "the sampler's are of the tokens that it kept, the trainer's of all"
-        yield (text, f"{size}: {mass:.2f} of the mass"), units(best)
+        yield (text, f"{size}: {float((own - best).exp().mean()):.2f} of the mass"), units(best)
 
 
 def heads(model: Any, scores: Scores) -> dict[str, Tensor]:
@@ -173,37 +170,34 @@ def heads(model: Any, scores: Scores) -> dict[str, Tensor]:
         return {}  # not seen, or a shard
     cap, scale = (_first(config, names) for names in (SOFTCAPS, SCALES))
     product = torch.nn.functional.linear(scores.hidden.to(head.weight.dtype), head.weight).float().cpu()
-    bias = None if getattr(head, "bias", None) is None else head.bias.float().cpu()
-    whole = product if bias is None else product + bias
-    capped = (lambda z: cap * torch.tanh(z / cap)) if cap else (lambda z: z)
-    # some names divide, some multiply
-    factor = (
-        min((f for f in (scale, 1 / scale)), key=lambda f: _off(capped(whole * f), scores.logits)) if scale else 1.0
-    )
+    bias = getattr(head, "bias", None)
+    whole = product if bias is None else product + bias.float().cpu()
+
+    def logits(z: Tensor, factor: float, cap: float | None = cap) -> Tensor:
+        return cap * torch.tanh(z * factor / cap) if cap else z * factor
+
+    def off(factor: float) -> float:
+        return float((logits(whole, factor) - scores.logits).square().sum())
+
+    factor = min(scale or 1.0, 1 / (scale or 1.0), key=off)  # some names divide, some multiply
     out = {}
     if cap:
-        out[f"the softcap {cap:g} of the logits is left out"] = whole * factor
+        out[f"the softcap {cap:g} of the logits is left out"] = logits(whole, factor, None)
     if scale:
-        out[f"the scale {scale:g} of the logits is left out"] = capped(whole)
+        out[f"the scale {scale:g} of the logits is left out"] = logits(whole, 1.0)
     if cap and scale:
         out["softcap and scale of the logits are left out"] = whole
     if bias is not None:
-        out["the bias of the LM head is left out"] = capped(product * factor)
+        out["the bias of the LM head is left out"] = logits(product, factor)
     if not cap and not scale:
-        hooked = bool(head._forward_hooks) or type(head) is not torch.nn.Linear
-        out[f"what the model does {'in hooks of' if hooked else 'to the logits behind'} its LM head is left out"] = (
-            whole
-        )
+        where = "in hooks of" if head._forward_hooks or type(head) is not torch.nn.Linear else "to the logits behind"
+        out[f"what the model does {where} its LM head is left out"] = whole
     return out
 
 
 def _first(config: Any, names: Sequence[str]) -> float | None:
     """The first of these settings that changes logits."""
     return next((float(s) for s in (getattr(config, n, None) for n in names) if s not in (None, 0, 1)), None)
-
-
-def _off(a: Tensor, b: Tensor) -> float:
-    return float((a - b).square().sum())
 
 
 def _minimum(of: Callable[[float], float]) -> float:
@@ -220,26 +214,16 @@ def _minimum(of: Callable[[float], float]) -> float:
 
 def _moved(logps: Tensor, rows: Rows, step: int) -> Tensor:
     """The log-prob of the token `step` places earlier in the same row, NaN where none is in the loss."""
-    out, done = torch.full_like(logps, math.nan), 0
-    for places in rows.places:
-        at = {int(p): i + done for i, p in enumerate(places)}
-        for place, i in at.items():
-            if place - step in at:
-                out[i] = logps[at[place - step]]
-        done += len(places)
-    return out
+    picked = rows.picked.cpu()
+    grid = logps.new_full(picked.shape, math.nan)
+    grid[picked] = logps
+    return torch.nn.functional.pad(grid, (step, -step), value=math.nan)[picked]
 
 
 def farthest(found: Difference, rows: Rows, decode: Callable[[int], str], count: int = 5) -> list[dict[str, Any]]:
     """The tokens that differ most, with text, log-probs and units."""
-    exact, units = found.own.scores.logps, ((found.values - found.own.scores.logps) / found.own.units).abs()
+    exact, ids = found.own.scores.logps, rows.token_ids.tolist()
+    units = ((found.values - exact) / found.own.units).abs()
     order = units.nan_to_num(-1.0).argsort(descending=True)[:count].tolist()
-    return [
-        {
-            "token": decode(int(rows.token_ids[i])),
-            "logp": float(found.values[i]),
-            "own": float(exact[i]),
-            "units": float(units[i]),
-        }
-        for i in order
-    ]
+    columns = {"logp": found.values, "own": exact, "units": units}
+    return [{"token": decode(ids[i]), **{name: float(x[i]) for name, x in columns.items()}} for i in order]

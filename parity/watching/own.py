@@ -84,15 +84,11 @@ class Rows:
 
     Attributes:
         ids: of each row, without padding.
-        starts: of each row, where its completion begins in `ids`.
-        width: positions of a completion in the micro-batch, T.
         places: of each row, where in `ids` the tokens of the loss are.
         picked: (B,) and (B, T) bool: which rows and which tokens these are.
     """
 
     ids: list[Tensor]
-    starts: list[int]
-    width: int
     places: list[Tensor]
     picked: Tensor
 
@@ -115,9 +111,7 @@ def rows_of(input_ids: Tensor, attention: Tensor, mask: Tensor, count: int) -> R
     at = present.cumsum(1)[:, -width:] - 1
     picked = torch.zeros_like(mask)
     picked[chosen] = mask[chosen]
-    ids = [input_ids[i][present[i]] for i in chosen]
-    starts = [int(present[i, :-width].sum()) for i in chosen]
-    return Rows(ids, starts, width, [at[i][mask[i]] for i in chosen], picked)
+    return Rows([input_ids[i][present[i]] for i in chosen], [at[i][mask[i]] for i in chosen], picked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +142,7 @@ def score(model: Any, rows: Rows, temperature: float, together: int = 1) -> Scor
     parts, kept, hidden, done = [torch.zeros(0, 3)], [], [], 0
     for first in range(0, len(rows.ids), together):
         group = range(first, min(first + together, len(rows.ids)))
-        begin = max(0, min(rows.starts[i] for i in group) - 1)
+        begin = min((int(rows.places[i][0]) for i in group if len(rows.places[i])), default=1) - 1
         logits, states = _logits(model, [rows.ids[i] for i in group], begin)
         for row, i in enumerate(group):
             at = rows.places[i] - 1 - begin
@@ -181,9 +175,9 @@ def _logits(model: Any, ids: list[Tensor], begin: int) -> tuple[Tensor, Tensor |
     finally:
         if hook is not None:
             hook.remove()
-    logits: Tensor = out.logits[:, begin - width :] if begin else out.logits[:, -width:]
-    states = given[0][:, -logits.shape[1] :] if len(given) == 1 and given[0].shape[:1] == logits.shape[:1] else None
-    return logits, states if states is not None and states.shape[1] == logits.shape[1] else None
+    logits: Tensor = out.logits[:, begin - width :]
+    states = given[0][:, begin - width :] if len(given) == 1 else logits[:0]
+    return logits, states if states.shape[:2] == logits.shape[:2] else None
 
 
 def innermost(model: Any) -> Any:

@@ -69,6 +69,12 @@ class Watch(TrainerCallback):
         self.on_train_begin()
         if hasattr(trainer, "_generate_and_score_completions"):
             self._generated = -2  # in the midst of a run: wait for completions of the present weights
+            self._taps.around("_generate_and_score_completions", self._generating)
+        trainer.add_callback(self)
+        self._taps.around("training_step", self._step)
+        self._taps.around("_prepare_inputs", self._prepared)
+        self._taps.around("log", self._logged)
+        self._taps.scored(self._seen)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """A trainer may train more than once."""
@@ -80,16 +86,6 @@ class Watch(TrainerCallback):
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Gradients are complete, the weights are the old ones."""
         self._guarded(self._before_update)
-
-    def install(self) -> None:
-        """Hooks, and a callback for gradients."""
-        self.trainer.add_callback(self)
-        self._taps.around("training_step", self._step)
-        self._taps.around("_prepare_inputs", self._prepared)
-        self._taps.around("log", self._logged)
-        if hasattr(self.trainer, "_generate_and_score_completions"):
-            self._taps.around("_generate_and_score_completions", self._generating)
-        self._taps.scored(self._seen)
 
     def undo(self) -> None:
         """Takes every hook away; a second call does nothing."""
@@ -390,6 +386,4 @@ def watch(
         raise ValueError(f"every={every}, rows={rows}: at least 1")
     if not hasattr(trainer, "training_step") or not hasattr(trainer, "accelerator"):
         raise TypeError(f"watch: {type(trainer).__name__} is no trainer")
-    made = Watch(trainer, every, rows, on_mismatch, Path(to), memory_budget)
-    made.install()
-    return made
+    return Watch(trainer, every, rows, on_mismatch, Path(to), memory_budget)
