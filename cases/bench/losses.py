@@ -45,7 +45,6 @@ LOGPROBS = (
     "cce.default",
     "fixes.selective_log_probs",
     "fixes.selective_log_probs.kept",
-    "fixes.selective_log_probs.narrow",
 )
 POLICY = (
     "trl.GRPOTrainer",
@@ -53,7 +52,7 @@ POLICY = (
     "liger.FusedLinearGRPOLoss.compiled",
     "liger.triton_grpo_loss",
     "fixes.FusedLinearGRPOLoss",
-    "fixes.FusedLinearGRPOLoss.narrow",
+    "fixes.FusedLinearGRPOLoss.kept",
 )
 
 

@@ -38,12 +38,6 @@ def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> None:
             raise ValueError(f"{name}={value!r}: must be a tensor")
 
 
-def check_switch(name: str, value: Any) -> None:
-    """ValueError for what is neither True nor False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be True or False")
-
-
 def check_count(name: str, value: Any) -> None:
     """ValueError unless `value` is None or a whole number of at least 1."""
     if value is not None and not (isinstance(value, numbers.Integral) and int(value) >= 1):
@@ -79,7 +73,6 @@ def check_settings(s: Any) -> None:
     check_transform(s.temperature, s.softcap, s.logit_scale)
     check_count("chunk_size", s.chunk_size)
     check_count("memory_budget", s.memory_budget)
-    check_switch("narrow_products", s.narrow_products)
     for name in _POSITIVE:
         check_positive(name, getattr(s, name), optional=name in _OPTIONAL)
     for name in _FINITE:

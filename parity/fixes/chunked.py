@@ -37,16 +37,11 @@ class Settings:
     tile: torch.dtype  # logits, softmax and accumulation
     result: torch.dtype  # log-probs and entropies
     keep: int = 0  # bytes of tiles that may stay for the backward
-    narrow: bool = False  # products come out in the operands' dtype, as a linear layer's
 
     @property
     def exponentials(self) -> bool:
         """Whether a kept tile holds e^x, all that the backward needs of it; with entropy or softcap the product."""
-        return not self.entropy and self.softcap is None and not self.narrow
-
-    @property
-    def kept_itemsize(self) -> int:
-        return self.operand.itemsize if self.narrow else self.tile.itemsize
+        return not self.entropy and self.softcap is None
 
 
 class Buffers(dict[str, Tensor]):
@@ -75,25 +70,21 @@ def statistics_dtype(device: torch.device) -> torch.dtype:
 
 
 def _rounds_dlogits(settings: Settings, device: torch.device) -> bool:
-    # Tensor cores take both factors in 16 bits; elsewhere the product is done in the tile's dtype anyway, unless it is to be
-    # narrow: a CPU's bfloat16 units take subnormal numbers for 0, so those are scaled too.
-    return settings.narrow or (settings.operand != settings.tile and device.type == "cuda")
+    # Tensor cores take both factors in 16 bits; elsewhere the product is done in the tile's dtype anyway.
+    return settings.operand != settings.tile and device.type == "cuda"
 
 
 def _operand(x: Tensor, settings: Settings, buffers: Buffers, name: str) -> Tensor:
     x = x.to(settings.operand)
-    if x.is_cuda or x.dtype == settings.tile or settings.narrow:
+    if x.is_cuda or x.dtype == settings.tile:
         return x
     return buffers.take(name, tuple(x.shape), x, settings.tile).copy_(x)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, buffers: Buffers, first: bool = False) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
     """`total += a @ b`; what `total` held before the `first` product does not count."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=0 if first else 1)
-    elif not a.is_cuda:
-        part = torch.mm(a, b, out=buffers.take("product", tuple(total.shape), a, a.dtype))
-        total.copy_(part) if first else total.add_(part)
     else:
         torch.addmm(total.zero_() if first else total, a, b, out_dtype=total.dtype, out=total)
 
@@ -103,17 +94,9 @@ def blocks(size: int, step: int) -> Iterator[slice]:
 
 
 def _raw_tile(h: Tensor, w: Tensor, bias: Tensor | None, s: Settings, out: Tensor | None) -> Tensor:
-    """One tile of `hidden @ weight.T + bias`, in `out` or in memory of its own; where it is `narrow`, without the bias."""
+    """One tile of `hidden @ weight.T + bias`, in `out` or in memory of its own."""
     wide = h.dtype == s.tile
-    if s.narrow:
-        return torch.mm(h, w.t(), out=out)
     tile = torch.mm(h, w.t(), out=out) if wide else torch.mm(h, w.t(), out_dtype=s.tile)
-    return tile if bias is None else tile.add_(bias.to(s.tile))
-
-
-def widened(raw: Tensor, bias: Tensor | None, s: Settings, buffers: Buffers) -> Tensor:
-    """A narrow tile in the tiles' dtype, with its bias."""
-    tile = buffers.take("tile", tuple(raw.shape), raw, s.tile).copy_(raw)
     return tile if bias is None else tile.add_(bias.to(s.tile))
 
 
@@ -142,14 +125,6 @@ def _chosen_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Ten
     if s.softcap is not None:
         z = s.softcap * torch.tanh(z / s.softcap)
     out.copy_(z / s.temperature)
-
-
-def _take_target(tile: Tensor, ids: Tensor, start: int, into: Tensor) -> None:
-    """Writes the chosen token's logit of each row that has it in this tile into `into`."""
-    local = ids - start
-    inside = (local >= 0) & (local < tile.shape[1])
-    picked = tile.gather(1, local.clamp(0, tile.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    into.copy_(torch.where(inside, picked.to(into.dtype), into))
 
 
 def _put_target(tile: Tensor, ids: Tensor, start: int, value: Tensor) -> None:
@@ -183,7 +158,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         room = settings.keep if any(ctx.needs_input_grad[:3]) else 0
         buffers, banned = Buffers(), torch.full((1, 1), -math.inf, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for block in blocks(0 if settings.narrow else count, _DOT_BLOCK):
+            for block in blocks(count, _DOT_BLOCK):
                 picked = hidden[block if rows is None else rows[block]]
                 _chosen_logits(picked, weight, bias, ids[block], settings, target[block])
             for columns in blocks(weight.shape[0], settings.vocab_block):
@@ -191,19 +166,14 @@ class ChunkedLogProbs(torch.autograd.Function):
                 b = None if bias is None else bias[columns]
                 for block in blocks(count, settings.token_block):
                     h = _operand(hidden[block if rows is None else rows[block]], settings, buffers, "hidden")
-                    room -= h.shape[0] * w.shape[0] * settings.kept_itemsize
-                    reused = room < 0 and (settings.narrow or h.dtype == settings.tile)
-                    name = "product" if settings.narrow else "tile"
-                    out = buffers.take(name, (h.shape[0], w.shape[0]), w, h.dtype) if reused else None
+                    room -= h.shape[0] * w.shape[0] * settings.tile.itemsize
+                    reused = room < 0 and h.dtype == settings.tile
+                    out = buffers.take("tile", (h.shape[0], w.shape[0]), w, h.dtype) if reused else None
                     tile = _raw_tile(h, w, b, settings, out)
                     kept += [tile] if room >= 0 else []
                     shape = tuple(tile.shape)
-                    if settings.narrow:
-                        tile = widened(tile, b, settings, buffers)
-                    copied = room >= 0 and not settings.exponentials and not settings.narrow
+                    copied = room >= 0 and not settings.exponentials
                     tile, _ = logits_tile(tile, settings, False, copied)
-                    if settings.narrow:  # rounded like the others: equal logits stay equal
-                        _take_target(tile, ids[block], columns.start, target[block])
                     _put_target(tile, ids[block], columns.start, banned)
                     before = top[block].clone()
                     top[block] = now = torch.maximum(before, tile.amax(1).to(before.dtype))
@@ -352,9 +322,8 @@ def _backward_tiles(
                 # Kept tiles are the first ones in the forward's order: blocks of tokens within blocks of the vocabulary.
                 number = columns.start // settings.vocab_block * per_columns + block.start // settings.token_block
                 here = number < len(tiles)
-                fresh = (here and last_use) or (h.dtype != wide and not settings.narrow)
-                name = "dlogits" if settings.narrow else "tile"
-                out = None if fresh else buffers.take(name, (h.shape[0], w.shape[0]), w, h.dtype)
+                fresh = (here and last_use) or h.dtype != wide
+                out = None if fresh else buffers.take("tile", (h.shape[0], w.shape[0]), w, h.dtype)
                 at_target, constant, linear, shift = (None if x is None else x[block] for x in factors)
                 assert at_target is not None and constant is not None and shift is not None
                 if number < len(tops):
@@ -364,21 +333,16 @@ def _backward_tiles(
                     _put_target(tile, ids[block], columns.start, at_target)
                 else:
                     raw = tiles[number] if here else _raw_tile(h, w, b, settings, out)
-                    out = raw if out is None else out
-                    raw = widened(raw, b, settings, buffers) if settings.narrow else raw
-                    copied = here and not last_use and not settings.narrow
+                    copied = here and not last_use
                     parts = at_target, constant, linear, shift
                     tile = _dlogits(raw, ids[block], columns.start, parts, settings, copied)
                 if for_bias is not None:
                     for_bias += tile.sum(0)
                 dlogits = tile if unit is None else _operand(tile, settings, buffers, "dlogits")
-                if settings.narrow:
-                    assert out is not None
-                    dlogits = out.copy_(tile)
                 if for_hidden is not None:
-                    _add_product(for_hidden[inner], dlogits, w, buffers, first=first)
+                    _add_product(for_hidden[inner], dlogits, w, first=first)
                 if for_weight is not None:
-                    _add_product(for_weight, dlogits.t(), h, buffers, first=inner.start == 0)
+                    _add_product(for_weight, dlogits.t(), h, first=inner.start == 0)
             for total, into in ((None if in_place else for_weight, grad_weight), (for_bias, grad_bias)):
                 if total is not None and into is not None:
                     into[columns] = total if unit is None else total / unit

@@ -38,7 +38,7 @@ class FusedLinearGRPOLoss(torch.nn.Module):
     `entropy_coef`, `current_gradient_accumulation_steps` (1: the caller divides, as TRL's Liger path does) and
     `steps_per_generation` (None: equal to the accumulation steps, TRL's default). All may be changed between calls.
     In `eval()` mode nothing is divided by the accumulation, as in TRL. Sequence-level weights work with every loss
-    type. `memory_budget` and `narrow_products` are those of `selective_log_probs`.
+    type. `memory_budget` is that of `selective_log_probs`.
     `chunk_size` is the number of sequences whose logits are formed at a time (None: what suits the device) and
     `compiled` is accepted and not needed. `use_ref_model=False` with beta != 0 is refused: there would be no KL.
 
@@ -88,7 +88,6 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         current_gradient_accumulation_steps: float = 1,
         steps_per_generation: float | None = None,
         memory_budget: int | None = None,
-        narrow_products: bool = False,
     ) -> None:
         super().__init__()
         self.beta = beta
@@ -117,7 +116,6 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         self.current_gradient_accumulation_steps = current_gradient_accumulation_steps
         self.steps_per_generation = steps_per_generation
         self.memory_budget = memory_budget
-        self.narrow_products = narrow_products
         check_settings(self)
 
     def forward(
@@ -255,7 +253,6 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             ignore_index=IGNORED,
             wide=True,
             memory_budget=self.memory_budget,
-            narrow_products=self.narrow_products,
         )
         assert entropies is not None
         return logps, entropies

@@ -21,9 +21,8 @@ import os
 import torch
 from torch import Tensor
 
-from parity.fixes.checks import check_count, check_shapes, check_switch, check_tensors, check_transform
+from parity.fixes.checks import check_count, check_shapes, check_tensors, check_transform
 from parity.fixes.chunked import ChunkedLogProbs, Settings, precision, statistics_dtype
-from parity.fixes.whole import WholeLogProbs
 
 
 @torch._disable_dynamo  # reads values (ids) and loops: nothing to trace. The public spelling imports Triton at once
@@ -43,7 +42,6 @@ def selective_log_probs(
     ignore_index: int = -100,
     filter_eps: float | str | None = None,
     memory_budget: int | None = None,
-    narrow_products: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`logp = z[id] - logsumexp(z)` with `z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`.
 
@@ -79,11 +77,6 @@ def selective_log_probs(
     products instead of four, in another order of rounding. None keeps none. Not counted: a copy of all narrow logits in a
     backward pass with retain_graph, and statistics where the vocabulary is a few entries.
 
-    `narrow_products`: products of bfloat16 operands come out in bfloat16, as a linear layer's logits, and dlogits are
-    rounded to it; the rest stays float32. That is the accuracy of plain logits (in tiles each part of a gradient is rounded
-    once more: up to 1.4 times their error was measured), and half to a third of the time on a CPU
-    with bf16 units (docs/performance.md). Without effect on CUDA, where wide results cost nothing, and in other dtypes.
-
     Not differentiable twice (RuntimeError); opaque to torch.compile: a graph break, which `fullgraph=True` refuses. Under
     ZeRO-3 gather the head around the call.
 
@@ -102,7 +95,6 @@ def selective_log_probs(
     check_count("chunk_size", chunk_size)
     check_count("token_chunk_size", token_chunk_size)
     check_count("memory_budget", memory_budget)
-    check_switch("narrow_products", narrow_products)
     if backend not in ("auto", "cce", "chunked"):
         raise ValueError(f"backend={backend!r}: choose 'auto', 'cce' or 'chunked'")
     if filter_eps is not None and backend != "cce":
@@ -124,7 +116,6 @@ def selective_log_probs(
         token_chunk_size=token_chunk_size,
         ignore_index=ignore_index,
         memory_budget=memory_budget,
-        narrow_products=narrow_products,
     )
     return logps if entropies is None else (logps, entropies)
 
@@ -145,7 +136,6 @@ def chunked_log_probs(
     ignore_index: int,
     wide: bool = False,
     memory_budget: int | None = None,
-    narrow_products: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_log_probs` by the torch path, of arguments that are known to fit; no entropies unless asked for.
 
@@ -153,21 +143,14 @@ def chunked_log_probs(
     """
     operand, tile = precision(hidden, weight, bias)
     on_cpu = hidden.device.type == "cpu"
-    narrow = narrow_products and on_cpu and operand == torch.bfloat16
     tokens, (vocab, width) = ids.numel(), weight.shape
     vocab_block, token_block = chunk_size or (1024 if on_cpu else 8192), token_chunk_size or (1024 if on_cpu else 4096)
     vocab_block, token_block = min(vocab_block, vocab), max(1, min(token_block, tokens))
     keep, free = 0, chunk_size is token_chunk_size is None
-    all_logits = tokens * vocab * (operand if narrow else tile).itemsize
-    few = max(1, min(_TILE // vocab, tokens))  # whole rows of logits
-    copies = 2 * sum(x.numel() for x in (hidden, weight) if x.dtype != operand) * operand.itemsize
+    all_logits = tokens * vocab * tile.itemsize
     flat, valid = _scored(ids, vocab, ignore_index)
     rows = None if valid is None else valid.nonzero().squeeze(1)
-    copies += 0 if rows is None else rows.numel() * width * hidden.element_size()  # the scored rows side by side
-    whole = narrow and free and (memory_budget or 0) >= all_logits + _working(vocab, few, tokens, 0, tile) + copies
-    if whole:
-        vocab_block, token_block = vocab, few
-    elif memory_budget is not None:
+    if memory_budget is not None:
         broad = min(4 * vocab_block, vocab)  # where all stays, fewer and larger products
         if chunk_size is None and all_logits + _working(broad, token_block, tokens, width, tile) <= memory_budget:
             vocab_block = broad
@@ -189,16 +172,11 @@ def chunked_log_probs(
         tile=tile,
         result=statistics_dtype(hidden.device) if wide else tile,
         keep=keep,
-        narrow=narrow,
     )
     scored = flat if rows is None else flat[rows]
     table = hidden.reshape(flat.numel(), hidden.shape[-1])
-    logps, entropies = (WholeLogProbs if whole else ChunkedLogProbs).apply(table, weight, bias, scored, rows, settings)
+    logps, entropies = ChunkedLogProbs.apply(table, weight, bias, scored, rows, settings)
     return logps.reshape(ids.shape), None if entropies is None else entropies.reshape(ids.shape)
-
-
-_TILE = 2**19
-"""Logits worked on at once where whole rows of them are."""
 
 
 def _working(vocab_block: int, token_block: int, tokens: int, width: int, tile: torch.dtype) -> int:

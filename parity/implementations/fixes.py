@@ -1,9 +1,6 @@
 """Our own corrected implementations, judged like any other and with no ledger entry of their own."""
 
-import math
 from typing import Any
-
-import torch
 
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
@@ -17,22 +14,6 @@ from parity.judge.recipe import Recipe
 def _chunked(x: Inputs) -> Recipe:
     """float32 throughout; on CUDA the gradient of 16-bit logits is rounded to their dtype for its products."""
     return Recipe(dlogits="input" if x.hidden.is_cuda else "fp32")
-
-
-def _narrow(x: Inputs) -> Recipe:
-    """Products of bf16 operands rounded to bf16 on the CPU, the bias joins in float32.
-
-    Parts of a gradient are rounded to bf16 and added in float32: at most the error of a running sum in bf16.
-    """
-    operand = torch.promote_types(x.hidden.dtype, x.weight.dtype)
-    if x.hidden.is_cuda or (operand != torch.bfloat16 and x.context != "autocast"):
-        return _chunked(x)
-    s, sums = x.settings, {}
-    if x.case.family == "logprobs" and s.chunk_size is not None:
-        sums = {"accumulate": "bf16", "partials": max(math.ceil(s.V / s.chunk_size), math.ceil(s.B * s.T / 1024))}
-    elif x.case.family == "policy" and s.chunk_size != 1:
-        sums = {"accumulate": "bf16", "partials": max(math.ceil(s.V / 4096), math.ceil(s.B / s.chunk_size))}
-    return Recipe(logits="bf16", dlogits="bf16", bias="fp32", **sums)
 
 
 @implementation(
@@ -63,20 +44,6 @@ def selective_log_probs_kept(x: Inputs) -> Outputs:
 
 
 @implementation(
-    "fixes.selective_log_probs.narrow",
-    family="logprobs",
-    recipe=_narrow,
-    outputs=frozenset({"entropy"}),
-    contexts=EVERY_CONTEXT,
-    every=4,
-    sources=("parity.fixes.selective_log_probs",),
-)
-def selective_log_probs_narrow(x: Inputs) -> Outputs:
-    """`parity.fixes.selective_log_probs(narrow_products=True)`; without a chunk size all logits are kept."""
-    return _log_probs(x, "chunked", None if x.settings.chunk_size else 2**40, narrow_products=True)
-
-
-@implementation(
     "fixes.selective_log_probs.cce",
     **cce.KERNEL
     | {
@@ -97,7 +64,7 @@ def selective_log_probs_cce(x: Inputs) -> Outputs:
     return _log_probs(x, "cce")
 
 
-def _log_probs(x: Inputs, backend: str, memory_budget: int | None = None, narrow_products: bool = False) -> Outputs:
+def _log_probs(x: Inputs, backend: str, memory_budget: int | None = None) -> Outputs:
     from parity.fixes import selective_log_probs as function
 
     s = x.settings
@@ -114,7 +81,6 @@ def _log_probs(x: Inputs, backend: str, memory_budget: int | None = None, narrow
         chunk_size=s.chunk_size,
         ignore_index=IGNORE_INDEX,
         memory_budget=memory_budget,
-        narrow_products=narrow_products,
     )
     return {"logps": found[0], "entropy": found[1]} if isinstance(found, tuple) else {"logps": found}
 
@@ -137,18 +103,18 @@ def fused_linear_grpo_loss(x: Inputs) -> Outputs:
 
 
 @implementation(
-    "fixes.FusedLinearGRPOLoss.narrow",
+    "fixes.FusedLinearGRPOLoss.kept",
     family="policy",
-    recipe=_narrow,
+    recipe=_chunked,
     outputs=frozenset(METRICS),
     contexts=EVERY_CONTEXT,
     every=4,
     limits=ONE_HEAD,
     sources=("parity.fixes.grpo.FusedLinearGRPOLoss.forward",),
 )
-def fused_linear_grpo_loss_narrow(x: Inputs) -> Outputs:
-    """`parity.fixes.FusedLinearGRPOLoss(narrow_products=True)`; with a chunk size of 1, Liger's default, all logits are kept."""
-    return _policy_loss(x, memory_budget=2**40, narrow_products=True)
+def fused_linear_grpo_loss_kept(x: Inputs) -> Outputs:
+    """`parity.fixes.FusedLinearGRPOLoss` with a `memory_budget` that has room for every logit."""
+    return _policy_loss(x, memory_budget=2**40)
 
 
 def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:

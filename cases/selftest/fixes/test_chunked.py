@@ -7,9 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cases.bench.measure import peak
 from cases.selftest.fixes.test_logprobs import SETTINGS, TINY, compare, definition, draw, gradients
-from parity.fixes import FusedLinearGRPOLoss, chunked, selective_log_probs
+from parity.fixes import chunked, selective_log_probs
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -159,162 +158,8 @@ def test_a_budget_shrinks_tiles_first_and_keeps_what_fits(monkeypatch):
         selective_log_probs(torch.ones(1, 2), torch.ones(3, 2), torch.zeros(1, dtype=torch.long), memory_budget=0)
 
 
-NARROW = [{}, {"memory_budget": 2**40}, {"chunk_size": 128}, {"chunk_size": 128, "memory_budget": 2**40}]
-
-
 def error(found, exact):
     return float((found.detach().double() - exact.detach()).norm() / exact.detach().norm())
-
-
-@pytest.mark.parametrize("more", NARROW, ids=str)
-@pytest.mark.parametrize(("entropy", "softcap"), [(False, None), (True, None), (False, 3.0), (True, 3.0)])
-def test_narrow_products_are_as_accurate_as_plain_bfloat16_logits(more, entropy, softcap):
-    hidden, weight, bias, ids = draw((3, 50), 24, 300, torch.bfloat16)
-    ids[1, :7] = -100
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    cotangents = [torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).masked_fill(ids < 0, 0)] * (
-        1 + entropy
-    )
-    kwargs = {"softcap": softcap, "temperature": 0.7}
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    exact = definition(wide[0], wide[1], ids, wide[2], **kwargs)[: 1 + entropy]
-    want = [*exact, *gradients(exact, [c.double() for c in cotangents], wide)]
-    z = torch.nn.functional.linear(hidden, weight, bias)  # plain: bfloat16 logits, the rest in float32
-    z = (z.float() if softcap is None else softcap * torch.tanh(z.float() / softcap)) / 0.7
-    logs = torch.log_softmax(z, -1)
-    logps = logs.gather(-1, ids.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(ids < 0, 0)
-    plain = (logps, -(logs.exp() * logs).sum(-1).masked_fill(ids < 0, 0))[: 1 + entropy]
-    plain = [*plain, *gradients(plain, cotangents, leaves)]
-    got = selective_log_probs(hidden, weight, ids, bias=bias, entropy=entropy, narrow_products=True, **kwargs, **more)
-    got = got if entropy else (got,)
-    again = torch.autograd.grad(got, leaves, cotangents, retain_graph=True)
-    found = torch.autograd.grad(got, leaves, cotangents)
-    assert all(torch.equal(x, y) for x, y in zip(again, found, strict=True))  # the first pass left what it read
-    errors = [error(x, y) for x, y in zip([*got, *found], want, strict=True)]
-    assert max(errors[: len(got)]) > 2.0**-16  # products are narrow: this is no float32
-    for mine, other in zip(errors, (error(x, y) for x, y in zip(plain, want, strict=True)), strict=True):
-        assert mine <= 1.3 * other
-
-
-@pytest.mark.parametrize("more", NARROW, ids=str)
-def test_narrow_products_leave_equal_logits_equal(more):
-    """The chosen token's logit is rounded as its rival's, so that the log-prob is -log 2, however large both are."""
-    weight = torch.randn(2, 24, generator=torch.Generator().manual_seed(0)).bfloat16()[[0, 0, 1]]
-    hidden = 9 * weight[:1]
-    found = selective_log_probs(hidden, weight, torch.tensor([1]), narrow_products=True, **more)
-    torch.testing.assert_close(found, torch.tensor([-math.log(2)]), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_narrow_products_change_nothing_in_other_dtypes(dtype):
-    hidden, weight, bias, ids = draw((3, 5), 8, 300, dtype)
-    a, b = (selective_log_probs(hidden, weight, ids, bias=bias, narrow_products=n) for n in (False, True))
-    assert torch.equal(a, b)
-
-
-def test_all_narrow_logits_are_one_product_each_within_the_budget(monkeypatch):
-    """2,048 x 4,096 logits of 2 bytes and what is worked on: no tile is multiplied. With room for the logits alone tiles are."""
-    hidden, weight, _, ids = draw((2048,), 8, 4096, torch.bfloat16)
-    made, product = [], chunked._raw_tile
-    monkeypatch.setattr(chunked, "_raw_tile", lambda *a: made.append(1) or product(*a))
-    logits = 2 * ids.numel() * weight.shape[0]
-    for budget, tiles in ((2 * logits + 2**24, False), (logits, True)):
-        made.clear()
-        leaf = weight.clone().requires_grad_()
-        selective_log_probs(hidden, leaf, ids, narrow_products=True, memory_budget=budget).sum().backward()
-        assert bool(made) == tiles
-
-
-def test_all_narrow_logits_stay_within_the_budget_with_some_ignored(monkeypatch):
-    """The scored hidden states are copied side by side: with wide ones that is more than a tile."""
-    hidden, weight, _, ids = draw((4000,), 1500, 500, torch.bfloat16, bias=False)
-    ids[0] = -100
-    leaves = [x.requires_grad_() for x in (hidden, weight)]
-    made, product = [], chunked._raw_tile
-    monkeypatch.setattr(chunked, "_raw_tile", lambda *a: made.append(1) or product(*a))
-    took_whole = []
-    for budget in (17_000_000, 29_000_000):
-        made.clear()
-        with peak("cpu") as found:
-            logps = selective_log_probs(hidden, weight, ids, narrow_products=True, memory_budget=budget)
-            gradients = torch.autograd.grad(logps.sum(), leaves)
-        took_whole.append(not made)
-        if not made:
-            assert found.bytes <= budget + sum(g.nbytes for g in gradients)
-    assert took_whole == [False, True]
-
-
-def test_all_narrow_logits_take_the_memory_of_logits_and_gradients_alone():
-    """What is worked on is given back before the gradients are made: no more than plain logits and their gradient."""
-    hidden, weight, _, ids = draw((256,), 256, 8192, torch.bfloat16, bias=False)
-    leaves = [x.requires_grad_() for x in (hidden, weight)]
-    with peak("cpu") as found:
-        selective_log_probs(hidden, weight, ids, narrow_products=True, memory_budget=2**40).sum().backward()
-    scratch = []  # of the CPU's products themselves: 2.6 MB on one with AMX
-    with torch.no_grad():
-        dlogits = torch.zeros(ids.numel(), weight.shape[0], dtype=torch.bfloat16)
-        for a, b in ((hidden, weight.T), (dlogits, weight), (dlogits.T, hidden)):
-            with peak("cpu") as product:
-                made = a @ b
-            scratch.append(product.bytes - made.nbytes)
-    assert max(scratch) < dlogits.nbytes  # else nothing would be seen
-    assert found.bytes <= 1.05 * (dlogits.nbytes + sum(x.nbytes for x in leaves)) + max(scratch)
-
-
-@pytest.mark.parametrize("more", NARROW, ids=str)
-def test_narrow_logits_of_certain_tokens_have_their_tiny_entropies(more):
-    """Of e^-20, from logits of hundreds: a rounding of those must not enter."""
-    weight = torch.diag(torch.tensor([32.0, 32.0, 2.0, 1.0])).bfloat16()
-    hidden = torch.tensor([[13.0, 11, 5, 7], [27, 29, 1, 3], [21, 23, 3, 9]]).bfloat16().requires_grad_()
-    ids = torch.tensor([2, 3, 2])
-    want, wide = (hidden @ weight.t()).detach().double(), hidden.detach().double().requires_grad_()
-    z = wide @ weight.double().t()
-    assert torch.equal(z.detach(), want)  # nothing is rounded
-    exact = definition(wide, weight.double(), ids, None, temperature=3.0)
-    _, entropies = selective_log_probs(hidden, weight, ids, temperature=3.0, entropy=True, narrow_products=True, **more)
-    torch.testing.assert_close(entropies.double(), exact[1].detach(), rtol=0.1, atol=0)
-    (found,), (right,) = (torch.autograd.grad(e.sum(), x) for e, x in ((entropies, hidden), (exact[1], wide)))
-    torch.testing.assert_close(found[:, :2].double(), right[:, :2], rtol=0.1, atol=0)
-
-
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("case", ["signs and zeros", "no other token", "banned", "one not finite"])
-def test_narrow_logits_kept_whole_and_in_tiles_agree(case, entropy):
-    hidden, weight, bias, ids = draw((40,), 24, 300, torch.bfloat16)
-    cotangent = torch.randn(40, generator=torch.Generator().manual_seed(1))
-    cotangent[::3] = 0
-    if case == "no other token":
-        bias[:], ids[:] = -torch.inf, 5
-        bias[5], ids[7] = 1.0, 6
-    if case == "banned":
-        bias[:128], ids[:5] = -torch.inf, 3
-    if case == "one not finite":
-        hidden[3, 0], cotangent[5], cotangent[7] = torch.nan, torch.nan, torch.inf
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    found = []
-    for more in ({"memory_budget": 2**40}, {"chunk_size": 300}):
-        out = selective_log_probs(
-            hidden, weight, ids, bias=bias, temperature=0.7, entropy=entropy, narrow_products=True, **more
-        )
-        out = out if entropy else (out,)
-        found.append([*out, *torch.autograd.grad(out, leaves, [cotangent, 0.1 * cotangent][: len(out)])])
-    for whole, tiles in zip(*found, strict=True):
-        size = float(tiles.detach().nan_to_num(0, 0, 0).abs().max())
-        torch.testing.assert_close(whole, tiles, rtol=2.0**-7, atol=0.01 * size, equal_nan=True)
-        assert torch.equal(whole == 0, tiles == 0)
-
-
-@pytest.mark.parametrize("more", NARROW, ids=str)
-def test_narrow_gradients_of_tiny_cotangents_scale_with_them(more):
-    """A CPU's bfloat16 units take subnormal numbers for 0: without a scale of their own such gradients vanish."""
-    hidden, weight, _, ids = draw((3, 50), 64, 300, torch.bfloat16)
-    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    logps = selective_log_probs(hidden, weight, ids, narrow_products=True, **more)
-    one, many = (
-        torch.autograd.grad(logps, leaves, torch.full_like(logps, size), retain_graph=True) for size in (2.0**-126, 1.0)
-    )
-    for a, b in zip(one, many, strict=True):
-        assert (a.double() * 2.0**126 - b.double()).abs().max() <= 2.0**-6 * b.abs().max()
 
 
 def test_many_alike_parts_of_a_gradient_do_not_drift():
@@ -327,11 +172,3 @@ def test_many_alike_parts_of_a_gradient_do_not_drift():
         for h, w in ((hidden.requires_grad_(), weight), (hidden.detach().double().requires_grad_(), weight.double()))
     )
     assert error(found, exact) < 2e-6
-
-
-@pytest.mark.parametrize("value", ["no", None, torch.bfloat16, 2])
-def test_narrow_products_is_a_switch(value):
-    with pytest.raises(ValueError, match="narrow_products=.*: must be True or False"):
-        selective_log_probs(torch.ones(1, 2), torch.ones(3, 2), torch.zeros(1, dtype=torch.long), narrow_products=value)
-    with pytest.raises(ValueError, match="narrow_products"):
-        FusedLinearGRPOLoss(beta=0.0, use_ref_model=False, narrow_products=value)
