@@ -352,7 +352,7 @@ class Watch(TrainerCallback):
         try:
             self.to.parent.mkdir(parents=True, exist_ok=True)
             with self.to.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
         except OSError as error:
             self._say(("file",), f"watch: nothing is written: {_line(error)}")
 
@@ -369,6 +369,15 @@ class _Replaced:
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _finite(x: Any) -> Any:
+    """As JSON has it: null for a number that is not finite."""
+    if isinstance(x, Mapping):
+        return {name: _finite(value) for name, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def watch(

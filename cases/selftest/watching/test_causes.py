@@ -165,7 +165,7 @@ def test_gradients_that_are_not_finite(tmp_path):
     policy = copy.deepcopy(models.model("llama"))
     policy.model.norm.weight.register_hook(lambda grad: grad * torch.inf)
     watch, lines = watched(grpo(sampler, policy=policy, max_steps=1), tmp_path)
-    assert [f["what"] for line in lines for f in line["findings"]] == ["gradient"]
+    assert [(f["what"], f["units"]) for line in lines for f in line["findings"]] == [("gradient", None)]
     assert [f.text for f in watch.findings] == ["watch, step 1: gradients are not finite: model.norm.weight"]
 
 
