@@ -75,8 +75,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     `settings` maps a setting or feature to a value, a list of values, or a table with `min`, `max` or `not`; one that is
     absent is "none". `variants` are names of definitions other than the oracle's: a row is inside when one of them explains
     all that failed with it. `cls`, in the file "class", is the class of the disagreement. `headroom` is how large it was: a
-    row of more than `GROWTH` times as much, or of no finite size, is not covered. A finding whose size its case decides
-    has none, and is held on its frozen case alone (`parity.results.recorded`). `link` says where it is discussed, or
+    row of more than `GROWTH` times as much, or of no finite size, is not covered (of a trainer's check under another seed,
+    whose values are others, one of no finite size alone). A finding whose size its case decides has none, and is held on its
+    frozen case alone (`parity.results.recorded`). `link` says where it is discussed, or
     `unlinked` why nowhere. From the day `expires` on (2026-12-31) the entry must be looked at again, and turns a run red
     until it is. `rests_on` are devices on whose rounding its case rests: elsewhere it may agree, and the entry is not stale.
     """
@@ -132,10 +133,15 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             and (not self.gates or row.gate in self.gates)
             and (not self.variants or row.variant in self.variants)
             and self.cls in (None, row.cls)
-            and (self.headroom is None or (row.headroom is not None and row.headroom <= GROWTH * self.headroom))
+            and self._as_large(row)
             and all(_holds(facts.get(name), wanted) for name, wanted in self.settings.items())
             and self.in_force()
         )
+
+    def _as_large(self, row: Row) -> bool:
+        if self.headroom is None or row.headroom is None:
+            return self.headroom is None
+        return row.headroom <= GROWTH * self.headroom or ("check" in row.settings and row.seed != 0)
 
 
 def _holds(value: Any, wanted: Any) -> bool:

@@ -149,6 +149,13 @@ def test_a_finding_that_grew_threefold_is_a_new_one(ledger):
     assert loaded.match(row(headroom=None), facts(case)) is None
 
 
+@pytest.mark.parametrize(("seed", "headroom", "known"), [(0, 61.0, False), (5, 61.0, True), (5, None, False)])
+def test_under_another_seed_a_check_of_a_trainer_has_other_values_and_other_sizes(ledger, seed, headroom, known):
+    loaded, case = widened(ledger, "headroom = 20.0"), family("logprobs").case(1, "fp32", {"bias": "banned", "V": 9})
+    found = row(headroom=headroom, seed=seed, settings={"check": "twins"})
+    assert (loaded.match(found, facts(case)) == "x") is known
+
+
 def test_an_expired_entry_names_its_line(ledger):
     loaded = widened(ledger, 'expires = "2026-12-31"')
     assert loaded.expired(datetime.date(2026, 12, 30)) == []
