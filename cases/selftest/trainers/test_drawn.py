@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from parity.case.profiles import PROFILES
+from parity.errors import Unsupported
 from parity.trainers import catalogue, execute
+from parity.trainers.check import tells
 from parity.trainers.rig import drawn, models, stored_window
 from parity.trainers.specs import TRAINERS
 
@@ -48,3 +50,13 @@ def test_a_case_is_run_with_its_own_seed(monkeypatch):
     case = catalogue.family("dpo-trainer").case(31, "fp32", {"check": "step-one"})
     list(execute.rows(case, [catalogue.implementations()["dpo-trainer.released"]]))
     assert seen == [31] and drawn.seed() == 0
+
+
+def test_values_that_test_nothing_are_a_fault_under_seed_0_alone():
+    """The fixed values were chosen to test something; under another seed the case is left out, with the reason."""
+    for seed in (0, 7):
+        with drawn.of_case(seed):
+            assert execute.judge(tells("beyond", True, "both sides")).agrees
+    assert not execute.judge(tells("beyond", False, "one side")).agrees
+    with drawn.of_case(7), pytest.raises(Unsupported, match="one side: under this seed"):
+        tells("beyond", False, "one side")
