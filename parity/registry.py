@@ -47,10 +47,8 @@ _ADDED: dict[str, Family] = {}
 def add_family(family: Family) -> Family:
     """Make a family known that is no file of `parity/families`, one in a user's FILE.py for example.
 
-    A file that is loaded again replaces its own family.
-
-    Raises:
-        UsageError: when the name belongs to another family or to a trainer.
+    A file that is loaded again replaces its own family. Raises UsageError when the name belongs to another family or to a
+    trainer.
     """
     known = _ADDED.get(family.name)
     if family.name in NAMES or is_trainer(family.name) or (known and _file(known) != _file(family)):
@@ -79,8 +77,7 @@ def loss_families() -> tuple[str, ...]:
 def resolved(name: str) -> str:
     """The name of a family that is named by itself or by FILE.py:NAME, which is then loaded and made known.
 
-    Raises:
-        UsageError: for a family or file that does not exist, and for a NAME that is no `Family`.
+    Raises UsageError for a family or file that does not exist, and for a NAME that is no `Family`.
     """
     if ".py:" not in name:
         return family(name).name
@@ -91,22 +88,14 @@ def resolved(name: str) -> str:
 
 
 def family(name: str) -> Family | TrainerFamily:
-    """The loss family or the trainer called `name`.
-
-    Raises:
-        UsageError: naming what exists.
-    """
+    """The loss family or the trainer called `name`. Raises UsageError, naming what exists."""
     if is_trainer(name):
         return catalogue.family(name)
     return loss_family(name)
 
 
 def loss_family(name: str) -> Family:
-    """The loss family called `name`.
-
-    Raises:
-        UsageError: naming the families that exist.
-    """
+    """The loss family called `name`. Raises UsageError, naming the families that exist."""
     known = loss_families()
     if name in _ADDED:
         return _ADDED[name]
@@ -127,11 +116,10 @@ def load() -> dict[str, Implementation]:
 
 
 def select(ids: Iterable[str], family: str | None = None) -> list[Implementation]:
-    """The implementations called for: all that are not opt-in, or those named by id, group (`liger`, `trl.GRPOTrainer.*`,
-    which has `trl.GRPOTrainer` in it), pattern (`*.Fused*`), or FILE.py:NAME. An id names no other than itself.
+    """The implementations called for: all that are not opt-in, or those named by id, group (`liger`, `trl.GRPOTrainer.*`, which
+    has `trl.GRPOTrainer` in it), pattern (`*.Fused*`), or FILE.py:NAME. An id names no other than itself.
 
-    Raises:
-        UsageError: for an id that matches nothing, naming the choices.
+    Raises UsageError for an id that matches nothing, naming the choices.
     """
     ids = list(ids)
     named = [i for i in ids if ".py:" not in i]
@@ -162,13 +150,11 @@ def _below(id: str, name: str) -> bool:
 
 
 def from_file(spec: str) -> list[Implementation]:
-    """Load FILE.py:NAME as a candidate: of the family whose required parameters a function has; of its trainer's checks, and
-    of family `policy` where it is a GRPOTrainer, if NAME is a subclass of one of TRL's trainers.
+    """Load FILE.py:NAME as a candidate: of the family whose required parameters a function has; of its trainer's checks, and of
+    family `policy` where it is a GRPOTrainer, if NAME is a subclass of one of TRL's trainers.
 
-    The id is the path from the working directory, so that what a report prints can be replayed.
-
-    Raises:
-        UsageError: when the file, the name or the family cannot be found.
+    The id is the path from the working directory, so that what a report prints can be replayed. Raises UsageError when the
+    file, the name or the family cannot be found.
     """
     found, id = user.loaded(spec, process_state.importing), user.path_id(spec)
     file = str(Path(spec.rpartition(":")[0]).resolve())

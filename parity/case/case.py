@@ -66,8 +66,7 @@ class Case:
     def from_json(cls, data: Any, source: str = "case") -> Case:
         """Read a case from a JSON object.
 
-        Raises:
-            UsageError: naming `source`, the field and its value, when the object is not a case.
+        Raises UsageError, naming `source`, the field and its value, when the object is not a case.
         """
         of_schema(data, SCHEMA, source, "a case")
         raw = convert(_Json, data, source)
@@ -118,8 +117,7 @@ class Frozen:
     def load(cls, path: str | Path) -> Frozen:
         """Read a case file: a case, or one under the key "case" beside remarks.
 
-        Raises:
-            UsageError: one line that names the file, the field and its value.
+        Raises UsageError, in one line that names the file, the field and its value.
         """
         where = str(path)
         data = json_of(text_of(Path(path), "case"), where, "readable JSON case")

@@ -44,44 +44,40 @@ class AnyFamily(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A loss family: a definition, its inputs, its settings, and what its quantities are. What has a default works with it.
+    """A loss family: a definition, its inputs, its settings, and what its quantities are. What has a default works with it."""
 
-    Attributes:
-        name: as in cases and on the command line.
-        settings: every dimension with its default; sizes included.
-        build: case -> `Inputs` on the CPU, in the dtypes under test. Tensors may have any names.
-        oracle: the definition, float64, plain torch, on inputs that may carry a leading replica dimension in every
-            leaf. Returns the outputs; names with a leading underscore are internal: `_logps` (per-token log-probs) and
-            `_terms` (what the loss sums) sharpen the gate of a scalar.
-        outputs: output quantities in order, with their `Kind`.
-        zeros: inputs -> quantity -> boolean mask of rows that the loss mask makes exactly zero.
-        relations: name -> `Relation`, the exact relations.
-        variants: name -> another definition, such as an older release's, that may explain a disagreement.
-        features: case -> the facts that coverage counts and that ledger scopes can name, besides settings.
-        parameters: inputs -> names of the settings and tensors that a function must have parameters for to handle them.
-            None: all, but how it is called.
-        draw: `draw(draw, strategies, dtype, profile, contexts) -> settings`, drawn with Hypothesis. None: each setting by
-            itself, from `Setting.drawn`.
-        canonical: (dtype, every setting) -> the same with those at their defaults that have no meaning beside others; `draw`
-            ends with it, and two settings that it does not leave together are no pair that a run owes.
-        stored: tensors that a case may store -> their dimensions, a letter each ("BTH", "BT|B1" where there are two ways);
-            what `build` then makes of `case.tensors`. Empty: cases of the family store none.
-        derived: (stored tensors, file) -> the settings that they decide.
-    """
-
-    name: str
-    settings: Mapping[str, Setting]
-    build: Callable[[Case], Inputs]
+    name: str  # as in cases and on the command line
+    settings: Mapping[str, Setting]  # every dimension with its default; sizes included
+    build: Callable[
+        [Case], Inputs
+    ]  # case -> `Inputs` on the CPU, in the dtypes under test. Tensors may have any names.
+    # the definition, float64, plain torch, on inputs that may carry a leading replica dimension in every leaf. Returns the
+    # outputs; names with a leading underscore are internal: `_logps` (per-token log-probs) and `_terms` (what the loss
+    # sums) sharpen the gate of a scalar.
     oracle: Oracle
-    outputs: Mapping[str, Kind]
+    outputs: Mapping[str, Kind]  # output quantities in order, with their `Kind`
+    # inputs -> quantity -> boolean mask of rows that the loss mask makes exactly zero
     zeros: Callable[[Inputs], dict[str, torch.Tensor]] = lambda inputs: {}
-    relations: Mapping[str, Relation] = dataclasses.field(default_factory=dict)
+    relations: Mapping[str, Relation] = dataclasses.field(
+        default_factory=dict
+    )  # name -> `Relation`, the exact relations
+    # name -> another definition, such as an older release's, that may explain a disagreement
     variants: Mapping[str, Oracle] = dataclasses.field(default_factory=dict)
+    # case -> the facts that coverage counts and that ledger scopes can name, besides settings
     features: Callable[[Case], dict[str, Any]] = lambda case: {}
+    # inputs -> names of the settings and tensors that a function must have parameters for to handle them. None: all, but
+    # how it is called.
     parameters: Callable[[Inputs], set[str]] | None = None
+    # `draw(draw, strategies, dtype, profile, contexts) -> settings`, drawn with Hypothesis. None: each setting by itself,
+    # from `Setting.drawn`.
     draw: Callable[..., dict[str, Any]] | None = None
+    # (dtype, every setting) -> the same with those at their defaults that have no meaning beside others; `draw` ends with
+    # it, and two settings that it does not leave together are no pair that a run owes
     canonical: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda dtype, settings: settings
+    # tensors that a case may store -> their dimensions, a letter each ("BTH", "BT|B1" where there are two ways); what
+    # `build` then makes of `case.tensors`. Empty: cases of the family store none.
     stored: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # (stored tensors, file) -> the settings that they decide
     derived: Callable[[Mapping[str, torch.Tensor], str], dict[str, Any]] = lambda tensors, where: {}
 
     @property
@@ -109,8 +105,7 @@ class Family:
     def full_settings(self, case: Case) -> SimpleNamespace:
         """Every setting of `case`, defaults filled in.
 
-        Raises:
-            UsageError: for a setting that the family does not have, or a value outside its choices.
+        Raises UsageError for a setting that the family does not have, or a value outside its choices.
         """
         out = filled(case, self.settings, f"family {self.name}")
         if case.tensors is not None and not self.stored:
@@ -156,14 +151,9 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """An exact relation: what a change of inputs must do to every quantity.
+    """An exact relation: what a change of inputs must do to every quantity."""
 
-    Attributes:
-        change: inputs -> changed inputs, or None where the relation does not apply to the case.
-        factor: quantity -> power-of-two factor that the change applies to it (missing: 1).
-        why: one line, for the report.
-    """
-
+    # inputs -> changed inputs, or None where the relation does not apply to the case
     change: Callable[[Inputs], Inputs | None]
-    factor: Mapping[str, float]
-    why: str
+    factor: Mapping[str, float]  # quantity -> power-of-two factor that the change applies to it (missing: 1)
+    why: str  # one line, for the report

@@ -17,21 +17,15 @@ from parity.judge.recipe import DTYPES
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One dimension of a family.
+    """One dimension of a family."""
 
-    Attributes:
-        default: its value where a case names none.
-        doc: what it means.
-        choices: the values it may take; None: see `doc`.
-        size: of a size, which part it has of the largest tensor that a loss holds: its "rows", the "length" of a row, or
-            neither ("inner").
-        drawn: values that a drawn case has, where the family has no `draw`; None: its choices, or else its default.
-    """
-
-    default: Any
-    doc: str
-    choices: tuple[Any, ...] | None = None
+    default: Any  # its value where a case names none
+    doc: str  # what it means
+    choices: tuple[Any, ...] | None = None  # the values it may take; None: see `doc`
+    # of a size, which part it has of the largest tensor that a loss holds: its "rows", the "length" of a row, or neither
+    # ("inner")
     size: Literal["", "rows", "length", "inner"] = ""
+    # values that a drawn case has, where the family has no `draw`; None: its choices, or else its default
     drawn: Sequence[Any] | None = None
 
 
@@ -52,8 +46,7 @@ def fits(value: Any, default: Any) -> bool:
 def filled(case: Case, table: Mapping[str, Setting], of: str) -> SimpleNamespace:
     """The settings of a case, with the defaults of those that it leaves out; `of`: whose table it is.
 
-    Raises:
-        UsageError: for a setting that is not in the table, or a value outside its choices.
+    Raises UsageError for a setting that is not in the table, or a value outside its choices.
     """
     for name, value in case.settings.items():
         if name not in table:
@@ -69,29 +62,21 @@ def filled(case: Case, table: Mapping[str, Setting], of: str) -> SimpleNamespace
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The tensors of a case, given alike to oracle, reference and candidate.
+    """The tensors of a case, given alike to oracle, reference and candidate."""
 
-    Attributes:
-        case: the case they came from.
-        settings: every setting of the family, defaults filled in, as attributes.
-        tensors: by name; `inputs.hidden` is `inputs.tensors["hidden"]`. Absent optional tensors are None.
-        leaves: the names of the tensors whose gradient is asked for.
-        cotangents: output quantity -> upstream gradient, same shape as the output.
-        undecided: tokens masked out because rounding alone decides on which side of a threshold they fall.
-        parameters: tensors that are parameters of a model in real use, and so `nn.Parameter` where they are called.
-        shared: tensor -> another with the same bits, which is handed over in its place: a teacher's head that is the student's,
-            so that a gradient into the teacher would reach it.
-        replicated: those of which every replica has its own, rounded by itself; None: every one of floating point.
-    """
-
-    case: Case
-    settings: SimpleNamespace
+    case: Case  # the case they came from
+    settings: SimpleNamespace  # every setting of the family, defaults filled in, as attributes
+    # by name; `inputs.hidden` is `inputs.tensors["hidden"]`. Absent optional tensors are None.
     tensors: Mapping[str, torch.Tensor | None]
-    leaves: tuple[str, ...]
-    cotangents: Mapping[str, torch.Tensor]
-    undecided: int = 0
+    leaves: tuple[str, ...]  # the names of the tensors whose gradient is asked for
+    cotangents: Mapping[str, torch.Tensor]  # output quantity -> upstream gradient, same shape as the output
+    undecided: int = 0  # tokens masked out because rounding alone decides on which side of a threshold they fall
+    # tensors that are parameters of a model in real use, and so `nn.Parameter` where they are called
     parameters: frozenset[str] = frozenset({"weight", "bias", "lora_a", "lora_b"})
+    # tensor -> another with the same bits, which is handed over in its place: a teacher's head that is the student's, so
+    # that a gradient into the teacher would reach it
     shared: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # those of which every replica has its own, rounded by itself; None: every one of floating point
     replicated: frozenset[str] | None = None
 
     def __getattr__(self, name: str) -> Any:

@@ -7,58 +7,32 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """A run's size.
+    """A run's size."""
 
-    Attributes:
-        derandomised: whether the seed is fixed, so that a green tree stays green; where it is not, a new finding counts once
-            a fresh process has shown it too.
-        cost: multiplies `Implementation.every`: a larger number gives costly implementations a smaller share of cases.
-        least: drawn cases that an implementation gets at least, as far as there are so many that it takes.
-        thorough: one case in this many gets the repeated calls and exact relations.
-        shrink_seconds: time given to minimising one new finding.
-        findings: new findings that a run looks at again and minimises; further ones are reported as drawn.
-        minimise_seconds: time for all of them together, on each worker: on a release that is wrong in many ways a run
-            would otherwise spend most of its time on it.
-        frozen_whole: whether frozen cases get the repeated calls and exact relations at once, not only where nothing else
-            shows what the ledger knows, and those of whole trainers run; without them the ledger entries that rest on
-            them are not evaluated.
-        frozen: whether frozen cases are run at all.
-    """
-
+    # whether the seed is fixed, so that a green tree stays green; where it is not, a new finding counts once a fresh
+    # process has shown it too
     derandomised: bool = True
+    # multiplies `Implementation.every`: a larger number gives costly implementations a smaller share of cases
     cost: int = 1
-    least: int = 60
-    thorough: int = 4
-    shrink_seconds: float = 20.0
-    findings: int = 12
+    least: int = 60  # drawn cases that an implementation gets at least, as far as there are so many that it takes
+    thorough: int = 4  # one case in this many gets the repeated calls and exact relations
+    shrink_seconds: float = 20.0  # time given to minimising one new finding
+    findings: int = 12  # new findings that a run looks at again and minimises; further ones are reported as drawn
+    # time for all of them together, on each worker: on a release that is wrong in many ways a run would otherwise spend
+    # most of its time on it
     minimise_seconds: float = 60.0
+    # whether frozen cases get the repeated calls and exact relations at once, not only where nothing else shows what the
+    # ledger knows, and those of whole trainers run; without them the ledger entries that rest on them are not evaluated
     frozen_whole: bool = True
-    frozen: bool = True
+    frozen: bool = True  # whether frozen cases are run at all
 
 
 PROFILES = {
     "demo": Profile(cost=16, least=10, frozen=False),
-    "quick": Profile(
-        cost=16,
-        least=2,
-        shrink_seconds=8.0,
-        findings=6,
-        minimise_seconds=16.0,
-        frozen_whole=False,
-    ),
+    "quick": Profile(cost=16, least=2, shrink_seconds=8.0, findings=6, minimise_seconds=16.0, frozen_whole=False),
     "pr": Profile(),
-    "nightly": Profile(
-        derandomised=False,
-        shrink_seconds=60.0,
-        findings=40,
-        minimise_seconds=600.0,
-    ),
-    "soak": Profile(
-        derandomised=False,
-        shrink_seconds=60.0,
-        findings=40,
-        minimise_seconds=600.0,
-    ),
+    "nightly": Profile(derandomised=False, shrink_seconds=60.0, findings=40, minimise_seconds=600.0),
+    "soak": Profile(derandomised=False, shrink_seconds=60.0, findings=40, minimise_seconds=600.0),
 }
 CASES = {"demo": 8, "quick": 60, "pr": 400, "nightly": 6000, "soak": 60000}
 """Profile -> cases of a family that it draws, over all shards."""

@@ -27,8 +27,7 @@ MAY_BE_INFINITE = frozenset(
 def write(case: Case, tensors: Mapping[str, Tensor], to: Path, **remarks: object) -> Case:
     """Write a case to `to` and its tensors beside it, both complete or not at all; the case as it will be read.
 
-    Raises:
-        UsageError: when the files cannot be written.
+    Raises UsageError when the files cannot be written.
     """
     from safetensors.torch import save
 
@@ -69,8 +68,7 @@ def _parsed(path: str, sha256: str) -> dict[str, Tensor]:
 def read(case: Case) -> dict[str, Tensor]:
     """The tensors of a case, its hash checked.
 
-    Raises:
-        UsageError: where the file is missing, too large, damaged or no safetensors file.
+    Raises UsageError where the file is missing, too large, damaged or no safetensors file.
     """
     if not case.tensors or not case.sha256:
         raise UsageError(f"case {case.id}: stored tensors need both a file (tensors) and its sha256")
@@ -80,8 +78,7 @@ def read(case: Case) -> dict[str, Tensor]:
 def sizes(family: Family, tensors: Mapping[str, Tensor], where: str, required: Collection[str]) -> dict[str, int]:
     """Letter -> size of the dimensions that `Family.stored` names; `required`: the tensors that must be there.
 
-    Raises:
-        UsageError: for a tensor that the family does not have, one that is missing, or a shape that fits no other.
+    Raises UsageError for a tensor that the family does not have, one that is missing, or a shape that fits no other.
     """
     known, out = family.stored, dict[str, int]()
     for name in tensors:
@@ -108,8 +105,7 @@ def sizes(family: Family, tensors: Mapping[str, Tensor], where: str, required: C
 def check_values(tensors: Mapping[str, Tensor], where: str) -> None:
     """Refuse what no definition has a value for.
 
-    Raises:
-        UsageError: for an infinite or NaN entry, or a floating-point type that no case has.
+    Raises UsageError for an infinite or NaN entry, or a floating-point type that no case has.
     """
     for name, value in tensors.items():
         if value.is_floating_point() and value.dtype not in DTYPES.values():

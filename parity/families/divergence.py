@@ -65,12 +65,7 @@ def _loss(x: Inputs, measure: Any, zero_padded: bool = False) -> dict[str, torch
 
 
 def _of_student(
-    terms: torch.Tensor,
-    z: torch.Tensor,
-    lp: torch.Tensor,
-    w: torch.Tensor,
-    lq: torch.Tensor,
-    beta: float,
+    terms: torch.Tensor, z: torch.Tensor, lp: torch.Tensor, w: torch.Tensor, lq: torch.Tensor, beta: float
 ) -> torch.Tensor:
     """`terms`, where a replica rounds KL(p‖·) as Σ p·(z - w) - log Z_p + log Z_q, which a kernel sums in one pass.
 

@@ -54,8 +54,7 @@ SETTINGS = {
 def check(settings: SimpleNamespace, case: Case) -> None:
     """Refuse shapes and numbers for which the definition has no value.
 
-    Raises:
-        UsageError: naming the setting, its value and the bound.
+    Raises UsageError, naming the setting, its value and the bound.
     """
     for name in ("B", "T", "V", "H"):
         value = getattr(settings, name)

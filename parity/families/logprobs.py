@@ -97,11 +97,7 @@ def _with_rare_blocks(case: Case, s: SimpleNamespace, tensors: dict[str, torch.T
 
 
 def build(case: Case) -> Inputs:
-    """The inputs of a case, on the CPU.
-
-    Raises:
-        UsageError: for settings outside their range.
-    """
+    """The inputs of a case, on the CPU. Raises UsageError for settings outside their range."""
     s = FAMILY.full_settings(case)
     head.check(s, case)
     if s.rare is not None and not s.rare > 0:

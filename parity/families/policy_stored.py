@@ -50,11 +50,7 @@ def completed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def derived(family: Family, tensors: Mapping[str, Tensor], where: str) -> dict[str, Any]:
-    """The settings that the tensors decide.
-
-    Raises:
-        UsageError: for masks that contradict one another.
-    """
+    """The settings that the tensors decide. Raises UsageError for masks that contradict one another."""
     out = stored_tensors.of_head(family, tensors, where, REQUIRED)
     mask, completion, tool = (tensors.get(n) for n in ("mask", "completion_mask", "tool_mask"))
     if mask is None or completion is None or "num_items_in_batch" not in tensors:
@@ -83,10 +79,8 @@ def build(family: Family, case: Case, s: SimpleNamespace) -> Inputs:
     """The inputs of a stored batch.
 
     A token (a sequence, where the ratio is a sequence's) for which rounding alone decides on which side of a threshold it
-    falls is masked out and counted, see `Inputs.undecided`.
-
-    Raises:
-        UsageError: for settings outside their range, and where nothing decided is left.
+    falls is masked out and counted, see `Inputs.undecided`. Raises UsageError for settings outside their range, and where
+    nothing decided is left.
     """
     check(case, s)
     x = stored_tensors.inputs(family, case, scalar=True)

@@ -123,11 +123,7 @@ def _silent(s: dict[str, Any]) -> set[str]:
 
 
 def check(case: Case, s: SimpleNamespace) -> None:
-    """Refuse settings outside their range.
-
-    Raises:
-        UsageError: naming the setting and its value.
-    """
+    """Refuse settings outside their range. Raises UsageError, naming the setting and its value."""
     head.check(s, case)
     if s.method != "kto" and s.B % 2:
         raise UsageError(f"case {case.id}: B={s.B} must be even, pairs of sequences")
@@ -144,9 +140,7 @@ def build(case: Case) -> Inputs:
     """The inputs of a case, on the CPU.
 
     Tensors besides those of `head.build`: ref_hidden (B, T, H), ref_weight (V, H), ref_bias (V,) or None; labels (B,) bool.
-
-    Raises:
-        UsageError: for settings outside their range.
+    Raises UsageError for settings outside their range.
     """
     s = FAMILY.full_settings(case)
     check(case, s)
@@ -272,6 +266,6 @@ FAMILY: Family = Family(
     relations={
         "cotangent x2": Relation(
             head.double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in its input"
-        ),
+        )
     },
 )

@@ -28,8 +28,7 @@ def of_head(
 ) -> dict[str, Any]:
     """The settings of an LM head that its tensors decide.
 
-    Raises:
-        UsageError: for shapes that do not fit each other, and for a head in a dtype that no case has.
+    Raises UsageError for shapes that do not fit each other, and for a head in a dtype that no case has.
     """
     found: dict[str, Any] = sizes(family, tensors, where, required)
     found = {k: v for k, v in found.items() if k in ("B", "T", "V", "H")}
@@ -57,10 +56,8 @@ def inputs(family: Family, case: Case, scalar: bool = False) -> Inputs:
     """The inputs of a case whose tensors are stored. Seed 0: as they are; any other: hidden states negated, last row first.
     `scalar`: the first output is one number, not one for each position.
 
-    The upstream gradient is the stored one, "d QUANTITY", else what the setting `cotangent` makes.
-
-    Raises:
-        UsageError: for tensors that do not fit the family, the case's settings or its dtype.
+    The upstream gradient is the stored one, "d QUANTITY", else what the setting `cotangent` makes. Raises UsageError for
+    tensors that do not fit the family, the case's settings or its dtype.
     """
     s, found, where = family.full_settings(case), read(case), str(case.tensors)
     check_values(found, where)

@@ -36,10 +36,7 @@ FOLDED = only(
     "temperature with a softcap: scaling the hidden states does not apply it",
     lambda s: s.softcap is None or s.temperature == 1.0,
 )
-LIMITS = (
-    fitting("cut_cross_entropy:linear_cross_entropy", lambda s: {"bias": (s.bias, "none")}),
-    FOLDED,
-)
+LIMITS = (fitting("cut_cross_entropy:linear_cross_entropy", lambda s: {"bias": (s.bias, "none")}), FOLDED)
 RUNS_HERE = (
     only("bf16 tl.dot gives NaN in Triton's interpreter", lambda s: s.device == "cuda" or s.dtype != "bf16"),
     only(

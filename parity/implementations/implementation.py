@@ -43,50 +43,35 @@ Limit = Callable[[Any], str]
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A reference or a candidate with its adapter.
+    """A reference or a candidate with its adapter."""
 
-    Attributes:
-        id: "library.function", as on the command line and in rows.
-        family: name of the loss family.
-        role: "reference" (the plain upstream code) or "candidate".
-        call: the adapter.
-        recipe: the precision it computes in, or a function of the inputs where that depends on them.
-        library: distribution whose version the row carries, and what `pip install` would install.
-        outputs: optional outputs that it offers.
-        contexts: call contexts that it is judged in.
-        dtypes: dtypes that it claims.
-        limits: what it takes of its family's settings, a `Limit` each.
-        rejects: what the library itself refuses with an error, a `Limit` each: no draw shows it, frozen cases and audits do.
-        parameters: the names that a user's function takes of its family's (`Family.parameters`); None: any.
-        around: a context in which the harness takes both passes, where forward alone would not do.
-        interpreted: whether it is a Triton kernel, which runs in the interpreter where there is no GPU.
-        every: on the CPU, run it on one case in `every` (a cost, not a narrowing: which cases is a hash of their id).
-        seeks: settings that test what this implementation alone does: a drawn case that moves one is among its cases.
-        sources: dotted names of the code it runs, for reports that cite file and line.
-        opt_in: leave it out of a run that does not name it.
-        user_class: a user's trainer, which checks drive instead of the TRL class that it extends.
-        extends: id of the implementation whose known findings it inherits, where that does not agree on the same case.
-    """
-
-    id: str
-    family: str
-    role: str
-    call: Adapter
+    id: str  # "library.function", as on the command line and in rows
+    family: str  # name of the loss family
+    role: str  # "reference" (the plain upstream code) or "candidate"
+    call: Adapter  # the adapter
+    # the precision it computes in, or a function of the inputs where that depends on them
     recipe: Recipe | Callable[[Inputs], Recipe] = IEEE_FP32
-    library: str = ""
-    outputs: frozenset[str] = frozenset()
-    contexts: frozenset[str] = frozenset({"plain"})
-    dtypes: frozenset[str] = frozenset({"fp32", "fp16", "bf16"})
-    limits: tuple[Limit, ...] = ()
+    library: str = ""  # distribution whose version the row carries, and what `pip install` would install
+    outputs: frozenset[str] = frozenset()  # optional outputs that it offers
+    contexts: frozenset[str] = frozenset({"plain"})  # call contexts that it is judged in
+    dtypes: frozenset[str] = frozenset({"fp32", "fp16", "bf16"})  # dtypes that it claims
+    limits: tuple[Limit, ...] = ()  # what it takes of its family's settings, a `Limit` each
+    # what the library itself refuses with an error, a `Limit` each: no draw shows it, frozen cases and audits do
     rejects: tuple[Limit, ...] = ()
+    # the names that a user's function takes of its family's (`Family.parameters`); None: any
     parameters: frozenset[str] | None = None
+    # a context in which the harness takes both passes, where forward alone would not do
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    interpreted: bool = False
-    every: int = 1
+    interpreted: bool = False  # whether it is a Triton kernel, which runs in the interpreter where there is no GPU
+    every: int = (
+        1  # on the CPU, run it on one case in `every` (a cost, not a narrowing: which cases is a hash of their id)
+    )
+    # settings that test what this implementation alone does: a drawn case that moves one is among its cases
     seeks: frozenset[str] = frozenset()
-    sources: tuple[str, ...] = ()
-    opt_in: bool = False
-    user_class: type | None = None
+    sources: tuple[str, ...] = ()  # dotted names of the code it runs, for reports that cite file and line
+    opt_in: bool = False  # leave it out of a run that does not name it
+    user_class: type | None = None  # a user's trainer, which checks drive instead of the TRL class that it extends
+    # id of the implementation whose known findings it inherits, where that does not agree on the same case
     extends: str = ""
 
     @property
@@ -165,8 +150,7 @@ KERNEL: dict[str, Any] = {"contexts": frozenset({"plain", "checkpoint"}), "inter
 def implementation(id: str, **fields: Any) -> Callable[[Adapter], Adapter]:
     """Register an adapter function as `Implementation(id, …)`, a candidate unless told otherwise; see its attributes.
 
-    Raises:
-        UsageError: when another function already has this id.
+    Raises UsageError when another function already has this id.
     """
 
     def register(call: Adapter) -> Adapter:
@@ -242,8 +226,7 @@ def lacking(function: Any, required: Mapping[str, tuple[Any, Any]]) -> str:
 def taking(function: Any, required: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
     """Keyword arguments for the installed signature, from name -> (value, default).
 
-    Raises:
-        HarnessError: where it lacks one that is not at its default, although no limit of the implementation says so.
+    Raises HarnessError where it lacks one that is not at its default, although no limit of the implementation says so.
     """
     if lacks := lacking(function, required):
         raise HarnessError(f"a setting is declared as taken and is not: {lacks}")

@@ -107,11 +107,7 @@ def _tiles(x: Inputs) -> Recipe:
     "liger.fused_linear_jsd",
     recipe=_tiles,
     sources=("liger_kernel.ops.fused_linear_jsd.LigerFusedLinearJSDFunction", "liger_kernel.ops.jsd._jsd_kernel"),
-    limits=(
-        *BARE,
-        only("no bias parameter", lambda s: s.bias == "none" and not teacher_biased(s)),
-        ONE_VOCABULARY,
-    ),
+    limits=(*BARE, only("no bias parameter", lambda s: s.bias == "none" and not teacher_biased(s)), ONE_VOCABULARY),
     **KERNEL,
 )
 def fused_linear_jsd(x: Inputs) -> Outputs:

@@ -34,10 +34,7 @@ offer = functools.partial(implementation, family="divergence", library="trl")
 
 
 _A_DENSE_TEACHER = only("takes a dense teacher", lambda s: s.sparse == "none")
-DENSE = (
-    _A_DENSE_TEACHER,
-    only("one vocabulary: the trainer resizes the teacher", lambda s: s.extra_vocabulary == 0),
-)
+DENSE = (_A_DENSE_TEACHER, only("one vocabulary: the trainer resizes the teacher", lambda s: s.extra_vocabulary == 0))
 """Of a loss on whole logits of student and teacher."""
 HEADS = (
     _A_DENSE_TEACHER,

@@ -77,8 +77,7 @@ def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
 def loaded(spec: str, importing: Importing) -> Any:
     """What FILE.py:NAME names: a callable, an `Implementation` or a `Family`. The file is executed once, within `importing`.
 
-    Raises:
-        UsageError: when there is no such file or name, or the file does not import.
+    Raises UsageError when there is no such file or name, or the file does not import.
     """
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
@@ -131,11 +130,7 @@ def canonical(names: Collection[str]) -> dict[str, str]:
 
 
 def family_of(signature: inspect.Signature, id: str, families: Iterable[Family]) -> Family:
-    """The family that the names of parameters fit, that which needs most of them.
-
-    Raises:
-        UsageError: where they fit none.
-    """
+    """The family that the names of parameters fit, that which needs most of them. Raises UsageError where they fit none."""
     names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     known = {f.name: (f, REQUIRED.get(f.name) or sorted(f.needed(f.build(f.case(0, "fp32", {}))))) for f in families}
     fits = [(f, required) for f, required in known.values() if {*required} <= {*canonical(names).values()}]
@@ -208,10 +203,8 @@ def named_outputs(result: Any, fam: Family, declared: Iterable[str] = ()) -> Nam
     """A tensor is the first output; a mapping, alone or in a tuple, names its outputs, numbers among them.
 
     A bare tensor behind the first is the next output where that is declared or the only optional one; else nothing says
-    what it is. Names that are no output of the family are kept in `unknown`.
-
-    Raises:
-        Returned: where the first output is not there, or no tensor.
+    what it is. Names that are no output of the family are kept in `unknown`. Raises Returned where the first output is not
+    there, or no tensor.
     """
     parts = list(result) if isinstance(result, tuple | list) else [result]
     if (

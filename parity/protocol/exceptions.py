@@ -29,25 +29,16 @@ REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, KeyError
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of running an implementation.
+    """What came of running an implementation."""
 
-    Attributes:
-        verdict: "ran", or why there is nothing to judge: refused, unsupported, crashed, out-of-memory.
-        quantities: outputs and gradients by name; None for a gradient that should be there and is not.
-        message: of the exception.
-        blame: "harness" where the exception came from the adapter itself.
-        leaks: what the call left changed in the process; it is put back.
-        unknown: names of what a user's function returned besides, which its family does not have.
-        differentiable: the outputs that carry a gradient.
-    """
-
-    verdict: str
+    verdict: str  # "ran", or why there is nothing to judge: refused, unsupported, crashed, out-of-memory
+    # outputs and gradients by name; None for a gradient that should be there and is not
     quantities: Mapping[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
-    message: str = ""
-    blame: str | None = None
-    leaks: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-    differentiable: frozenset[str] = frozenset()
+    message: str = ""  # of the exception
+    blame: str | None = None  # "harness" where the exception came from the adapter itself
+    leaks: tuple[str, ...] = ()  # what the call left changed in the process; it is put back
+    unknown: tuple[str, ...] = ()  # names of what a user's function returned besides, which its family does not have
+    differentiable: frozenset[str] = frozenset()  # the outputs that carry a gradient
 
     def same_as(self, other: Outcome) -> bool:
         """Whether both ran and every quantity of this one is in the other to the last bit."""

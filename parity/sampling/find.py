@@ -17,8 +17,7 @@ from parity.trainers import catalogue
 def followed(ids: Sequence[str], found_with: str | None, case: Case) -> tuple[str, ...]:
     """Whom a case is run through: those named on the command line, else the one that its file names, else all ().
 
-    Raises:
-        UsageError: where the case's file names a Python file. Data never says what code is loaded.
+    Raises UsageError where the case's file names a Python file. Data never says what code is loaded.
     """
     if ids or not found_with:
         return tuple(ids)
@@ -31,11 +30,10 @@ def followed(ids: Sequence[str], found_with: str | None, case: Case) -> tuple[st
 
 
 def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
-    """A case by file, by the id of a ledger entry, or by the id of a case in reports/ (or that results file) or a folder of
-    it; with the implementation it names.
+    """A case by file, by the id of a ledger entry, or by the id of a case in reports/ (or that results file) or a folder of it;
+    with the implementation it names.
 
-    Raises:
-        UsageError: when nothing has this name.
+    Raises UsageError when nothing has this name.
     """
     path = Path(name)
     if path.suffix == ".json" or _there(path):

@@ -71,9 +71,8 @@ class TrainerFamily:
     def full_settings(self, case: Case) -> SimpleNamespace:
         """Every setting of the case's check, defaults filled in.
 
-        Raises:
-            UsageError: for a check that this trainer does not have, a setting that the check does not have, or a value
-                outside its choices.
+        Raises UsageError for a check that this trainer does not have, a setting that the check does not have, or a value
+        outside its choices.
         """
         found = self.check(case)
         if case.tensors:
@@ -82,11 +81,7 @@ class TrainerFamily:
         return filled(case, table, f"check {found.name}")
 
     def check(self, case: Case) -> Check:
-        """The check of a case.
-
-        Raises:
-            UsageError: naming the checks that this trainer has.
-        """
+        """The check of a case. Raises UsageError, naming the checks that this trainer has."""
         checks = self.checks
         if case.settings.get("check") not in list(checks):  # a list compares what cannot be hashed
             raise UsageError(
@@ -118,11 +113,7 @@ def names() -> tuple[str, ...]:
 
 
 def family(name: str) -> TrainerFamily:
-    """The trainer called `name`, as a family.
-
-    Raises:
-        UsageError: naming the trainers that have checks.
-    """
+    """The trainer called `name`, as a family. Raises UsageError, naming the trainers that have checks."""
     if name not in TRAINERS:
         raise UsageError(f"trainer {name!r} is unknown, choose from {', '.join(TRAINERS)}")
     return TrainerFamily(name)
@@ -142,8 +133,7 @@ def implementations() -> dict[str, Implementation]:
 def of_user(kind: type, id: str) -> Implementation:
     """The checks of the nearest TRL trainer that `kind` extends, on `kind`, FILE.py:NAME.
 
-    Raises:
-        UsageError: where it extends no trainer that has checks.
+    Raises UsageError where it extends no trainer that has checks.
     """
     families = {upstream: name for name, upstream in TRAINERS.items()}
     extended = (b.__name__ for b in kind.__mro__ if b.__module__.startswith("trl."))

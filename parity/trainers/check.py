@@ -50,19 +50,12 @@ class Definition(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """One thing that a check measured.
+    """One thing that a check measured."""
 
-    Attributes:
-        name: "kl", "loss", "gradient", …
-        value: what the trainer gave: a number, a tensor, or tensors by name.
-        definition: what it should be.
-        message: what differs, first parameter or layer first.
-    """
-
-    name: str
-    value: Any
-    definition: Definition
-    message: str = ""
+    name: str  # "kl", "loss", "gradient", …
+    value: Any  # what the trainer gave: a number, a tensor, or tensors by name
+    definition: Definition  # what it should be
+    message: str = ""  # what differs, first parameter or layer first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +108,7 @@ def holds(
 def tells(quantity: str, condition: bool, message: str, value: float | None = None) -> Quantity:
     """Whether the values of a case are such that it tests what it should; of a seed other than 0 the case is left out if not.
 
-    Raises:
-        Unsupported: there.
+    Raises Unsupported there.
     """
     if not condition and drawn.seed():
         raise Unsupported(f"{message}: under this seed the case tests nothing")
@@ -241,8 +233,7 @@ def check(
 ) -> Callable[[Callable[[CheckCall], Iterator[Quantity]]], Callable[[CheckCall], Iterator[Quantity]]]:
     """Register a function as `Check(name, …)`; `more`: further attributes of it.
 
-    Raises:
-        UsageError: for a trainer or a path that does not exist, or a name that is taken by another module.
+    Raises UsageError for a trainer or a path that does not exist, or a name that is taken by another module.
     """
     wanted = tuple(trainers)
     for one, known in [*((t, TRAINERS) for t in wanted), *((w, PATHS) for w in more.get("paths", ()))]:

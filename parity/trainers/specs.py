@@ -7,44 +7,31 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class TrainerSpec:
-    """What checks and the rig have to know of a trainer.
+    """What checks and the rig have to know of a trainer."""
 
-    Attributes:
-        upstream: class in TRL.
-        data: what its dataset has: prompts alone, with completions, with completions and labels, or with pairs of them.
-        generates: how it generates: in a method of its own, or by the model's `generate`, after which completions end with
-            <eos>; empty where it trains on stored ones.
-        baseline: of its advantages: the mean of a group of completions of one prompt, or of the group's others.
-        begun: it puts <bos> before each prompt.
-        scored: it hands out log-probs, of logits over its temperature.
-        given: the model that it is handed besides the policy.
-        beta: of its config, where that is not a setting of the twin.
-        options: of its config, for a twin.
-        loss: its loss type, where that is not a setting of its twins.
-        clips: which ratios it clips, and logs the share of: of tokens, of sequences, or their logarithms.
-        twins: settings that its twins are accumulated with, the first one also cut and padded; empty: no twins.
-        own: settings of a twin, or values of one, that not every trainer has.
-        has: fields of its config that not every trainer has, of those that a check is about.
-        accumulates: whether other settings are looked at in accumulated micro-batches; what goes wrong there hides them.
-        fused_fix: whether the path "fixed" is its fused one; else a fix of ours patches the plain one.
-    """
-
-    upstream: str
+    upstream: str  # class in TRL
+    # what its dataset has: prompts alone, with completions, with completions and labels, or with pairs of them
     data: Literal["prompts", "completions", "labels", "pairs"] = "prompts"
+    # how it generates: in a method of its own, or by the model's `generate`, after which completions end with <eos>; empty
+    # where it trains on stored ones
     generates: Literal["", "method", "model"] = ""
+    # of its advantages: the mean of a group of completions of one prompt, or of the group's others
     baseline: Literal["", "group", "others"] = ""
-    begun: bool = False
-    scored: bool = False
-    given: Literal["", "ref_model", "teacher_model"] = ""
-    beta: float | None = None
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    loss: str = "sigmoid"
+    begun: bool = False  # it puts <bos> before each prompt
+    scored: bool = False  # it hands out log-probs, of logits over its temperature
+    given: Literal["", "ref_model", "teacher_model"] = ""  # the model that it is handed besides the policy
+    beta: float | None = None  # of its config, where that is not a setting of the twin
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of its config, for a twin
+    loss: str = "sigmoid"  # its loss type, where that is not a setting of its twins
+    # which ratios it clips, and logs the share of: of tokens, of sequences, or their logarithms
     clips: Literal["tokens", "sequences", "logarithms"] = "tokens"
+    # settings that its twins are accumulated with, the first one also cut and padded; empty: no twins
     twins: tuple[Mapping[str, Any], ...] = ()
-    own: tuple[str, ...] = ()
-    has: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()  # settings of a twin, or values of one, that not every trainer has
+    has: tuple[str, ...] = ()  # fields of its config that not every trainer has, of those that a check is about
+    # whether other settings are looked at in accumulated micro-batches; what goes wrong there hides them
     accumulates: bool = True
-    fused_fix: bool = True
+    fused_fix: bool = True  # whether the path "fixed" is its fused one; else a fix of ours patches the plain one
 
     @property
     def paired(self) -> bool:

@@ -32,13 +32,7 @@ from packaging.version import Version
 from parity.errors import Unsupported
 from parity.process import scratch_folder
 
-QUIET: dict[str, Any] = {
-    "report_to": [],
-    "bf16": False,
-    "fp16": False,
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
+QUIET: dict[str, Any] = {"report_to": [], "bf16": False, "fp16": False, "save_strategy": "no", "disable_tqdm": True}
 """Arguments of every config: the model's own precision, nothing stored or reported. Their defaults moved between releases."""
 
 LIGER_LAYERS = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
@@ -73,8 +67,7 @@ def triton_taken(*modules: str) -> Iterator[None]:
 def class_named(name: str) -> type:
     """A class of the installed TRL, in `trl` or wherever in `trl.experimental` it lives.
 
-    Raises:
-        Unsupported: when the installed version has none, or when the module that defines it does not import; with why.
+    Raises Unsupported when the installed version has none, or when the module that defines it does not import; with why.
     """
     import trl
 
@@ -135,8 +128,7 @@ def fields(config: type) -> Mapping[str, Any]:
 def configured(config: type, device: str, wanted: Mapping[str, Any], needed: tuple[str, ...] = ()) -> Any:
     """A config with `QUIET` and `wanted`, without the fields that the version lacks; prompts are never cut.
 
-    Raises:
-        Unsupported: for a field in `needed` that the version has not.
+    Raises Unsupported for a field in `needed` that the version has not.
     """
     known = fields(config)
     for name in needed:
@@ -151,8 +143,7 @@ def configured(config: type, device: str, wanted: Mapping[str, Any], needed: tup
 def liger(config: type) -> dict[str, Any]:
     """The arguments that turn the version's fused loss on. `use_liger_kernel` would exchange the model's layers as well.
 
-    Raises:
-        Unsupported: where there is no fused path beside the plain one (TRL since 1.15 fuses for everyone).
+    Raises Unsupported where there is no fused path beside the plain one (TRL since 1.15 fuses for everyone).
     """
     known = fields(config)
     if known.get("use_liger_loss") is False:

@@ -121,11 +121,7 @@ class Teacher:
 
 
 def upstream() -> str:
-    """The class of the installed release whose teacher may be a server.
-
-    Raises:
-        Unsupported: when it has none.
-    """
+    """The class of the installed release whose teacher may be a server. Raises Unsupported when it has none."""
     for name in ("ServerDistillationTrainer", "DistillationTrainer"):
         try:
             if hasattr(drive.trl_class(name), "_get_teacher_token_logprobs_from_server"):

@@ -123,15 +123,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
         yield trainer, {"beta": 0.04}
 
 
-@check(
-    "metrics",
-    TRAINERS,
-    SETTINGS,
-    cases,
-    pr=PR,
-    covered=_in_pr,
-    paths=EVERY_PATH,
-)
+@check("metrics", TRAINERS, SETTINGS, cases, pr=PR, covered=_in_pr, paths=EVERY_PATH)
 def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings

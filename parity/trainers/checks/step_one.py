@@ -96,8 +96,7 @@ class FirstStep:
 def watched(call: CheckCall) -> FirstStep:
     """Build the trainer, watch what it scores, train one step.
 
-    Raises:
-        Unsupported: where the trainer cannot be asked for this case, or computed no reference log-probs.
+    Raises Unsupported where the trainer cannot be asked for this case, or computed no reference log-probs.
     """
     s = call.settings
     wanted: dict[str, Any] = {"beta": s.beta, "temperature": s.temperature, **drive.checkpointing(s.checkpointing)}

@@ -68,10 +68,7 @@ class WindowRun(Run):
     def gradient(self, quantity: str, number: int, count: int | None = None, **asked: Any) -> Quantity:
         """The gradient of a window by the definition of its rows, at the parameters that it was taken at.
 
-        `asked` goes to `Loss`.
-
-        Raises:
-            Unsupported: where `count` rows are expected there, and others are found.
+        `asked` goes to `Loss`. Raises Unsupported where `count` rows are expected there, and others are found.
         """
         window = self.there(number)
         if count not in (None, len(window.rows)):
@@ -191,27 +188,19 @@ def _misaligned(run: WindowRun) -> Iterator[Quantity]:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of window: the setup of its run, and what is judged.
+    """A kind of window: the setup of its run, and what is judged."""
 
-    Attributes:
-        judge: what is judged of the run.
-        trainers: those that have it.
-        split: batch x accumulation; beta: weight of the KL; config: more of the trainer's config.
-        own: of its config too, fields without which there is nothing to judge.
-        count: rows that the run has; ended: those that end with `END`; truncated: those without an end.
-        losses: GRPO's loss types that it is looked at with; empty: the default.
-    """
-
-    judge: Callable[[WindowRun], Iterator[Quantity]]
-    trainers: tuple[str, ...]
-    split: str = "8x1"
+    judge: Callable[[WindowRun], Iterator[Quantity]]  # what is judged of the run
+    trainers: tuple[str, ...]  # those that have it
+    split: str = "8x1"  # batch x accumulation; beta: weight of the KL; config: more of the trainer's config
     beta: float = SETTINGS["beta"].default
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # of its config too, fields without which there is nothing to judge
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    count: int | None = None
+    count: int | None = None  # rows that the run has; ended: those that end with `END`; truncated: those without an end
     ended: tuple[int, ...] = ()
     truncated: tuple[int, ...] = ()
-    losses: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()  # GRPO's loss types that it is looked at with; empty: the default
 
 
 WINDOWS = {

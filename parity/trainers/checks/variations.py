@@ -264,8 +264,7 @@ def sampler(call: CheckCall) -> Iterator[Quantity]:
 def _options(call: CheckCall) -> dict[str, Any]:
     """The config's fields of the correction.
 
-    Raises:
-        Unsupported: where the installed version has none, or lacks a setting that is not at its default.
+    Raises Unsupported where the installed version has none, or lacks a setting that is not at its default.
     """
     s, known = call.settings, trl.fields(drive.config(call.trainer))
     if "vllm_importance_sampling_correction" not in known:

@@ -57,8 +57,7 @@ def install(model: Any, checkpoint: bool = True) -> Carrying:
 def _added_to_the_residual(layer: Any) -> Any:
     """The projection of a layer whose output goes into the residual stream: its MLP's where that has one, else attention's.
 
-    Raises:
-        Unsupported: for a layer without a projection of a known name.
+    Raises Unsupported for a layer without a projection of a known name.
     """
     inside = dict(layer.named_modules())
     for suffix in ("down_proj", "fc2", "mlp.Wo", "o_proj"):

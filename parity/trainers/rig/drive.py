@@ -34,8 +34,7 @@ def using(user_class: type) -> Iterator[None]:
 def trl_class(name: str) -> type:
     """A class of the installed TRL by name, or the user's trainer that extends it.
 
-    Raises:
-        Unsupported: when the installed version has none, or when the module that defines it does not import; with why.
+    Raises Unsupported when the installed version has none, or when the module that defines it does not import; with why.
     """
     released, user_class = trl.class_named(name), _USER_CLASS.get()
     return user_class if user_class is not None and issubclass(user_class, released) else released
@@ -50,8 +49,7 @@ def config(trainer: str) -> type:
 def needs(trainer: str, *fields: str) -> None:
     """Go on only where the trainer's config has the fields.
 
-    Raises:
-        Unsupported: naming those that the installed version lacks.
+    Raises Unsupported, naming those that the installed version lacks.
     """
     missing = [name for name in fields if name not in trl.fields(config(trainer))]
     if missing:
@@ -107,11 +105,9 @@ def build(
 ) -> Any:
     """A real trainer over `model` with the data that its kind takes.
 
-    Its config has `BASE` and `wanted`, without the fields that the version lacks; `more` goes to its constructor.
-
-    Raises:
-        Unsupported: for a field in `needed` that the version has not, and where the release has another trainer under this
-            name (RLOO before 0.21 is a PPO trainer).
+    Its config has `BASE` and `wanted`, without the fields that the version lacks; `more` goes to its constructor. Raises
+    Unsupported for a field in `needed` that the version has not, and where the release has another trainer under this name
+    (RLOO before 0.21 is a PPO trainer).
     """
     kind = trl_class(trainer)
     args = trl.configured(config(trainer), device, {**BASE, **wanted}, tuple(needed))
@@ -159,8 +155,7 @@ SCORERS = "_get_per_token_logps_and_entropies", "_get_per_token_logps"
 def scorer(trainer: Any) -> str:
     """The name of the method that scores completions.
 
-    Raises:
-        Unsupported: where the release has none (TRL 0.14 scores inside its loss).
+    Raises Unsupported where the release has none (TRL 0.14 scores inside its loss).
     """
     for name in SCORERS:
         if hasattr(trainer, name):

@@ -1,9 +1,8 @@
 """Tiny real models of the architectures that went wrong, and a tokenizer to go with them: no download, no random state.
 
-Each is the installed transformers' own class, built from a config of two layers. Weights are a function of the
-parameter's name alone, so that every version and every order of construction gives the same model; the head is scaled
-until logits pass the softcap. TRL loads a reference model from the policy's path, so models are saved once a process and
-loaded from there.
+Each is the installed transformers' own class, built from a config of two layers. Weights are a function of the parameter's
+name alone, so that every version and every order of construction gives the same model; the head is scaled until logits pass
+the softcap. TRL loads a reference model from the policy's path, so models are saved once a process and loaded from there.
 """
 
 import contextlib
@@ -57,21 +56,15 @@ _GEMMA4_TOKENS = (
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A tiny model: transformers' classes, the config's values away from default, and what changes its logits.
+    """A tiny model: transformers' classes, the config's values away from default, and what changes its logits."""
 
-    Attributes:
-        model: name of the model class in transformers.
-        config: name of the config class.
-        options: config values; a nested table is a sub-config.
-        changes_logits: the values between hidden states and logits that the model's own forward applies.
-        nested: whether those are in a nested text config.
-    """
-
-    model: str
-    config: str
-    options: Mapping[str, Any]
-    changes_logits: tuple[str, ...] = ()
-    nested: bool = False
+    model: str  # name of the model class in transformers
+    config: str  # name of the config class
+    options: Mapping[str, Any]  # config values; a nested table is a sub-config
+    changes_logits: tuple[
+        str, ...
+    ] = ()  # the values between hidden states and logits that the model's own forward applies
+    nested: bool = False  # whether those are in a nested text config
 
 
 def _text(family: str, changes: tuple[str, ...] = (), config: str = "", **options: Any) -> Architecture:
@@ -173,11 +166,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def config(name: str) -> Any:
-    """A fresh config of the architecture.
-
-    Raises:
-        Unsupported: when the installed transformers has no such class.
-    """
+    """A fresh config of the architecture. Raises Unsupported when the installed transformers has no such class."""
     import transformers
 
     wanted = ARCHITECTURES[name]

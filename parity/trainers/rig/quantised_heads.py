@@ -11,11 +11,9 @@ from parity.errors import Unsupported
 def quantise(model: Any, kind: str) -> None:
     """Exchange the head of `model` for a quantised one of the same weights; kinds that are none leave it as it is.
 
-    "quantised": `bitsandbytes.nn.Linear4bit`, nf4, computing in float32, frozen. "fake-quantised": `torch.ao.nn.qat.Linear`,
-    whose forward rounds the weight to an int8 grid and whose backward passes the gradient on as it is (no weight is clipped).
-
-    Raises:
-        Unsupported: where bitsandbytes is not installed, with the command that installs it.
+    "quantised": `bitsandbytes.nn.Linear4bit`, nf4, computing in float32, frozen. "fake-quantised":
+    `torch.ao.nn.qat.Linear`, whose forward rounds the weight to an int8 grid and whose backward passes the gradient on as
+    it is (no weight is clipped). Raises Unsupported where bitsandbytes is not installed, with the command that installs it.
     """
     if kind == "quantised":
         model.set_output_embeddings(_four_bits(model.get_output_embeddings()))

@@ -33,28 +33,19 @@ JOINING = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """What one rank did in the first optimizer step.
+    """What one rank did in the first optimizer step."""
 
-    Attributes:
-        gradients: name -> gradient behind the reduction, put together where each rank holds a shard.
-        sequences: those that it was given.
-        sharded: the number of parameters of which it holds a shard.
-        failure: the exception that ended the step, empty if none did.
-    """
-
-    gradients: dict[str, Tensor]
-    sequences: list[tuple[list[int], int]]
-    sharded: int = 0
-    failure: str = ""
+    gradients: dict[str, Tensor]  # name -> gradient behind the reduction, put together where each rank holds a shard
+    sequences: list[tuple[list[int], int]]  # those that it was given
+    sharded: int = 0  # the number of parameters of which it holds a shard
+    failure: str = ""  # the exception that ended the step, empty if none did
 
 
 def launch(trainers: Mapping[str, Mapping[str, Any]], sharding: str, ranks: int) -> dict[str, list[Rank]]:
     """Train a twin of each trainer in `ranks` processes, one launch for all of them.
 
-    `trainers`: family -> settings of the twin, as `twins.SETTINGS`; `sharding`: "none" or "fsdp2".
-
-    Raises:
-        Unsupported: when a process fails or takes longer than `TIMEOUT` seconds, with the last error.
+    `trainers`: family -> settings of the twin, as `twins.SETTINGS`; `sharding`: "none" or "fsdp2". Raises Unsupported when
+    a process fails or takes longer than `TIMEOUT` seconds, with the last error.
     """
     with tempfile.TemporaryDirectory(prefix="parity-ranks-") as name:
         plan, written = Path(name, "plan.json"), Path(name, "log")

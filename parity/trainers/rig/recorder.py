@@ -31,8 +31,7 @@ def sequences_of(batches: Iterable[Mapping[str, Any]]) -> Sequences:
 def parts(batch: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Token ids, attention mask, and 1 where a token is in the loss, each (N, T): of a batch, or of each part of it.
 
-    Raises:
-        Unsupported: for a layout that is not known.
+    Raises Unsupported for a layout that is not known.
     """
     if "prompt_ids" in batch:
         return [_joined(batch, "prompt", "completion", "ids", "mask")]
@@ -61,25 +60,21 @@ def _joined(batch: Mapping[str, Any], prompt: str, side: str, ids: str, mask: st
 
 @dataclasses.dataclass
 class Steps:
-    """What a training run did, optimizer step by optimizer step.
+    """What a training run did, optimizer step by optimizer step."""
 
-    Attributes:
-        batches: for each micro-batch in order, what `compute_loss` was given, tensors as they were.
-        items: for each micro-batch `num_items_in_batch` as the training loop handed it over (None: it did not).
-        losses: for each micro-batch the loss as it went into the backward pass, divided by the accumulation steps.
-        gradients: for each optimizer step, name -> gradient before the optimizer saw it (absent: None).
-        parameters: for each optimizer step, name -> value of the parameter that the gradient was taken at.
-        windows: for each optimizer step, the number of micro-batches up to its end.
-        sharded: the number of parameters of which each process holds a part.
-    """
-
+    # for each micro-batch in order, what `compute_loss` was given, tensors as they were
     batches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    # for each micro-batch `num_items_in_batch` as the training loop handed it over (None: it did not)
     items: list[float | None] = dataclasses.field(default_factory=list)
+    # for each micro-batch the loss as it went into the backward pass, divided by the accumulation steps
     losses: list[float] = dataclasses.field(default_factory=list)
+    # for each optimizer step, name -> gradient before the optimizer saw it (absent: None)
     gradients: list[dict[str, Tensor | None]] = dataclasses.field(default_factory=list)
+    # for each optimizer step, name -> value of the parameter that the gradient was taken at
     parameters: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+    # for each optimizer step, the number of micro-batches up to its end
     windows: list[int] = dataclasses.field(default_factory=list)
-    sharded: int = 0
+    sharded: int = 0  # the number of parameters of which each process holds a part
 
     def window(self, step: int) -> list[dict[str, Any]]:
         """The micro-batches of an optimizer step."""

@@ -60,10 +60,7 @@ def build(
     With an `adapters.Adapter` it trains that one instead of the whole model; `ends`: the tokens that end a completion.
 
     "fused" and "fixed" take the version's fused path; "fixed" goes without where there is none, or where no fix of ours
-    replaces it.
-
-    Raises:
-        Unsupported: when the installed version lacks the trainer or what the twin needs of its config.
+    replaces it. Raises Unsupported when the installed version lacks the trainer or what the twin needs of its config.
     """
     spec, window = SPECS[trainer], Window.of(trainer, rows)
     switches: Mapping[str, Any] = {}
@@ -206,8 +203,7 @@ def generate_in_model(
 def handed_names(generate: Any) -> list[str]:
     """The names of what a trainer's method of generation returns.
 
-    Raises:
-        Unsupported: where it does not return completion_ids by that name.
+    Raises Unsupported where it does not return completion_ids by that name.
     """
     source = ast.parse(textwrap.dedent(inspect.getsource(generate)))
     for returned in (node.value for node in ast.walk(source) if isinstance(node, ast.Return)):
