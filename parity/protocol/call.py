@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 
@@ -19,6 +21,9 @@ from parity.judge.protocol import same_bits
 from parity.protocol import faults, process_state
 from parity.protocol.exceptions import Outcome, ended_by
 from parity.protocol.switches import matmul_precision
+
+SECONDS = collections.defaultdict[str, list[float]](list)
+"""A user's function -> how long its calls took in this process, forward and backward."""
 
 
 def fresh(inputs: Inputs) -> Inputs:
@@ -140,9 +145,12 @@ def execute(implementation: Implementation, inputs: Inputs) -> Outcome:
 
 def _both(implementation: Implementation, inputs: Inputs) -> Outcome:
     with surroundings(implementation, inputs) as x:
+        begun = time.monotonic()
         outputs = forward(implementation, x)
         leaks = backward(x, outputs)
         faults.synchronised(x.device.type)
+        if implementation.is_function:
+            SECONDS[implementation.id].append(time.monotonic() - begun)
     detached: dict[str, torch.Tensor | None] = {k: v.detach() for k, v in outputs.items()}
     differentiable = frozenset(k for k, v in outputs.items() if v.requires_grad)
     unknown = getattr(outputs, "unknown", ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import statistics
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from parity.case.family import Family
 from parity.compare.one_case import skip_reason
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
+from parity.protocol.call import SECONDS
 from parity.registry import loss_family
 
 BASES: Mapping[str, tuple[Mapping[str, Any], ...]] = {
@@ -172,6 +174,8 @@ def _joined(implementation: Implementation, cases: Sequence[Case], device: str) 
                     break
 
 
+SECONDS_PER_CASE = 0.5
+"""Of a user's function whose calls take longer, a case costs this on average: it gets fewer of them."""
 SECOND_PASS = 4
 """One in so many plain float32 cases is run with tf32 products too, where there are such."""
 VOCABULARIES = (128_256, 151_936, 262_144)
@@ -228,10 +232,25 @@ def _near(family: Family, case: Case) -> bool:
     return sum(s[name] != family.settings[name].default for name in names) <= len(names) // 4
 
 
+def left_out(implementation: Implementation, case: Case) -> str:
+    """Why a user's slow function does not get a case; nothing where it does. Its share is by the median of its calls so far."""
+    every = _one_in(implementation)
+    if zlib.crc32(f"slow/{implementation.id}/{case.id}".encode()) % every == 0:
+        return ""
+    return (
+        f"left out: a call takes {statistics.median(SECONDS[implementation.id]):.1f} s, so it gets one case in {every}"
+    )
+
+
+def _one_in(implementation: Implementation) -> int:
+    calls = SECONDS.get(implementation.id)
+    return max(1, round(statistics.median(calls) / SECONDS_PER_CASE)) if calls else 1
+
+
 def repeated(implementation: Implementation, case: Case, one_in: int) -> bool:
-    """Whether an implementation gets the repeated calls on a drawn case; costly ones sixteen times as rarely.
+    """Whether an implementation gets the repeated calls on a drawn case; costly and slow ones sixteen times as rarely.
 
     Not by the lowest bits, as `selected`: a CRC is linear, so those of one share decide those of the other.
     """
-    one_in = one_in * 16 if implementation.every > 1 else one_in
+    one_in = one_in * 16 if implementation.every > 1 or _one_in(implementation) > 1 else one_in
     return (zlib.crc32(f"thorough/{implementation.id}/{case.id}".encode()) >> 8) % one_in == 0

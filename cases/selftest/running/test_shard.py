@@ -14,10 +14,13 @@ from parity.case.case import Case, Frozen
 from parity.case.profiles import Profile
 from parity.implementations.implementation import Implementation, require
 from parity.judge.escalation import CONFIRMATION
+from parity.protocol.call import SECONDS
 from parity.registry import from_file, load, select
 from parity.results import recorded
+from parity.results.header import About, Header
 from parity.results.ledger import Ledger
 from parity.results.ledger_edit import toml
+from parity.results.report.summary import summarise
 from parity.running import shard as shard_module
 from parity.running.events import At, Checked, Confirmed, Judged, Started
 from parity.running.findings import Findings
@@ -71,6 +74,18 @@ def test_a_right_kernel_has_no_findings(tmp_path):
     assert {r.verdict for r in rows(events)} == {"agree"}
     assert sum(r.verdict == "agree" for r in rows(events)) >= 15
     assert looked_for(own, events, shard)[2] == []
+
+
+def test_a_slow_function_gets_a_share_of_its_cases_and_the_summary_says_so(tmp_path, monkeypatch):
+    own, events = session("right", tmp_path)
+    name = own.implementations[0].id
+    monkeypatch.setitem(SECONDS, name, [3.0] * 100)
+    own.run(drawn_shard(40, 1))
+    left = [r for r in rows(events) if r.message.startswith("left out: a call takes 3.0 s")]
+    judged = {r.case for r in rows(events) if r.judged}
+    assert len(left) >= 2 * len(judged) > 0 and not judged & {r.case for r in left}
+    notes = summarise(Header(header=About()), rows(events)).notes
+    assert f"{name}: {len(left)} cases left out: a call takes 3.0 s, so it gets one case in 6" in notes
 
 
 @pytest.fixture(scope="module")
