@@ -6,8 +6,9 @@ the cap), and so unsupported here.
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from parity.case.inputs import Inputs
@@ -30,8 +31,6 @@ SOURCES = (
 )
 BLOCK = 128
 """Block of the backward kernel: the gradients of so many logits make one partial sum, added in the dtype of the gradient."""
-
-
 FOLDED = only(
     "temperature with a softcap: scaling the hidden states does not apply it",
     lambda s: s.softcap is None or s.temperature == 1.0,
@@ -122,41 +121,24 @@ KERNEL: dict[str, Any] = {
 }
 
 
-@implementation("cce.default", **KERNEL, seeks=frozenset({"rare"}))
-def default(x: Inputs) -> Outputs:
-    """`linear_cross_entropy(…, impl="cce")` as it comes: gradient filtering at "high"."""
-    return _call(x, impl="cce")
+def _variant(name: str, impl: str, fields: Mapping[str, Any], **options: Any) -> None:
+    implementation(f"cce.{name}", **fields)(functools.partial(_call, impl=impl, **options))
 
 
-@implementation("cce.auto", **KERNEL | {"every": 16})
-def auto(x: Inputs) -> Outputs:
-    """The same with `filter_eps="auto"`."""
-    return _call(x, impl="cce", filter_eps="auto")
-
-
-@implementation("cce.unfiltered", **KERNEL)
-def unfiltered(x: Inputs) -> Outputs:
-    """The same with `filter_eps=None`: every block of the gradient."""
-    return _call(x, impl="cce", filter_eps=None)
-
-
-@implementation("cce.minus_inf", **KERNEL | {"every": 16})
-def minus_inf(x: Inputs) -> Outputs:
-    """The same with `filter_eps=-inf`, which filters nothing either."""
-    return _call(x, impl="cce", filter_eps=-math.inf)
-
-
-@implementation(
-    "cce.torch_compile",
-    family="logprobs",
-    role="candidate",
-    library="cut-cross-entropy",
-    recipe=_compiled,
-    contexts=frozenset({"plain", "autocast", "checkpoint"}),
-    every=24,
-    sources=("cut_cross_entropy.torch_compile.torch_compile_linear_cross_entropy",),
-    limits=(*LIMITS, ONE_DTYPE),
+_variant("default", "cce", {**KERNEL, "seeks": frozenset({"rare"})})  # as it comes: gradient filtering at "high"
+_variant("auto", "cce", {**KERNEL, "every": 16}, filter_eps="auto")
+_variant("unfiltered", "cce", KERNEL, filter_eps=None)  # every block of the gradient
+_variant("minus_inf", "cce", {**KERNEL, "every": 16}, filter_eps=-math.inf)  # which filters nothing either
+_variant(
+    "torch_compile",
+    "torch_compile",
+    {
+        "family": "logprobs",
+        "library": "cut-cross-entropy",
+        "recipe": _compiled,
+        "contexts": frozenset({"plain", "autocast", "checkpoint"}),
+        "every": 24,
+        "sources": ("cut_cross_entropy.torch_compile.torch_compile_linear_cross_entropy",),
+        "limits": (*LIMITS, ONE_DTYPE),
+    },
 )
-def torch_compile(x: Inputs) -> Outputs:
-    """`linear_cross_entropy(…, impl="torch_compile")`."""
-    return _call(x, impl="torch_compile")

@@ -1,5 +1,6 @@
 """Our own corrected implementations, judged like any other and with no ledger entry of their own."""
 
+import functools
 from typing import Any
 
 from parity.case.inputs import Inputs
@@ -10,114 +11,50 @@ from parity.implementations.implementation import EVERY_CONTEXT, ONE_DTYPE, Outp
 from parity.implementations.trl_trainer import METRICS
 from parity.judge.recipe import Recipe
 
+KEPT: dict[str, Any] = {"memory_budget": 2**40}
+"""Room for every logit."""
+
 
 def _chunked(x: Inputs) -> Recipe:
     """float32 throughout; on CUDA the gradient of 16-bit logits is rounded to their dtype for its products."""
     return Recipe(dlogits="input" if x.hidden.is_cuda else "fp32")
 
 
-@implementation(
-    "fixes.selective_log_probs",
-    family="logprobs",
-    recipe=_chunked,
-    outputs=frozenset({"entropy"}),
-    contexts=EVERY_CONTEXT,
-    sources=("parity.fixes.selective_log_probs",),
-)
-def selective_log_probs(x: Inputs) -> Outputs:
-    """`parity.fixes.selective_log_probs(backend="chunked")`."""
-    return _log_probs(x, "chunked")
-
-
-@implementation(
-    "fixes.selective_log_probs.kept",
-    family="logprobs",
-    recipe=_chunked,
-    outputs=frozenset({"entropy"}),
-    contexts=EVERY_CONTEXT,
-    every=4,
-    sources=("parity.fixes.selective_log_probs",),
-)
-def selective_log_probs_kept(x: Inputs) -> Outputs:
-    """`parity.fixes.selective_log_probs` with a `memory_budget` that has room for every logit."""
-    return _log_probs(x, "chunked", memory_budget=2**40)
-
-
-@implementation(
-    "fixes.selective_log_probs.cce",
-    **cce.KERNEL
-    | {
-        "every": 24,
-        "limits": (
-            *cce.RUNS_HERE,
-            ONE_DTYPE,
-            only("the cce backend has no bias", lambda s: s.bias == "none"),
-            only("the cce backend has no entropy", lambda s: s.entropy == "none"),
-        ),
-        "rejects": (
-            only("a softcap with such a vocabulary is refused", lambda s: s.softcap is None or s.V % 256 == 0),
-        ),
-    },
-)
-def selective_log_probs_cce(x: Inputs) -> Outputs:
-    """`parity.fixes.selective_log_probs(backend="cce")`: the unfiltered kernel, temperature and softcap together."""
-    return _log_probs(x, "cce")
-
-
-def _log_probs(x: Inputs, backend: str, memory_budget: int | None = None) -> Outputs:
+def _log_probs(x: Inputs, backend: str = "chunked", memory_budget: int | None = None) -> Outputs:
+    """`parity.fixes.selective_log_probs`; by "cce" the unfiltered kernel, temperature and softcap together."""
     from parity.fixes import selective_log_probs as function
 
     s = x.settings
-    found = function(
-        x.hidden,
-        x.weight,
-        x.ids,
-        bias=x.bias,
-        temperature=s.temperature,
-        softcap=s.softcap,
-        logit_scale=s.logit_scale,
-        entropy=s.entropy != "none",
-        backend=backend,
-        chunk_size=s.chunk_size,
-        ignore_index=IGNORE_INDEX,
-        memory_budget=memory_budget,
-    )
+    options = {name: getattr(s, name) for name in ("temperature", "softcap", "logit_scale", "chunk_size")}
+    options |= {"ignore_index": IGNORE_INDEX, "memory_budget": memory_budget, "entropy": s.entropy != "none"}
+    found = function(x.hidden, x.weight, x.ids, bias=x.bias, backend=backend, **options)
     return {"logps": found[0], "entropy": found[1]} if isinstance(found, tuple) else {"logps": found}
 
 
-ONE_HEAD = (only("a bare loss takes one weight, no adapter on the head", lambda s: s.head != "lora"),)
-
-
-@implementation(
-    "fixes.FusedLinearGRPOLoss",
-    family="policy",
-    recipe=_chunked,
-    outputs=frozenset(METRICS),
-    contexts=EVERY_CONTEXT,
-    limits=ONE_HEAD,
-    sources=("parity.fixes.grpo.FusedLinearGRPOLoss.forward",),
-)
-def fused_linear_grpo_loss(x: Inputs) -> Outputs:
-    """`parity.fixes.FusedLinearGRPOLoss`."""
-    return _policy_loss(x)
-
-
-@implementation(
-    "fixes.FusedLinearGRPOLoss.kept",
-    family="policy",
-    recipe=_chunked,
-    outputs=frozenset(METRICS),
-    contexts=EVERY_CONTEXT,
-    every=4,
-    limits=ONE_HEAD,
-    sources=("parity.fixes.grpo.FusedLinearGRPOLoss.forward",),
-)
-def fused_linear_grpo_loss_kept(x: Inputs) -> Outputs:
-    """`parity.fixes.FusedLinearGRPOLoss` with a `memory_budget` that has room for every logit."""
-    return _policy_loss(x, memory_budget=2**40)
+LOG_PROBS: dict[str, Any] = {
+    "family": "logprobs",
+    "recipe": _chunked,
+    "outputs": frozenset({"entropy"}),
+    "contexts": EVERY_CONTEXT,
+    "sources": ("parity.fixes.selective_log_probs",),
+}
+BY_CCE: dict[str, Any] = {
+    "every": 24,
+    "limits": (
+        *cce.RUNS_HERE,
+        ONE_DTYPE,
+        only("the cce backend has no bias", lambda s: s.bias == "none"),
+        only("the cce backend has no entropy", lambda s: s.entropy == "none"),
+    ),
+    "rejects": (only("a softcap with such a vocabulary is refused", lambda s: s.softcap is None or s.V % 256 == 0),),
+}
+implementation("fixes.selective_log_probs", **LOG_PROBS)(_log_probs)
+implementation("fixes.selective_log_probs.kept", every=4, **LOG_PROBS)(functools.partial(_log_probs, **KEPT))
+implementation("fixes.selective_log_probs.cce", **cce.KERNEL | BY_CCE)(functools.partial(_log_probs, backend="cce"))
 
 
 def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:
+    """`parity.fixes.FusedLinearGRPOLoss`."""
     from parity.fixes import FusedLinearGRPOLoss
 
     s = x.settings
@@ -149,3 +86,15 @@ def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:
     )
     told = {name: next((metrics[k] for k in keys if k in metrics), None) for name, keys in METRICS.items()}
     return {"loss": out} | {name: value.detach().float() for name, value in told.items() if value is not None}
+
+
+POLICY: dict[str, Any] = {
+    "family": "policy",
+    "recipe": _chunked,
+    "outputs": frozenset(METRICS),
+    "contexts": EVERY_CONTEXT,
+    "limits": (only("a bare loss takes one weight, no adapter on the head", lambda s: s.head != "lora"),),
+    "sources": ("parity.fixes.grpo.FusedLinearGRPOLoss.forward",),
+}
+implementation("fixes.FusedLinearGRPOLoss", **POLICY)(_policy_loss)
+implementation("fixes.FusedLinearGRPOLoss.kept", every=4, **POLICY)(functools.partial(_policy_loss, **KEPT))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import torch
 
@@ -26,8 +27,6 @@ from parity.judge.recipe import Recipe
 
 offer = functools.partial(implementation, family="divergence", library="liger-kernel")
 """The decorator of this file."""
-
-
 NORMALISED = only("no normaliser parameter: divides by its own label positions", lambda s: s.num_items == "none")
 BARE = (
     *HEADS,
@@ -49,16 +48,8 @@ def _chunks(x: Inputs) -> Recipe:
     s = x.settings
     dtype = "bf16" if s.context == "autocast" else plain.head_dtype(x)
     chunks = max(1, s.B * s.T // (s.chunk_size or 1024))
-    return Recipe(
-        logits="input",
-        dlogits=dtype,
-        elementwise=dtype,
-        softmax=dtype,
-        accumulate=dtype,
-        partials=chunks,
-        upstream=plain.upstream(x),
-        output="fp32",
-    )
+    stored: dict[str, Any] = dict.fromkeys(("dlogits", "elementwise", "softmax", "accumulate"), dtype)
+    return Recipe(logits="input", partials=chunks, upstream=plain.upstream(x), output="fp32", **stored)
 
 
 @offer(
@@ -131,15 +122,8 @@ def _log_probs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 def _kernel(x: Inputs) -> Recipe:
     """Log-probs in the dtype of each head, float32 inside the kernel, which stores their gradient as they are."""
     dtype = plain.head_dtype(x)
-    return Recipe(
-        logits=dtype,
-        dlogits=dtype,
-        elementwise=dtype,
-        softmax=dtype,
-        teacher="input",
-        teacher_softmax="input",
-        output="any",
-    )
+    student: dict[str, Any] = {"logits": dtype, "dlogits": dtype, "elementwise": dtype, "softmax": dtype}
+    return Recipe(**student, teacher="input", teacher_softmax="input", output="any")
 
 
 @offer(
@@ -158,14 +142,10 @@ def jsd(x: Inputs) -> Outputs:
     return {"loss": loss(student, teacher, _labels(x))}
 
 
-def _teachers_gradient(x: Inputs) -> Recipe:
-    """As `_kernel`; the gradient of the student's log-probs, -q over the rows, is stored in the dtype of the teacher's."""
-    return dataclasses.replace(_kernel(x), log_probs="input")
-
-
 @offer(
     "liger.kl_div",
-    recipe=_teachers_gradient,
+    # the gradient of the student's log-probs, -q over the rows, is stored in the dtype of the teacher's
+    recipe=lambda x: dataclasses.replace(_kernel(x), log_probs="input"),
     sources=("liger_kernel.ops.kl_div.LigerKLDivLossFunction",),
     limits=(FORWARD, NORMALISED, *DENSE, only("no labels", lambda s: s.ignored != "all")),
     **KERNEL,
@@ -182,24 +162,15 @@ def kl_div(x: Inputs) -> Outputs:
     return {"loss": loss(student[rows], teacher[rows])}
 
 
-def _narrow_teacher(x: Inputs) -> Recipe:
-    """As `_tiles`, beside a teacher whose model scales and caps its logits in the dtype of its head."""
-    return dataclasses.replace(_tiles(x), teacher_softmax="input")
+UNBIASED = only("no bias parameter", lambda s: s.bias == "none")
 
 
 @offer(
     "liger.fused_linear_kl_div",
-    recipe=_narrow_teacher,
+    # the teacher's model scales and caps its logits in the dtype of its head
+    recipe=lambda x: dataclasses.replace(_tiles(x), teacher_softmax="input"),
     sources=("liger_kernel.ops.fused_linear_kl_div.LigerFusedLinearKLDivFunction",),
-    limits=(
-        FORWARD,
-        NORMALISED,
-        *DENSE,
-        NO_SOFTCAP,
-        NO_SCALE,
-        ONE_DTYPE,
-        only("no bias parameter", lambda s: s.bias == "none"),
-    ),
+    limits=(FORWARD, NORMALISED, *DENSE, NO_SOFTCAP, NO_SCALE, ONE_DTYPE, UNBIASED),
     **KERNEL,
 )
 def fused_linear_kl_div(x: Inputs) -> Outputs:

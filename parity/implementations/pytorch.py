@@ -8,6 +8,8 @@ import functools
 import math
 from typing import Any
 
+import torch
+
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
@@ -43,8 +45,7 @@ offer = functools.partial(
 
 
 def _call(x: Inputs, **options: Any) -> Outputs:
-    import torch
-
+    """Minus `linear_cross_entropy`, with `LinearCrossEntropyOptions()` as it comes "accurate" on a CPU."""
     s = x.settings
     function = accepted(torch.nn.functional, "linear_cross_entropy")
     chosen = accepted(torch.nn, "LinearCrossEntropyOptions")(batch_chunk_size=s.chunk_size, **options)
@@ -62,23 +63,15 @@ def _call(x: Inputs, **options: Any) -> Outputs:
     return {"logps": by_token(-nll, x)}
 
 
-def _chunks(x: Inputs) -> int:
-    """How many chunks of tokens: without a size, tokens x vocabulary of a chunk are at most twice tokens x hidden size."""
-    s = x.settings
-    return math.ceil(s.B * s.T / s.chunk_size) if s.chunk_size else min(2 * math.ceil(s.V / s.H), s.B * s.T)
-
-
 def _accurate(x: Inputs, **more: Any) -> Recipe:
-    """float32 inside; each chunk's gradient of head and bias is rounded and added to what is stored."""
-    factor = plain.factor(x)
-    named: dict[str, Any] = {
-        "folded": factor,
-        "accumulate": "input",
-        "partials": 2 * _chunks(x),
-        "inputs": None if factor == 1.0 else "input",
-        "output": "input",
-    }
-    return Recipe(**named | more)
+    """float32 inside; each chunk's gradient of head and bias is rounded and added to what is stored.
+
+    Without a size, tokens x vocabulary of a chunk of tokens are at most twice tokens x hidden size.
+    """
+    s, factor = x.settings, plain.factor(x)
+    chunks = math.ceil(s.B * s.T / s.chunk_size) if s.chunk_size else min(2 * math.ceil(s.V / s.H), s.B * s.T)
+    inputs = None if factor == 1.0 else "input"
+    return Recipe(folded=factor, accumulate="input", partials=2 * chunks, inputs=inputs, output="input", **more)
 
 
 def _sums_narrow(x: Inputs) -> Recipe:
@@ -89,23 +82,7 @@ def _sums_narrow(x: Inputs) -> Recipe:
     return _accurate(x, logits="input", dlogits="input", elementwise="input", softmax="input")
 
 
-@offer("torch.linear_cross_entropy", recipe=_accurate)
-def linear_cross_entropy(x: Inputs) -> Outputs:
-    """Minus `linear_cross_entropy` with `LinearCrossEntropyOptions()` as it comes: "accurate" on a CPU."""
-    return _call(x)
-
-
-@offer("torch.linear_cross_entropy.balanced", recipe=_sums_narrow)
-def balanced(x: Inputs) -> Outputs:
-    """The same with `acc_policy="balanced"` and float32 sums."""
-    import torch
-
-    return _call(x, acc_policy="balanced", acc_dtype=torch.float32)
-
-
-@offer("torch.linear_cross_entropy.compact", recipe=_sums_narrow)
-def compact(x: Inputs) -> Outputs:
-    """The same with `acc_policy="compact"`, whose head gradient is summed in its own dtype."""
-    import torch
-
-    return _call(x, acc_policy="compact", acc_dtype=torch.float32)
+offer("torch.linear_cross_entropy", recipe=_accurate)(_call)
+for policy in ("balanced", "compact"):  # compact: the head's gradient is summed in its own dtype
+    narrow = functools.partial(_call, acc_policy=policy, acc_dtype=torch.float32)
+    offer(f"torch.linear_cross_entropy.{policy}", recipe=_sums_narrow)(narrow)

@@ -24,7 +24,6 @@ from parity.upstream import trl
 
 offer = functools.partial(implementation, family="logprobs", library="trl", outputs=frozenset({"entropy"}))
 """The decorator of this file."""
-
 DEFAULT_CHUNK = 32768
 CHUNKED = "trl.kernels.chunked_logprob"
 
@@ -143,7 +142,25 @@ def _chunked_takes(s: Any) -> str:
     return "" if takes_outputs else lacking(function.forward, wanted)
 
 
+@offer(
+    "trl.ChunkedLogProbFunction",
+    recipe=tiles,
+    contexts=EVERY_CONTEXT,
+    interpreted=trl.chunks_are_triton(),
+    sources=("trl.kernels.chunked_logprob.ChunkedLogProbFunction",),
+    limits=(UNIGNORED, _chunked_takes),
+)
+@offer(
+    "trl.chunked_logprob_kernel",
+    recipe=lambda x: dataclasses.replace(tiles(x), tanh="sigmoid"),
+    around=functools.partial(trl.triton_taken, CHUNKED),
+    sources=("trl.kernels.chunked_logprob._forward_kernel", "trl.kernels.chunked_logprob._backward_kernel"),
+    limits=(UNIGNORED, _chunked_takes),
+    **KERNEL,
+)
 def _chunked(x: Inputs) -> Outputs:
+    """`ChunkedLogProbFunction`, which GRPOTrainer's fused LM head calls, torch on the CPU, Triton on CUDA; and its kernels also
+    where the device would take the path in torch."""
     s = x.settings
     function, takes_outputs = _chunked_function()
     outputs = ("entropy",) if s.entropy != "none" else ()
@@ -159,33 +176,3 @@ def _chunked(x: Inputs) -> Outputs:
         given = list(taking(function.forward, required).values())
     out = function.apply(x.hidden.flatten(0, 1), x.weight, *given)
     return {"logps": by_token(out[0], x)} | ({"entropy": by_token(out[1], x)} if outputs else {})
-
-
-@offer(
-    "trl.ChunkedLogProbFunction",
-    recipe=tiles,
-    contexts=EVERY_CONTEXT,
-    interpreted=trl.chunks_are_triton(),
-    sources=("trl.kernels.chunked_logprob.ChunkedLogProbFunction",),
-    limits=(UNIGNORED, _chunked_takes),
-)
-def chunked(x: Inputs) -> Outputs:
-    """`ChunkedLogProbFunction`, what GRPOTrainer's fused LM head calls: torch on the CPU, Triton on CUDA."""
-    return _chunked(x)
-
-
-def _kernel_tiles(x: Inputs) -> Recipe:
-    return dataclasses.replace(tiles(x), tanh="sigmoid")
-
-
-@offer(
-    "trl.chunked_logprob_kernel",
-    recipe=_kernel_tiles,
-    around=functools.partial(trl.triton_taken, CHUNKED),
-    sources=("trl.kernels.chunked_logprob._forward_kernel", "trl.kernels.chunked_logprob._backward_kernel"),
-    limits=(UNIGNORED, _chunked_takes),
-    **KERNEL,
-)
-def chunked_kernel(x: Inputs) -> Outputs:
-    """The Triton kernels of `ChunkedLogProbFunction`, also where the device would take its torch path."""
-    return _chunked(x)

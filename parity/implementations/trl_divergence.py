@@ -31,8 +31,6 @@ from parity.upstream import trl
 
 offer = functools.partial(implementation, family="divergence", library="trl")
 """The decorator of this file."""
-
-
 _A_DENSE_TEACHER = only("takes a dense teacher", lambda s: s.sparse == "none")
 DENSE = (_A_DENSE_TEACHER, only("one vocabulary: the trainer resizes the teacher", lambda s: s.extra_vocabulary == 0))
 """Of a loss on whole logits of student and teacher."""
@@ -75,16 +73,9 @@ def materialised(x: Inputs) -> Recipe:
         softmax = plain.autocast_softmax(x)
         return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=softmax, output="any")
     teacher = None if x.settings.sparse != "none" else "input"  # its head has the dtype of the case, a support float32
-    return Recipe(
-        logits=dtype,
-        dlogits=dtype,
-        elementwise=dtype,
-        softmax=dtype,
-        teacher=teacher,
-        teacher_softmax=teacher,
-        teacher_elementwise=teacher,
-        output="any",
-    )
+    stored: dict[str, Any] = dict.fromkeys(("logits", "dlogits", "elementwise", "softmax"), dtype)
+    stored |= dict.fromkeys(("teacher", "teacher_softmax", "teacher_elementwise"), teacher)
+    return Recipe(**stored, output="any")
 
 
 def _generalized_jsd(function: Any, x: Inputs) -> Outputs:
@@ -140,7 +131,16 @@ def _tiles(x: Inputs) -> Recipe:
     return Recipe(dlogits="input", bias="fp32", tanh=softcap(x, "trl.kernels.chunked_divergence"), **cast)
 
 
+@offer(
+    "trl.ChunkedDivergenceFunction",
+    recipe=_tiles,
+    contexts=EVERY_CONTEXT,
+    interpreted=trl.chunks_are_triton(),
+    sources=("trl.kernels.chunked_divergence.ChunkedDivergenceFunction",),
+    limits=HEADS,
+)
 def _chunked(x: Inputs) -> Outputs:
+    """`ChunkedDivergenceFunction`, masked and averaged here: torch on the CPU, Triton on CUDA."""
     import trl.kernels.chunked_divergence as module
 
     s = x.settings
@@ -177,19 +177,30 @@ def _walked(x: Inputs) -> Recipe:
         return _tiles(x)
     if x.settings.context == "autocast" and Version(installed("trl") or "2") < Version("1.13"):
         return materialised(x)
-    chunks = math.ceil(x.settings.B * x.settings.T / (x.settings.chunk_size or CHUNK))
-    return dataclasses.replace(
-        _tiles(x),
-        logits="input",
-        teacher="input",
-        dinputs=None,
-        accumulate="input",
-        partials=max(1, chunks),
-        tanh="ieee",
-    )
+    partials = max(1, math.ceil(x.settings.B * x.settings.T / (x.settings.chunk_size or CHUNK)))
+    narrow: dict[str, Any] = dict.fromkeys(("logits", "teacher", "accumulate"), "input")
+    return dataclasses.replace(_tiles(x), **narrow, dinputs=None, partials=partials, tanh="ieee")
 
 
+@offer(
+    "trl.distillation_loss",
+    recipe=_walked,
+    contexts=EVERY_CONTEXT,
+    interpreted=trl.chunks_are_triton(),
+    sources=("trl.trainer.distillation_trainer._chunked_divergence_loss",),
+    limits=HEADS,
+)
+@offer(
+    "trl.distillation_loss_kernel",
+    recipe=lambda x: dataclasses.replace(_tiles(x), tanh="sigmoid"),
+    around=functools.partial(trl.triton_taken, "trl.kernels.chunked_divergence", "trl.trainer.distillation_trainer"),
+    sources=("trl.kernels.chunked_divergence._stats_kernel", "trl.kernels.chunked_divergence._backward_kernel"),
+    limits=HEADS,
+    **KERNEL,
+)
 def _wired(x: Inputs) -> Outputs:
+    """`_chunked_divergence_loss`, as DistillationTrainer wires it: mask, normaliser, scales, softcaps; and its Triton kernels
+    also where the device would take the path in torch."""
     import trl.trainer.distillation_trainer as module
 
     s = x.settings
@@ -220,49 +231,6 @@ def _wired(x: Inputs) -> Outputs:
     return {"loss": loss}
 
 
-@offer(
-    "trl.ChunkedDivergenceFunction",
-    recipe=_tiles,
-    contexts=EVERY_CONTEXT,
-    interpreted=trl.chunks_are_triton(),
-    sources=("trl.kernels.chunked_divergence.ChunkedDivergenceFunction",),
-    limits=HEADS,
-)
-def chunked_divergence(x: Inputs) -> Outputs:
-    """`ChunkedDivergenceFunction`, masked and averaged here: torch on the CPU, Triton on CUDA."""
-    return _chunked(x)
-
-
-@offer(
-    "trl.distillation_loss",
-    recipe=_walked,
-    contexts=EVERY_CONTEXT,
-    interpreted=trl.chunks_are_triton(),
-    sources=("trl.trainer.distillation_trainer._chunked_divergence_loss",),
-    limits=HEADS,
-)
-def distillation_loss(x: Inputs) -> Outputs:
-    """`_chunked_divergence_loss`, the same as DistillationTrainer wires it: mask, normaliser, scales, softcaps."""
-    return _wired(x)
-
-
-def _kernel_tiles(x: Inputs) -> Recipe:
-    return dataclasses.replace(_tiles(x), tanh="sigmoid")
-
-
-@offer(
-    "trl.distillation_loss_kernel",
-    recipe=_kernel_tiles,
-    around=functools.partial(trl.triton_taken, "trl.kernels.chunked_divergence", "trl.trainer.distillation_trainer"),
-    sources=("trl.kernels.chunked_divergence._stats_kernel", "trl.kernels.chunked_divergence._backward_kernel"),
-    limits=HEADS,
-    **KERNEL,
-)
-def distillation_loss_kernel(x: Inputs) -> Outputs:
-    """The Triton kernels of `_chunked_divergence_loss`, also where the device would take its torch path."""
-    return _wired(x)
-
-
 def _student_logps(x: Inputs) -> torch.Tensor:
     return torch.log_softmax(plain.logits(x) / x.settings.temperature, dim=-1)
 
@@ -272,28 +240,19 @@ SERVER = "trl.experimental.server_distillation.server_distillation_trainer.Serve
 
 def _server(x: Inputs) -> tuple[Any, Any]:
     """The trainer that holds the server path, and an object with the attributes that its methods read."""
-    trainer = _server_trainer()
-    s = x.settings
-    holder = SimpleNamespace(
-        beta=s.beta,
-        loss_add_tail=s.tail,
-        reverse_kl_top_1_mode="sampled",
-        _reduce_divergence_loss=trainer._reduce_divergence_loss,
-    )
+    try:
+        import trl.experimental.server_distillation.server_distillation_trainer as module
+
+        trainer = accepted(module, "ServerDistillationTrainer")
+    except ImportError:  # up to TRL 1.3 the experimental DistillationTrainer had its methods
+        import trl.experimental.distillation.distillation_trainer as older
+
+        trainer = older.DistillationTrainer
+    holder = SimpleNamespace(beta=x.settings.beta, loss_add_tail=x.settings.tail, reverse_kl_top_1_mode="sampled")
+    holder._reduce_divergence_loss = trainer._reduce_divergence_loss
     for name in ("_get_reverse_kl_top_1_tokens", "_compute_sparse_top_1_divergence_loss"):
         setattr(holder, name, getattr(trainer, name).__get__(holder))
     return trainer, holder
-
-
-def _server_trainer() -> Any:
-    """ServerDistillationTrainer; up to TRL 1.3 the experimental DistillationTrainer had its methods."""
-    try:
-        import trl.experimental.server_distillation.server_distillation_trainer as module
-    except ImportError:
-        import trl.experimental.distillation.distillation_trainer as older
-
-        return older.DistillationTrainer
-    return accepted(module, "ServerDistillationTrainer")
 
 
 def _sparse(x: Inputs) -> Recipe:
@@ -330,11 +289,8 @@ def server_forward_kl(x: Inputs) -> Outputs:
 def server_sparse_top_1(x: Inputs) -> Outputs:
     """`ServerDistillationTrainer._compute_server_sparse_top_1_divergence_loss` on the teacher's top 1 and the label."""
     trainer, holder = _server(x)
-    result = {
-        "topk_logprobs": x.top1_logps.unsqueeze(-1),
-        "topk_token_ids": x.top1_ids.unsqueeze(-1),
-        "actual_logprobs": x.label_logps,
-    }
+    result = {"topk_logprobs": x.top1_logps.unsqueeze(-1), "topk_token_ids": x.top1_ids.unsqueeze(-1)}
+    result |= {"actual_logprobs": x.label_logps}
     tokens = x.ids.long().clamp(min=0)  # the collator hands the tokens themselves, -100 stands in the labels alone
     function = trainer._compute_server_sparse_top_1_divergence_loss
     return {"loss": function(holder, result, _student_logps(x), tokens, x.ids)}

@@ -8,18 +8,17 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 
-from parity.case.inputs import Inputs
+from parity.case.inputs import Inputs, defaults
 from parity.families.policy_losses import WINDOW_NORMALISED
 from parity.families.policy_settings import OF_LOSS
 from parity.families.policy_settings import SETTINGS as DEFAULTS
 from parity.implementations import plain
-from parity.implementations.implementation import Implementation, Limit, Outputs, implementation, only, says
+from parity.implementations.implementation import REGISTRY, Implementation, Limit, Outputs, implementation, only, says
 from parity.implementations.trl import tiles
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.judge.recipe import Recipe
@@ -67,8 +66,12 @@ def arguments(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
 
 def _fields(s: Any) -> str:
     """What the installed GRPOConfig has no field for must be at its default."""
-    without = {name: setting.default for name, setting in DEFAULTS.items()} | {"loss_type": _only_loss()}
-    for name in sorted(_relevant(s) - set(trl.fields(config_class()))):
+    # the loss type of a version that has one: a mean over each completion up to 0.15, over all tokens in 0.16
+    without = defaults(DEFAULTS) | {"loss_type": "bnpo" if trl.since("0.16") else "grpo"}
+    relevant = {n for n in SETTINGS if not n.startswith(("sapo", "vespo")) or n.startswith(s.loss_type)}
+    relevant -= set() if s.loss_type in WINDOW_NORMALISED else {"steps_per_generation"}
+    relevant -= set() if s.beta else {"use_bias_correction_kl"}
+    for name in sorted(relevant - set(trl.fields(config_class()))):
         if s.entropy_quantile if name == "top_entropy_quantile" else getattr(s, name) != without[name]:
             return f"GRPOConfig has no {name} in the installed version"
     return ""
@@ -122,18 +125,6 @@ REJECTS = (
 )
 
 
-def _only_loss() -> str:
-    """The loss type of a version that has one: a mean over each completion up to 0.15, over all tokens in 0.16."""
-    return "bnpo" if trl.since("0.16") else "grpo"
-
-
-def _relevant(s: Any) -> set[str]:
-    """The settings that this case's loss depends on."""
-    out = {n for n in SETTINGS if not n.startswith(("sapo", "vespo")) or n.startswith(s.loss_type)}
-    out -= set() if s.loss_type in WINDOW_NORMALISED else {"steps_per_generation"}
-    return out - (set() if s.beta else {"use_bias_correction_kl"})
-
-
 def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     """A real GRPOTrainer over the replay model, in the mode of the case; of `kind`, a subclass of it, if given."""
     made: Any = kind or trl.class_named("GRPOTrainer")
@@ -141,7 +132,11 @@ def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     extra: dict[str, Any] = {}
     if s.head == "lora":
         extra["peft_config"] = trl.lora(["lm_head"], r=s.lora_rank, lora_alpha=s.lora_rank)
-    with trl.quiet(), trl.environment_kept(), trl.generators_kept(), _without_reference_model():
+    module: Any = sys.modules[trl.class_named("GRPOTrainer").__module__]
+    no_reference: Any = contextlib.nullcontext()  # TRL up to 0.15 copies the model for one at any beta
+    if hasattr(module, "create_reference_model"):
+        no_reference = mock.patch.object(module, "create_reference_model", return_value=None)
+    with trl.quiet(), trl.environment_kept(), trl.generators_kept(), no_reference:
         args = arguments(x, liger, kind)
         beta, args.beta = args.beta, 0.0  # reference log-probs are given: no reference model has to be loaded
         out = made(
@@ -165,17 +160,6 @@ def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     return out
 
 
-@contextlib.contextmanager
-def _without_reference_model() -> Iterator[None]:
-    """TRL up to 0.15 copies the model for a reference at any beta; reference log-probs are given."""
-    module: Any = sys.modules[trl.class_named("GRPOTrainer").__module__]
-    if not hasattr(module, "create_reference_model"):
-        yield
-        return
-    with mock.patch.object(module, "create_reference_model", return_value=None):
-        yield
-
-
 def batch(x: Inputs, out: Any) -> dict[str, Any]:
     """The inputs dict of `compute_loss`: prompts padded left, completions right, and what the case adds."""
     s = x.settings
@@ -195,10 +179,8 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
         inputs["tool_mask"] = x.tool_mask
         if trl.mentions("self.tools", kind):  # 0.26 and 0.27 look at it for trainers with tools only
             out.tools = [_zero_reward]
-    if x.old_logps is not None and trl.mentions(
-        "self.num_iterations", kind
-    ):  # 0.17 looks at them from the second iteration on
-        out.num_iterations = 2
+    if x.old_logps is not None and trl.mentions("self.num_iterations", kind):
+        out.num_iterations = 2  # 0.17 looks at them from the second iteration on
     if x.sampling_logps is not None:
         inputs["sampling_per_token_logps"] = x.sampling_logps
     if x.importance_sampling_ratio is not None:
@@ -211,15 +193,15 @@ def outputs(x: Inputs, liger: bool = False, kind: Any = None) -> Outputs:
     """Loss and metrics of one micro-batch as the trainer computes and logs them."""
     with trl.quiet(), trl.looked_up_once():
         out = trainer(x, liger, kind)
-        _install_adapter(x, out)
+        if x.settings.head == "lora":  # the case's A and B into the LoRA layer on the head
+            layer = out.model.get_base_model().lm_head
+            layer.lora_A["default"].weight, layer.lora_B["default"].weight = x.lora_a, x.lora_b
         loss = out.compute_loss(out.model, batch(x, out))
     logged = out._metrics.get(x.settings.mode, out._metrics)  # one for both modes up to 0.15
     found = {"loss": loss}
     for name, keys in METRICS.items():
-        for key in keys:
-            if logged.get(key):
-                found[name] = torch.tensor(float(logged[key][-1]))
-                break
+        if key := next(filter(logged.get, keys), ""):
+            found[name] = torch.tensor(float(logged[key][-1]))
     return found
 
 
@@ -230,15 +212,6 @@ METRICS = {
     "clip_low": ("clip_ratio/low_mean",),
     "clip_high": ("clip_ratio/high_mean",),
 }
-
-
-def _install_adapter(x: Inputs, out: Any) -> None:
-    """Put the case's A and B into the LoRA layer on the head."""
-    if x.settings.head != "lora":
-        return
-    layer = out.model.get_base_model().lm_head
-    for linear, tensor in ((layer.lora_A["default"], x.lora_a), (layer.lora_B["default"], x.lora_b)):
-        linear.weight = tensor
 
 
 def _recipe(x: Inputs) -> Recipe:
@@ -258,7 +231,7 @@ _SINCE = {"kl": "0.15", "clip_ratio": "0.16", "clip_low": "0.17", "clip_high": "
 METRIC_NAMES = frozenset(name for name, version in _SINCE.items() if trl.since(version))
 
 
-@implementation(
+implementation(
     "trl.GRPOTrainer",
     family="policy",
     role="reference",
@@ -270,18 +243,9 @@ METRIC_NAMES = frozenset(name for name, version in _SINCE.items() if trl.since(v
     limits=_limits(),
     rejects=REJECTS,
     sources=("trl.trainer.grpo_trainer.GRPOTrainer._compute_loss",),
-)
-def grpo_trainer(x: Inputs) -> Outputs:
-    """`GRPOTrainer.compute_loss`, the trainer's plain path."""
-    return outputs(x)
-
-
-def _has_liger_path(s: Any) -> bool:
-    GRPOTrainer = trl.class_named("GRPOTrainer")
-    return hasattr(GRPOTrainer, "compute_liger_loss") or hasattr(GRPOTrainer, "_chunked_logps")
-
-
-@implementation(
+)(outputs)
+# its own Liger path: Liger's loss up to 1.13, chunked log-probs in 1.14
+implementation(
     "trl.GRPOTrainer.liger",
     family="policy",
     library="trl",
@@ -292,35 +256,24 @@ def _has_liger_path(s: Any) -> bool:
     limits=(
         only(
             f"this version of TRL has no Liger path ({'removed in 1.15' if trl.since('1.15') else 'it came later'})",
-            _has_liger_path,
+            lambda s: any(hasattr(trl.class_named("GRPOTrainer"), n) for n in ("compute_liger_loss", "_chunked_logps")),
         ),
         *_limits(liger=True),
     ),
     sources=("trl.trainer.grpo_trainer.GRPOTrainer.compute_liger_loss",),
-)
-def grpo_trainer_liger(x: Inputs) -> Outputs:
-    """`GRPOTrainer.compute_loss`, the version's own Liger path: Liger's loss up to 1.13, chunked log-probs in 1.14."""
-    return outputs(x, liger=True)
+)(functools.partial(outputs, liger=True))
 
 
 def of_subclass(kind: type, id: str) -> Implementation:
     """The loss of a user's subclass of GRPOTrainer, FILE.py:NAME, as a candidate of family `policy`."""
 
-    def compute_loss(x: Inputs) -> Outputs:
-        return outputs(x, kind=kind)
-
-    return Implementation(
+    return dataclasses.replace(
+        REGISTRY["trl.GRPOTrainer"],
         id=id,
-        family="policy",
         role="candidate",
-        call=compute_loss,
+        call=functools.partial(outputs, kind=kind),
         recipe=getattr(kind, "recipe", _recipe),
-        library="trl",
-        outputs=METRIC_NAMES,
-        contexts=frozenset({"plain", "autocast"}),
-        interpreted=trl.chunks_are_triton(),
         limits=_limits(kind),
-        rejects=REJECTS,
         extends="trl.GRPOTrainer",
         sources=(f"{kind.__module__}.{kind.__qualname__}",),
     )

@@ -32,8 +32,6 @@ from parity.judge.recipe import Recipe
 
 JSD_CHUNK = 256
 """Default of `distillation_chunked_jsd`."""
-
-
 BIASED = fitting(
     "unsloth_zoo.rl_replacements:chunked_hidden_states_selective_log_softmax",
     lambda s: {"lm_head_bias": (s.bias, "none")},
@@ -152,24 +150,10 @@ EFFICIENT = GRPO | {
     "sources": ("unsloth_zoo.rl_replacements.UnslothEfficientGRPO",),
     "limits": (*GRPO["limits"], _scales),
 }
-
-
-@implementation("unsloth.UnslothEfficientGRPO", **EFFICIENT)
-def efficient(x: Inputs) -> Outputs:
-    """`UnslothEfficientGRPO` with one chunk, as Unsloth's trainer calls it since `unsloth_num_chunks` is ignored."""
-    return _efficient(x, 1)
-
-
-@implementation("unsloth.UnslothEfficientGRPO.chunks_4", **EFFICIENT)
-def efficient_four(x: Inputs) -> Outputs:
-    """`UnslothEfficientGRPO` with n_chunks=4, whatever the number of sequences."""
-    return _efficient(x, 4)
-
-
-@implementation("unsloth.UnslothEfficientGRPO.chunks_B", **EFFICIENT)
-def efficient_each(x: Inputs) -> Outputs:
-    """`UnslothEfficientGRPO` with a chunk a sequence."""
-    return _efficient(x, x.settings.B)
+# one chunk, as Unsloth's trainer calls it since `unsloth_num_chunks` is ignored; four; one a sequence
+implementation("unsloth.UnslothEfficientGRPO", **EFFICIENT)(lambda x: _efficient(x, 1))
+implementation("unsloth.UnslothEfficientGRPO.chunks_4", **EFFICIENT)(lambda x: _efficient(x, 4))
+implementation("unsloth.UnslothEfficientGRPO.chunks_B", **EFFICIENT)(lambda x: _efficient(x, x.settings.B))
 
 
 def _jsd_chunks(x: Inputs) -> Recipe:

@@ -106,10 +106,7 @@ def holds(
 
 
 def tells(quantity: str, condition: bool, message: str, value: float | None = None) -> Quantity:
-    """Whether the values of a case are such that it tests what it should; of a seed other than 0 the case is left out if not.
-
-    Raises Unsupported there.
-    """
+    """Whether the values of a case are such that it tests what it should; Unsupported where they are not, but under seed 0."""
     if not condition and drawn.seed():
         raise Unsupported(f"{message}: under this seed the case tests nothing")
     return holds(quantity, condition, f"{message}: the case tests nothing", "exact", value)
@@ -180,34 +177,23 @@ def always(case: CheckCase) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A registered check.
+    """A registered check."""
 
-    Attributes:
-        name: as in the setting `check`.
-        trainers: families of `TRAINERS` it is about.
-        settings: its dimensions with their defaults.
-        cases: seed -> all its cases, those of nightly and soak.
-        run: a call of the check -> what was measured. Raises `parity.errors.Unsupported` with the reason where nothing is to be
-            judged; any other exception is a verdict (refused, crashed).
-        quick, pr: its cases in these profiles.
-        covered: pr has `every_value` of `cases` too, of those for which it is true.
-        paths: the paths of `PATHS` on which it is run.
-        drives: whether it drives the trainer's class in this process, so that a user's own can take its place; else it
-            looks at functions beside the class, or starts processes of its own.
-        moves: whether it hands the device of its call to what it runs; the others run on the CPU whatever the run's device is.
-    """
-
-    name: str
-    trainers: tuple[str, ...]
-    settings: Mapping[str, Setting]
-    cases: Callable[[int], Iterable[CheckCase]]
+    name: str  # as in the setting `check`
+    trainers: tuple[str, ...]  # families of `TRAINERS` it is about
+    settings: Mapping[str, Setting]  # its dimensions with their defaults
+    cases: Callable[[int], Iterable[CheckCase]]  # seed -> all its cases, those of nightly and soak
+    # a call of the check -> what was measured. Raises `parity.errors.Unsupported` with the reason where nothing is to be
+    # judged; any other exception is a verdict (refused, crashed)
     run: Callable[[CheckCall], Iterator[Quantity]]
-    quick: Sequence[CheckCase] = ()
-    pr: Sequence[CheckCase] = ()
-    covered: Callable[[CheckCase], bool] = lambda case: False
-    paths: tuple[str, ...] = ("released", "fixed")
+    quick: Sequence[CheckCase] = ()  # its cases in this profile
+    pr: Sequence[CheckCase] = ()  # its cases in this profile
+    covered: Callable[[CheckCase], bool] = lambda case: False  # pr has `every_value` of these `cases` too
+    paths: tuple[str, ...] = ("released", "fixed")  # the paths of `PATHS` on which it is run
+    # whether it drives the trainer's class in this process, so that a user's own can take its place; else it looks at
+    # functions beside the class, or starts processes of its own
     drives: bool = True
-    moves: bool = False
+    moves: bool = False  # whether it hands the device of its call to what it runs; the others run on the CPU always
 
     @property
     def doc(self) -> str:
@@ -251,10 +237,7 @@ def check(
 
 
 def pairwise(settings: Mapping[str, Setting], seed: int) -> Iterator[dict[str, Any]]:
-    """Cases that cover every pair of values of every two settings with choices; which ones follows the seed.
-
-    Settings without choices stay at their default. Yields complete cases, defaults included.
-    """
+    """Cases that cover every pair of values of every two settings with choices; which ones follows the seed."""
     from allpairspy import AllPairs
 
     axes = {name: list(s.choices) for name, s in settings.items() if s.choices is not None}

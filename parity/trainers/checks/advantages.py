@@ -24,7 +24,6 @@ EPSILON = 1e-4
 """What TRL adds to a standard deviation."""
 GROUP = 4
 NOBODY = math.nan
-
 REWARDS: dict[str, str] = {
     "spread": "every completion scored, one function",
     "equal": "a group without spread beside one with it",
@@ -82,9 +81,12 @@ def definition(call: CheckCall, rewards: Tensor, weights: list[float]) -> Oracle
 
     def define(rewards: Tensor) -> dict[str, Tensor]:
         x = torch.where(by, rewards * torch.tensor(weights), 0.0).sum(1).view(seen.shape)
-        found = (
-            _of_group(x, seen, s.scale_rewards) if call.spec.baseline == "group" else _of_others(x, seen, s.normalize)
-        )
+        if call.spec.baseline != "group":
+            found = _of_others(x, seen, s.normalize)
+        else:
+            found = x - _mean(x, seen, 1)
+            if s.scale_rewards != "none":
+                found = found / _spread(x, seen, 1 if s.scale_rewards == "group" else (0, 1))
         return {"advantages": torch.where(seen, found, 0.0).flatten()}
 
     return Problem(define, {"rewards": rewards.nan_to_num(0.0).float()}, {}, ()).oracle
@@ -120,7 +122,12 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> Tensor:
     wanted |= {"scale_rewards": s.scale_rewards == "group" if switched else s.scale_rewards}
     wanted |= {"normalize_advantages": s.normalize}
     needed: dict[str, Any] = {"num_generations_eval": 1} if alone else {}
-    functions = [_returning(column, "nan" if s.rewards == "nan" else None) for column in rewards.T.tolist()]
+
+    def returning(column: list[float]) -> Callable[..., list[float | None]]:
+        given = [None if math.isnan(r) and s.rewards != "nan" else r for r in column]
+        return lambda completions, **kwargs: given
+
+    functions = [returning(column) for column in rewards.T.tolist()]
     model = models.model("llama")
     trainer = drive.build(call.trainer, model, wanted | needed, needed, call.device, reward_funcs=functions)
     prompts = [sample.prompt for sample in stored_window.brief()[:2]]
@@ -129,13 +136,6 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> Tensor:
     with trl.quiet(), drive.seeded():
         out = trainer._generate_and_score_completions(batch)
     return out["advantages"].detach().cpu()
-
-
-def _returning(column: list[float], missing: str | None) -> Callable[..., list[float | None]]:
-    def scored(completions: Any, **kwargs: Any) -> list[float | None]:
-        return [None if math.isnan(r) and missing is None else r for r in column]
-
-    return scored
 
 
 def _mean(x: Tensor, seen: Tensor, dim: int | tuple[int, ...]) -> Tensor:
@@ -148,12 +148,6 @@ def _spread(x: Tensor, seen: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     n = seen.sum(dim, keepdim=True)
     correction = torch.where(n > 1, n / (n - 1).clamp(min=1), 0.0)
     return (_mean((x - _mean(x, seen, dim)) ** 2, seen, dim) * correction).sqrt() + EPSILON
-
-
-def _of_group(x: Tensor, seen: Tensor, scale: str) -> Tensor:
-    """The reward less the mean of the group, by the standard deviation of the group, of the batch, or of none."""
-    away = x - _mean(x, seen, 1)
-    return away if scale == "none" else away / _spread(x, seen, 1 if scale == "group" else (0, 1))
 
 
 def _of_others(x: Tensor, seen: Tensor, normalize: bool) -> Tensor:

@@ -1,6 +1,4 @@
-"""Everything between hidden states and log-probs (softcap, scale, bias, hooks, …) must be applied by the trainer.
-
-Softcap, logit scale, a head's bias, tied heads, adapters on the head, copies of it, hooks on it: the model's own forward
+"""Softcap, logit scale, a head's bias, tied heads, adapters on the head, copies of it, hooks on it: the model's own forward
 applies them; a trainer that multiplies hidden states by `lm_head.weight` itself has to find each one.
 """
 
@@ -38,12 +36,8 @@ SETTINGS = {
 TRAINERS = ("grpo-trainer", "rloo-trainer", "async-grpo-trainer", "dpo-trainer", "sft-trainer")
 PROMPT, LENGTH = 3, 12
 LOGPS = "logps"
-
-
 PR: tuple[CheckCase, ...] = (("grpo-trainer", {"model": "gemma4"}), ("sft-trainer", {"head": "modules_to_save"}))
 """One nested softcap, and one head that is not what it seems."""
-
-
 KINDS = {frozenset(a.changes_logits) - {"tied head"}: name for name, a in models.ARCHITECTURES.items()}
 """What changes a model's logits -> a model of it, with a nested config if there is such a one."""
 
@@ -92,12 +86,8 @@ def config_values(call: CheckCall) -> Iterator[Quantity]:
 
 
 class Batch:
-    """Two sequences with a prompt each, and a cotangent; what a trainer makes of them and what its definition is.
-
-    Attributes:
-        ids: (2, LENGTH), no padding.
-        cotangent: upstream gradient of the log-probs of the completion, (2, LENGTH - PROMPT).
-    """
+    """Two sequences with a prompt each, `ids` (2, LENGTH), and the upstream gradient of the log-probs of their completions,
+    `cotangent` (2, LENGTH - PROMPT)."""
 
     def __init__(self, call: CheckCall):
         self.ids = torch.tensor([[int(w[1:]) for w in models.words(5, f"row {i}", LENGTH).split()] for i in range(2)])
@@ -120,14 +110,6 @@ class Batch:
             chosen, rejected = (logps - reference).sum(1)
             return -torch.nn.functional.logsigmoid(BETA * (chosen - rejected))
         return (logps * self.cotangent.to(logps)).sum()
-
-    def inputs(self) -> dict[str, Tensor]:
-        """What a collator makes of the sequences."""
-        ones = torch.ones_like(self.ids)
-        completion = ones.clone()
-        completion[:, :PROMPT] = 0
-        out = {"input_ids": self.ids, "attention_mask": ones, "completion_mask": completion}
-        return out if self.spec.paired else out | {"labels": self.ids.masked_fill(completion == 0, -100)}
 
 
 BETA = 0.5
@@ -225,6 +207,10 @@ def _ask_loss(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None
         quantised_heads.quantise(trainer.ref_model, call.settings.head)
         if call.settings.head == "hook":
             _fill(trainer.ref_model, "hook")
+    ids = batch.ids.to(trainer.model.device)  # what a collator makes of the sequences
+    completion = torch.ones_like(ids)
+    completion[:, :PROMPT] = 0
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": completion}
+    inputs |= {} if call.spec.paired else {"labels": ids.masked_fill(completion == 0, -100)}
     with trl.quiet(), drive.fixed(call.path, trainer):
-        inputs = {k: v.to(trainer.model.device) for k, v in batch.inputs().items()}
         return trainer.compute_loss(trainer.model, inputs), trainer.model, None

@@ -42,7 +42,16 @@ def cases(seed: int) -> Iterator[CheckCase]:
 @check("gradient-flow", TRAINERS, SETTINGS, cases, pr=PR, moves=True)
 def gradient_flow(call: CheckCall) -> Iterator[Quantity]:
     """One step gives every trainable parameter a finite gradient that is not zero, and moves it."""
-    trainer = build(call)
+    s, model = call.settings, models.model("llama")
+    if s.trained == "frozen-embeddings":
+        model.get_input_embeddings().requires_grad_(False)
+    peft = trl.lora(models.targets("llama")) if s.trained == "lora" else None
+    wanted = {"beta": 0.04, **drive.checkpointing(s.checkpointing)}
+    trainer = drive.build(call.trainer, model, wanted, (), call.device, peft)
+    with torch.no_grad():  # with B at zero, A has no gradient by definition
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.02 * normal(2, name, parameter.shape).to(parameter))
     named = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
     before = {n: p.detach().clone() for n, p in named.items()}
     seen: dict[str, Any] = {}
@@ -54,12 +63,11 @@ def gradient_flow(call: CheckCall) -> Iterator[Quantity]:
             if "does not require grad" not in str(error):
                 raise
             failure = f" ({str(error).partition(chr(10))[0]})"
+    absent = [n for n in named if seen.get(n) is None or not bool(seen[n].any())]
+    infinite = [n for n, g in seen.items() if g is not None and not bool(g.isfinite().all())]
     wrong = {
-        "gradients": ("no gradient", [n for n in named if seen.get(n) is None or not bool(seen[n].any())]),
-        "finite gradients": (
-            "not finite",
-            [n for n, g in seen.items() if g is not None and not bool(g.isfinite().all())],
-        ),
+        "gradients": ("no gradient", absent),
+        "finite gradients": ("not finite", infinite),
         "learning rate has an effect": ("did not move", [n for n, p in named.items() if torch.equal(p, before[n])]),
     }
     for quantity, (told, names) in wrong.items():
@@ -67,19 +75,3 @@ def gradient_flow(call: CheckCall) -> Iterator[Quantity]:
         yield holds(quantity, not names, message, value=float(len(named) - len(names)), exact=float(len(named)))
     norm = drive.logged(trainer).get("grad_norm")
     yield holds("grad_norm", norm is not None and 0.0 < float(norm) < float("inf"), f"grad_norm {norm}", value=norm)
-
-
-def build(call: CheckCall) -> Any:
-    """The trainer of a case, its model frozen or adapted as the case says."""
-    s = call.settings
-    model = models.model("llama")
-    if s.trained == "frozen-embeddings":
-        model.get_input_embeddings().requires_grad_(False)
-    peft = trl.lora(models.targets("llama")) if s.trained == "lora" else None
-    wanted = {"beta": 0.04, **drive.checkpointing(s.checkpointing)}
-    trainer = drive.build(call.trainer, model, wanted, (), call.device, peft)
-    with torch.no_grad():  # with B at zero, A has no gradient by definition
-        for name, parameter in trainer.model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(0.02 * normal(2, name, parameter.shape).to(parameter))
-    return trainer

@@ -4,7 +4,6 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, al
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import MIXED, ONLINE, OPTIONS, Loss, kl_of_others
 from parity.trainers.rig import drive, stored_window
-from parity.trainers.rig.stored_window import Sample, Window
+from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
 from parity.upstream import trl
 
@@ -29,24 +28,17 @@ OWN = {
     "orpo-trainer": ("orpo",),
 }
 """Trainer -> its loss types."""
-
 TYPES = tuple(dict.fromkeys(name for names in OWN.values() for name in names))
 SETTINGS = {
     "loss": Setting("sigmoid", "loss_type of the trainer's config", TYPES),
     "beta": Setting(0.3, "beta of the config", (0.3, 0.05)),
     **{name: setting for name, (_, setting) in OPTIONS.items()},
     "split": Setting("8x1", "batch x accumulation; without it where `twins` has the trainer", ("8x1", "2x4")),
-    "even": Setting(
-        False, "chosen sequences of one length: a mean in each micro-batch is the mean of all", (False, True)
-    ),
-    "model": Setting(
-        "llama", "tiny model; KTO's estimate of the KL is positive for llama, negative for qwen2", ("llama", "qwen2")
-    ),
+    "even": Setting(False, "chosen sequences of one length: a micro-batch's mean is that of all", (False, True)),
+    "model": Setting("llama", "tiny model; KTO's KL is positive for llama, negative for qwen2", ("llama", "qwen2")),
 }
-
 SCORED = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
 """DPO's losses that f-divergences are defined for."""
-
 PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("dpo-trainer", {"loss": "robust", "smoothing": 0.1, "divergence": "js_divergence"}),
     ("dpo-trainer", {"loss": "aot", "ld_alpha": 0.4}),
@@ -59,15 +51,12 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
 )
 
 
-Moved = tuple[tuple[str, ...], dict[str, Any]]
-
-
-def _with(*losses: str, **settings: Any) -> Moved:
+def _with(*losses: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Settings that all losses of a trainer honour, or these alone."""
     return losses, settings
 
 
-HONOURED: dict[str, tuple[Moved, ...]] = {
+HONOURED: dict[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ...]] = {
     "dpo-trainer": (
         _with("sigmoid", "ipo", precomputed=True),
         _with("sigmoid", "ipo", precomputed=True, ld_alpha=0.4),
@@ -115,9 +104,16 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
         raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")
     if s.even and not any("even" in settings for _, settings in HONOURED[trainer]):
         raise Unsupported("only CPO's and ORPO's likelihood is a mean over the tokens of a micro-batch")
-    run = Run(
-        trainer, twin(trainer, model=s.model, split=s.split), call.path, _rows(trainer, s), plain=True, **_options(call)
-    )
+    rows = [dataclasses.replace(r, limit=6 if s.penalty else None) for r in Window.of(trainer).rows]
+    if s.even:  # every completion cut or repeated to the length of the first
+        length = len(rows[0].completion.split())
+        words = [itertools.islice(itertools.cycle(r.completion.split()), length) for r in rows]
+        rows = [
+            dataclasses.replace(r, prompt=rows[0].prompt, completion=" ".join(w))
+            for r, w in zip(rows, words, strict=True)
+        ]
+    settings = twin(trainer, model=s.model, split=s.split)
+    run = Run(trainer, settings, call.path, rows, plain=True, **_options(call))
     loss = Loss(run.window, s)
     yield from judged(call, run, loss, there=not s.whole)  # else its sequences count from their first token on
     if s.loss == "kto":
@@ -165,18 +161,3 @@ def _options(call: CheckCall) -> dict[str, Any]:
     if "f_divergence_type" in known:
         out["f_divergence_type"] = offered(call.trainer, "f_divergence_type", s.divergence)
     return out
-
-
-def _rows(trainer: str, s: SimpleNamespace) -> list[Sample]:
-    """The rows; with a penalty on a missing end the longest completions lose theirs."""
-    rows = Window.of(trainer).rows
-    if s.even:
-        rows = [dataclasses.replace(r, prompt=rows[0].prompt, completion=_as_long(r, rows[0])) for r in rows]
-    limit = 6 if s.penalty else None
-    return [dataclasses.replace(r, limit=limit) for r in rows]
-
-
-def _as_long(row: Sample, other: Sample) -> str:
-    """The row's completion, cut or repeated to as many words as the other's has."""
-    words = itertools.cycle(row.completion.split())
-    return " ".join(itertools.islice(words, len(other.completion.split())))

@@ -14,7 +14,7 @@ from parity.families.policy_losses import divergence as k3
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import LOSSES, Loss, kl_of_others, log_odds
-from parity.trainers.definitions.scored import Scored, completion_logps
+from parity.trainers.definitions.scored import completion_logps
 from parity.trainers.definitions.training_step import logged, measured
 from parity.trainers.rig import drive, recorder, stored_window
 from parity.trainers.rig.stored_window import Window
@@ -57,7 +57,10 @@ def define(window: Window, s: SimpleNamespace, model: Any) -> Values:
 
 
 def _of_sides(loss: Loss, model: Any) -> Values:
-    """Rewards and log-probs of the chosen and the rejected, of KTO the desirable and the undesirable; what each trainer adds."""
+    """Rewards and log-probs of the chosen and the rejected, of KTO the desirable and the undesirable; what each trainer adds.
+
+    Online DPO's `objective/` are of all completions: KL and -log π summed over the tokens of each, then their mean.
+    """
     window, beta = loss.window, loss.s.beta
     spec, sides = window.spec, window.pair()
     if spec.paired:
@@ -73,9 +76,15 @@ def _of_sides(loss: Loss, model: Any) -> Values:
     if spec.paired:
         out |= {"rewards/accuracies": (earned[chosen] > earned[~chosen]).double().mean()}
     if spec.generates:
-        return out | _of_rewards(batch, beta)
+        scores, kl = stored_window.rewards(batch.window).flatten(), batch.ratios
+        out |= {"objective/kl": kl.mean(), "objective/non_score_reward": -beta * kl.mean()}
+        out |= {"objective/rlhf_reward": (scores - beta * kl).mean(), "objective/scores": scores.mean()}
+        return out | {"objective/entropy": -batch.sums.mean()}
     if spec.given:
-        return out | _of_logits(batch, chosen) | ({} if spec.paired else {"kl": kl_of_others(loss, model)})
+        for name, side in (("chosen", chosen), ("rejected", ~chosen)):  # the vocabulary's mean, then that of all tokens
+            kept = [z.mean(-1) for z, there in zip(batch.logits, side, strict=True) if there]
+            out |= {f"logits/{name}": torch.cat(kept).mean()}
+        return out | {"entropy": batch.entropy} | ({} if spec.paired else {"kl": kl_of_others(loss, model)})
     if spec.loss == "orpo":
         odds = log_odds(batch)
         odds = odds[chosen] - odds[~chosen]
@@ -83,27 +92,6 @@ def _of_sides(loss: Loss, model: Any) -> Values:
         out |= {"log_odds_chosen": odds.mean(), "log_odds_ratio": torch.nn.functional.logsigmoid(odds).mean()}
         return out | {"nll_loss": -torch.cat(whole).mean()}
     return out | {"nll_loss": -torch.cat(batch.tokens[: len(sides[0])]).mean()}
-
-
-def _of_logits(batch: Scored, chosen: Tensor) -> Values:
-    """Entropy; logits as TRL's `mean_logits`: the mean over the vocabulary, then over the tokens of all completions of a side."""
-    sides = {"chosen": chosen, "rejected": ~chosen}
-    return {"entropy": batch.entropy} | {
-        f"logits/{name}": torch.cat([z.mean(-1) for z, kept in zip(batch.logits, side, strict=True) if kept]).mean()
-        for name, side in sides.items()
-    }
-
-
-def _of_rewards(batch: Scored, beta: float) -> Values:
-    """Online DPO's `objective/` of all completions: KL and -log π summed over the tokens of each, then their mean."""
-    scores, kl = stored_window.rewards(batch.window).flatten(), batch.ratios
-    return {
-        "objective/kl": kl.mean(),
-        "objective/non_score_reward": -beta * kl.mean(),
-        "objective/rlhf_reward": (scores - beta * kl).mean(),
-        "objective/entropy": -batch.sums.mean(),
-        "objective/scores": scores.mean(),
-    }
 
 
 TRAINERS = tuple(t for t in SPECS if t in LOSSES and SPECS[t].given != "teacher_model")

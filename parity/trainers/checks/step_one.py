@@ -7,7 +7,7 @@ exp(d) - d - 1 is off by u near d = 0, expm1(d) - d by next to nothing.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,34 +70,23 @@ def step_one(call: CheckCall) -> Iterator[Quantity]:
 
 @dataclasses.dataclass
 class FirstStep:
-    """What one step of a real trainer showed.
+    """What one step of a real trainer showed."""
 
-    Attributes:
-        ids, mask: what the model was given, (B, P + T).
-        completion: 1 where a position belongs to a completion, (B, P + T).
-        policy, reference: log-probs of the tokens of the last T positions, where the trainer has them apart, (B, T).
-        loss: of the one micro-batch.
-        log: the trainer's own log entry.
-        advantages: (B,), where the trainer has them.
-        lost: layers whose own checkpointing function was replaced.
-    """
-
-    ids: Tensor
+    ids: Tensor  # what the model was given, (B, P + T)
     mask: Tensor
-    completion: Tensor
-    policy: Tensor | None = None
+    completion: Tensor  # 1 where a position belongs to a completion, (B, P + T)
+    policy: Tensor | None = (
+        None  # log-probs of the tokens of the last T positions, where the trainer has them apart, (B, T)
+    )
     reference: Tensor | None = None
-    loss: float = math.nan
-    log: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    advantages: Tensor | None = None
-    lost: list[str] = dataclasses.field(default_factory=list)
+    loss: float = math.nan  # of the one micro-batch
+    log: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the trainer's own log entry
+    advantages: Tensor | None = None  # (B,), where the trainer has them
+    lost: list[str] = dataclasses.field(default_factory=list)  # layers whose own checkpointing function was replaced
 
 
 def watched(call: CheckCall) -> FirstStep:
-    """Build the trainer, watch what it scores, train one step.
-
-    Raises Unsupported where the trainer cannot be asked for this case, or computed no reference log-probs.
-    """
+    """Build the trainer, watch what it scores, train one step; Unsupported where it computed no reference log-probs."""
     s = call.settings
     wanted: dict[str, Any] = {"beta": s.beta, "temperature": s.temperature, **drive.checkpointing(s.checkpointing)}
     if "loss" in call.spec.own:
@@ -114,8 +103,7 @@ def watched(call: CheckCall) -> FirstStep:
         if getattr(trainer, "ref_model", None) is not None:
             checkpointing.install(trainer.ref_model, checkpoint=False)
     with drive.fixed(call.path, trainer):
-        watch = _watch_scores if call.spec.scored else _watch_online if call.spec.generates else _watch_pairs
-        step = watch(trainer)
+        step = _watch_scores(trainer) if call.spec.scored else _watch_pairs(trainer, online=bool(call.spec.generates))
     if wrapper is not None:
         step.lost = checkpointing.wrapped(trainer.model, wrapper)
     return step
@@ -132,12 +120,18 @@ def _watch_scores(trainer: Any) -> FirstStep:
         elif args[0] is not trainer.model or trainer.ref_model is None:
             seen["reference"] = args[1], logps  # RLOO scores the old policy first, the reference last
 
-    step, batch = _watched(trainer, drive.scorer(trainer), scored)
-    given = batch.get("ref_per_token_logps")
-    if given is None and "reference" not in seen:
+    drive.spied(trainer, drive.scorer(trainer), scored)
+    step, batch = _watched(trainer)
+    step.policy, step.reference, step.advantages = (
+        seen.get("policy"),
+        batch.get("ref_per_token_logps"),
+        batch["advantages"],
+    )
+    if step.reference is None and "reference" not in seen:
         raise Unsupported("the trainer computed no reference log-probs, so there is no KL")
-    reference = in_order(step.ids, *seen["reference"]) if given is None else given
-    return dataclasses.replace(step, policy=seen.get("policy"), reference=reference, advantages=batch["advantages"])
+    if step.reference is None:
+        step.reference = in_order(step.ids, *seen["reference"])
+    return step
 
 
 def in_order(ids: Tensor, scored: Tensor, logps: Tensor) -> Tensor:
@@ -145,29 +139,23 @@ def in_order(ids: Tensor, scored: Tensor, logps: Tensor) -> Tensor:
     return logps[[int((scored == row).all(1).nonzero()[0]) for row in ids]]
 
 
-def _watch_online(trainer: Any) -> FirstStep:
-    """Online DPO: `_forward` returns the log-probs, of the policy first, then of the reference."""
+def _watch_pairs(trainer: Any, online: bool) -> FirstStep:
+    """DPO, whose log-ratios show in its metrics; online, `_forward` returns the log-probs of the policy, then the reference."""
     found: list[Tensor] = []
-    if not hasattr(trainer, "_forward"):
+    if online and not hasattr(trainer, "_forward"):
         raise Unsupported("no OnlineDPOTrainer._forward in the installed version")
-    step, _ = _watched(trainer, "_forward", lambda args, out: found.append(out.detach()))
-    return dataclasses.replace(step, policy=found[0], reference=found[1])
-
-
-def _watch_pairs(trainer: Any) -> FirstStep:
-    """DPO: the batch as the loss got it; log-ratios show in its metrics."""
+    if online:
+        drive.spied(trainer, "_forward", lambda args, out: found.append(out.detach()))
     step, batch = _watched(trainer)
-    if "completion_mask" not in batch or "input_ids" not in batch:
+    if online:
+        step.policy, step.reference = found[:2]
+    elif "completion_mask" not in batch or "input_ids" not in batch:
         raise Unsupported(f"the installed version hands its loss {', '.join(batch)}, not input_ids and completion_mask")
     return step
 
 
-def _watched(
-    trainer: Any, name: str = "", seen: Callable[[tuple[Any, ...], Any], None] | None = None
-) -> tuple[FirstStep, dict[str, Any]]:
-    """One step, and its batch; every call of the method `name` is told to `seen(args, result)`."""
-    if seen is not None:
-        drive.spied(trainer, name, seen)
+def _watched(trainer: Any) -> tuple[FirstStep, dict[str, Any]]:
+    """One step, and its batch."""
     with drive.seeded():
         steps = recorder.train(trainer)
     batch = steps.batches[0]
@@ -211,20 +199,15 @@ def quantities(call: CheckCall, step: FirstStep, oracle: Oracle) -> Iterator[Qua
             found, exact = value.detach()[seen].cpu(), oracle.exact[name]
             i = int((found.double() - exact).abs().argmax())
             b, t = (int(x[i]) for x in seen.nonzero(as_tuple=True))
-            where = (
-                f"worst at sequence {b}, completion token {t}: {float(found[i]):.5g} instead of {float(exact[i]):.5g}"
-            )
-            yield Quantity(name, found, Entry(oracle, name), f"{where} by the model's own logits")
+            values = f"{float(found[i]):.5g} instead of {float(exact[i]):.5g}"
+            message = f"worst at sequence {b}, completion token {t}: {values} by the model's own logits"
+            yield Quantity(name, found, Entry(oracle, name), message)
     for name in [n for n, exact in oracle.exact.items() if exact.dim() == 0]:
         key = "objective/kl" if name == "kl" and call.spec.paired else name
-        value, exact = step.loss if name == "loss" else _metric(step, key), float(oracle.exact[name])
+        if name != "loss" and key not in step.log:
+            raise Unsupported(f"the trainer logged no {key}: no KL was computed")
+        value, exact = step.loss if name == "loss" else float(step.log[key]), float(oracle.exact[name])
         yield Quantity(name, value, Entry(oracle, name), f"{name} {value:.5g} at step 1 instead of {exact:.5g}")
-
-
-def _metric(step: FirstStep, key: str) -> float:
-    if key not in step.log:
-        raise Unsupported(f"the trainer logged no {key}: no KL was computed")
-    return float(step.log[key])
 
 
 def _mean(x: Tensor, counted: Tensor) -> Tensor:

@@ -25,10 +25,10 @@ from parity.trainers.specs import JUDGED, SPECS, having
 from parity.upstream import trl
 
 STORED = tuple(t for t in JUDGED if SPECS[t].generates != "method")
-GRPO = ("grpo-trainer",)
 GROUPED = tuple(t for t in JUDGED if SPECS[t].grouped)
 END = models.VOCABULARY - 1
 """Another token that ends a completion, in none of them."""
+PARTS = "steps_per_generation"
 CLIPPED = {"epsilon": 0.2, "epsilon_high": 0.28}
 """Bounds that some ratios are beyond."""
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05}
@@ -90,9 +90,7 @@ class WindowRun(Run):
 def _evaluation(run: WindowRun) -> Iterator[Quantity]:
     """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
     if "answer_input_ids" in getattr(run.built.eval_dataset, "column_names", ()):
-        raise Unsupported(
-            "KTO of the installed version puts <bos> before each prompt, and pairs as training batches are"
-        )
+        raise Unsupported("KTO of the installed version puts <bos> before each prompt")
     with trl.quiet():
         found = float(run.built.evaluate()["eval_loss"])
     yield window_loss(by_definition(run.trainer, run.s), found, "evaluation loss")
@@ -103,11 +101,6 @@ def _last(run: WindowRun, *sizes: int) -> Iterator[Quantity]:
     yield run.sizes(*sizes)
     last = len(run.steps.gradients) - 1
     yield run.gradient(f"gradient of window {last + 1}", last)
-
-
-def _second(run: WindowRun) -> Iterator[Quantity]:
-    """The second gradient is that of the definition at the parameters it was taken at."""
-    yield run.gradient("gradient of step 2", 1, count=4)
 
 
 def _truncated(run: WindowRun) -> Iterator[Quantity]:
@@ -148,9 +141,8 @@ def _controlled(run: WindowRun) -> Iterator[Quantity]:
     with trl.quiet():
         run.built.evaluate()
     after = float(run.built.entropy_coef)
-    yield holds(
-        "coefficient after evaluation", after == coefficient, "evaluation moves it", "exact", after, coefficient
-    )
+    same = after == coefficient
+    yield holds("coefficient after evaluation", same, "evaluation moves it", "exact", after, coefficient)
 
 
 def _generation(run: WindowRun) -> Iterator[Quantity]:
@@ -207,17 +199,13 @@ WINDOWS = {
     "evaluation": Kind(_evaluation, JUDGED, config=EVALUATED),
     "incomplete": Kind(lambda run: _last(run, 4, 1), STORED, "1x4", config=EPOCH, count=5),
     "uneven": Kind(lambda run: _last(run, 4, 3), STORED, "2x2", config=EPOCH, count=7),
-    "second": Kind(_second, STORED, "2x2", config=TWO_STEPS),
+    "second": Kind(lambda run: iter([run.gradient("gradient of step 2", 1, count=4)]), STORED, "2x2", config=TWO_STEPS),
     "truncated": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), losses=GRPO_TYPES),
     "ends": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), ended=(0, 6)),
-    "controlled": Kind(_controlled, GRPO, "2x2", config=EVALUATED, own=ADAPTIVE),
-    "generation": Kind(
-        _generation, GROUPED, "2x2", config=TWO_STEPS, own={"steps_per_generation": 4}, losses=GRPO_TYPES
-    ),
+    "controlled": Kind(_controlled, ("grpo-trainer",), "2x2", config=EVALUATED, own=ADAPTIVE),
+    "generation": Kind(_generation, GROUPED, "2x2", config=TWO_STEPS, own={PARTS: 4}, losses=GRPO_TYPES),
     "clipped": Kind(_clipped, GROUPED, config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
-    "misaligned": Kind(
-        _misaligned, GROUPED, "2x3", config=TWO_STEPS | EPOCH, own={"steps_per_generation": 2}, losses=GRPO_TYPES
-    ),
+    "misaligned": Kind(_misaligned, GROUPED, "2x3", config=TWO_STEPS | EPOCH, own={PARTS: 2}, losses=GRPO_TYPES),
 }
 """Kind -> window. Incomplete: five sequences in windows of four. Uneven: seven, two by two: the last micro-batch holds one."""
 
@@ -236,15 +224,10 @@ def cases(seed: int) -> Iterator[CheckCase]:
             yield from ((trainer, {"kind": kind, **more}) for more in losses or [{}])
 
 
-@check(
-    "windows",
-    JUDGED,
-    {"kind": Setting("evaluation", "what is looked at", tuple(WINDOWS)), "loss": SETTINGS["loss"]},
-    cases,
-    pr=PR,
-    covered=always,
-    paths=("released", "fixed"),
-)
+KIND = Setting("evaluation", "what is looked at", tuple(WINDOWS))
+
+
+@check("windows", JUDGED, {"kind": KIND, "loss": SETTINGS["loss"]}, cases, pr=PR, covered=always)
 def beyond_one_window(call: CheckCall) -> Iterator[Quantity]:
     """Evaluation, incomplete windows and second steps follow the same definition."""
     window = WINDOWS[call.settings.kind]

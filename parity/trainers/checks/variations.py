@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -33,8 +34,6 @@ ADAPTERS = {
 }
 REFERRED = tuple(t for t in TWINS if SPECS[t].rewarded or SPECS[t].given == "ref_model")
 """Trainers that have a reference."""
-TRAINED = 2
-"""Seed of the adapter at the step that is judged; `stored_window.HANDED_OVER` of one at construction."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +51,9 @@ class Adapter:
         """The trainer's peft_config."""
         return None if self.kind == "existing" else trl.lora(**self._saved)
 
-    def move(self, model: Any) -> None:
-        """The adapter, away from where it started: a reference that were the policy would show."""
-        stored_window.fill_adapter(model, TRAINED)
-
     def policy(self, architecture: str) -> Any:
         base = models.model(architecture, torch.float64)
-        return stored_window.adapted(base, TRAINED, **self._saved).train()
+        return stored_window.adapted(base, stored_window.TRAINED, **self._saved).train()
 
     def reference(self, architecture: str) -> str:
         """What `stored_window.reference` knows the reference by."""
@@ -70,7 +65,6 @@ class Adapter:
 
 
 def adapter_cases(seed: int) -> Iterator[CheckCase]:
-    """Every trainer with every kind that is one to it."""
     for trainer in TWINS:
         for kind in ADAPTERS if trainer in REFERRED else ("new", "saved-head"):
             yield trainer, {"adapter": kind}
@@ -120,7 +114,6 @@ MODES_OF_TRUNCATION = ("keep_start", "keep_end")
 
 
 def truncation_cases(seed: int) -> Iterator[CheckCase]:
-    """Every trainer with every setting."""
     for trainer in having("max_length"):
         for mode in MODES_OF_TRUNCATION if trainer in having("truncation_mode") else ("keep_start",):
             yield from ((trainer, {"mode": mode, "split": split}) for split in ("8x1", "1x8"))
@@ -166,8 +159,8 @@ def cut(window: Sequences, mode: str) -> Sequences:
     """At most `MAX_LENGTH` tokens of each sequence, the first or the last; prompts give way at the end that is cut."""
     out = []
     for tokens, start in window:
-        gone = max(0, len(tokens) - MAX_LENGTH)
-        out.append((tokens[gone:], max(0, start - gone)) if mode == "keep_end" else (tokens[:MAX_LENGTH], start))
+        gone = max(0, len(tokens) - MAX_LENGTH) if mode == "keep_end" else 0
+        out.append((tokens[gone : gone + MAX_LENGTH], max(0, start - gone)))
     return out
 
 
@@ -230,14 +223,11 @@ FIELDS = {"mode": "vllm_importance_sampling_mode", "low": "vllm_importance_sampl
 
 def sampler_cases(seed: int) -> Iterator[CheckCase]:
     """Every mode with every bound, and each other setting with a mode of tokens and of sequences."""
-    for mode in MODES:
-        for low in (None, 0.5):
-            for high in (2.0, 30.0):
-                yield "grpo-trainer", {"mode": mode, "low": low, "high": high}
+    for mode, low, high in itertools.product(MODES, (None, 0.5), (2.0, 30.0)):
+        yield "grpo-trainer", {"mode": mode, "low": low, "high": high}
     for mode in ("token_truncate", "sequence_mask"):
         for name in ("correction", "loss", "beta", "split", "tools", "missing"):
-            for value in SAMPLER[name].choices or ():
-                yield "grpo-trainer", {"mode": mode, name: value}
+            yield from (("grpo-trainer", {"mode": mode, name: value}) for value in SAMPLER[name].choices or ())
 
 
 @check(

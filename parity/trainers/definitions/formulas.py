@@ -60,33 +60,26 @@ class Generation:
         return values[[self.whole.index(sequence) for sequence in window]]
 
 
+@dataclasses.dataclass
 class Loss:
-    """The loss of a window, a function of the float64 model.
+    """The loss of a window, a function of the float64 model."""
 
-    Attributes:
-        window: what it is a mean over.
-        s: `loss` type, `beta`, `model`, and what else of `PLAIN` is away from it; distillation's `teacher`.
-        reference: where it is not the saved model of `s`.
-        generation: what the window is a part of, where ratios are to another policy than the model.
-        earned: rewards, where they are not the window's.
-        policy: more settings of family `policy`; `epsilon` and `epsilon_high` of every clipped ratio.
-        ratio: log-probs (N, T) and mask -> the sampler's importance ratio.
-    """
+    window: Window  # what it is a mean over
+    s: SimpleNamespace  # `loss`, `beta`, `model`, and what else of `PLAIN` is away from it; distillation's `teacher`
+    reference: str = ""  # where it is not the saved model of `s`
+    generation: Generation | None = (
+        None  # what the window is a part of, where ratios are to another policy than the model
+    )
+    earned: Tensor | None = None  # rewards, where they are not the window's
+    # more settings of family `policy`; `epsilon` and `epsilon_high` of every clipped ratio
+    policy: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ratio: Callable[[Tensor, Tensor], Tensor] | None = (
+        None  # log-probs (N, T) and mask -> the sampler's importance ratio
+    )
 
-    def __init__(
-        self,
-        window: Window,
-        s: SimpleNamespace,
-        reference: str = "",
-        generation: Generation | None = None,
-        earned: Tensor | None = None,
-        policy: Mapping[str, Any] | None = None,
-        ratio: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ):
-        self.window, self.generation, self.earned, self.ratio = window, generation, earned, ratio
-        self.s = SimpleNamespace(**PLAIN | vars(s))
-        self.reference = reference or s.model
-        self.policy = dict(policy or {})
+    def __post_init__(self) -> None:
+        self.s = SimpleNamespace(**PLAIN | vars(self.s))
+        self.reference = self.reference or self.s.model
 
     def __call__(self, model: Any) -> Tensor:
         return LOSSES[self.window.trainer](self, model)
@@ -286,8 +279,11 @@ def advantages(window: Sequences, earned: Tensor | None = None) -> Tensor:
 
 def grpo(a: Loss, model: Any) -> Tensor:
     """Family `policy` on the model's hidden states and head, the window as one batch."""
+    config = model.config.get_text_config()
+    head = {"softcap": getattr(config, "final_logit_softcapping", None)}
+    head |= {"logit_scale": getattr(config, "logit_scale", None) or 1.0}
     own = {"loss_type": a.s.loss, "beta": a.s.beta, "max_completion_length": drive.COMPLETION}
-    s = SimpleNamespace(**{**defaults(POLICY.settings), **head_settings(model), **own, **a.policy})
+    s = SimpleNamespace(**{**defaults(POLICY.settings), **head, **own, **a.policy})
     window = a.window.sequences
     tensors = policy_tensors(window, model) | {"advantages": a.of_window(advantages(a.whole, a.earned))}
     if s.beta != 0.0:
@@ -306,15 +302,6 @@ def grpo(a: Loss, model: Any) -> Tensor:
     return POLICY.oracle(Inputs(Case("policy", 0, "fp64"), s, tensors, (), {}))["loss"]
 
 
-def head_settings(model: Any) -> dict[str, Any]:
-    """What lies between the head's product and the logits, as settings of a loss family."""
-    config = model.config.get_text_config()
-    return {
-        "softcap": getattr(config, "final_logit_softcapping", None),
-        "logit_scale": getattr(config, "logit_scale", None) or 1.0,
-    }
-
-
 def policy_tensors(window: Sequences, model: Any) -> dict[str, Any]:
     """A window as the inputs of family `policy`: hidden states and head of the model; no other policy, no advantages."""
     backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
@@ -323,10 +310,7 @@ def policy_tensors(window: Sequences, model: Any) -> dict[str, Any]:
     counts = [len(t) - start for t, start in window]
     mask = padded([torch.ones(n, dtype=torch.int64) for n in counts]).double()
     head = model.get_output_embeddings()
-    absent = (
-        *("old_logps", "ref_logps", "sampling_logps", "importance_sampling_ratio", "top_entropy_quantile"),
-        *("tool_mask", "lora_a", "lora_b"),
-    )
+    absent = "old_logps ref_logps sampling_logps importance_sampling_ratio top_entropy_quantile tool_mask lora_a lora_b"
     return {
         "hidden": padded(pieces),
         "weight": head.weight,
@@ -335,7 +319,7 @@ def policy_tensors(window: Sequences, model: Any) -> dict[str, Any]:
         "mask": mask,
         "completion_mask": mask,
         "num_items_in_batch": torch.tensor(float(sum(counts))),
-        **dict.fromkeys(absent),
+        **dict.fromkeys(absent.split()),
     }
 
 
@@ -361,14 +345,10 @@ def jsd(student: Scored, beta: float) -> list[Tensor]:
     return out
 
 
-def _online(a: Loss, model: Any) -> Tensor:
-    return ONLINE[a.s.loss](pairs_of(a.sides(model), a.s)).mean()
-
-
 LOSSES: Mapping[str, Callable[[Loss, Any], Tensor]] = {
     "sft-trainer": sft,
     "dpo-trainer": dpo,
-    "online-dpo-trainer": _online,
+    "online-dpo-trainer": lambda a, model: ONLINE[a.s.loss](pairs_of(a.sides(model), a.s)).mean(),
     "cpo-trainer": cpo,
     "orpo-trainer": orpo,
     "kto-trainer": kto,

@@ -6,7 +6,7 @@ angles), `Double` keeps float64.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from parity.trainers.rig.recorder import Steps
 FARTHEST = 0.05
 """Share of the norm of all gradients by which a replica in float32 may differ from them."""
 LOSS = "loss"
-
 Loss = Callable[[Any], Tensor]
 """Model -> loss of one optimizer window, 0-dim, differentiable."""
 
@@ -43,10 +42,7 @@ class _Defined(torch.nn.Module):
 
     def __init__(self, model: Any, define: Callable[[Any], Mapping[str, Tensor]]):
         super().__init__()
-        self.model, self._define = model, define
-
-    def forward(self) -> Mapping[str, Tensor]:
-        return self._define(self.model)
+        self.model, self.forward = model, lambda: define(model)
 
 
 def _problem(
@@ -98,6 +94,7 @@ def exact_step(model: Any, loss: Loss, rounding: type[AnyOperation] = AnyOperati
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     oracle = _problem(model, lambda model: {LOSS: loss(model)}, trained, rounding)
     slopes = {name: oracle.exact[name] for name in map(gradient_name, trained)}
+    total = max(math.sqrt(sum(float(g.square().sum()) for g in slopes.values())), 1e-150)  # its square is a number
 
     def draw(recipe: Recipe, *more: Any) -> Mapping[str, Tensor]:
         found = oracle.draw(recipe, *more)
@@ -106,17 +103,12 @@ def exact_step(model: Any, loss: Loss, rounding: type[AnyOperation] = AnyOperati
             raise OracleError(f"the replica's {lost[0]} is not finite where the exact one is")
         if rounding is AnyOperation:
             squares = sum((found[n] - e).square().flatten(1).sum(1) for n, e in slopes.items())
-            apart = float(torch.as_tensor(squares).max().sqrt()) / _total(slopes)
+            apart = float(torch.as_tensor(squares).max().sqrt()) / total
             if apart > FARTHEST:
                 raise OracleError(f"a replica's gradients are {apart:.2g} from the exact ones: no rounding does that")
         return found
 
     return dataclasses.replace(oracle, draw=draw)
-
-
-def _total(gradients: Mapping[str, Tensor]) -> float:
-    """The norm of all of them together, at least the smallest number whose square is one."""
-    return max(math.sqrt(sum(float(g.square().sum()) for g in gradients.values())), 1e-150)
 
 
 SHOWN = 5
@@ -161,35 +153,25 @@ class Parameters:
 
     def judge(self, value: Given) -> Judgement:
         exact = self.exact
-        found = {PREFIX + n: _given(value.get(n), e) for n, e in exact.items()}
+        # no gradient is one of zero, where zero is right
+        none = {n: torch.zeros_like(e, dtype=torch.float32) for n, e in exact.items() if not bool(e.any())}
+        found = {PREFIX + n: none.get(n) if value.get(n) is None else value[n] for n in exact}
         judgements = {n.removeprefix(PREFIX): j for n, j in self.step.judge(found, IEEE_FP32).items()}
         gates: dict[str, float] = {}
         for j in judgements.values():
             for gate, headroom in j.gates.items():
                 gates[gate] = max(gates.get(gate, 0.0), math.inf if math.isnan(headroom) else headroom)
-        failing = [n for n in forward_order(exact) if not judgements[n].agrees]
+        failing = {n: judgements[n] for n in forward_order(exact) if not judgements[n].agrees}
         errors = {n: _relative(value.get(n), exact[n]) for n in failing}
-        shown = sorted(failing, key=lambda n: -judgements[n].headroom)[:SHOWN]
+        shown = sorted(failing.items(), key=lambda item: -item[1].headroom)[:SHOWN]
+        worst = [{"error": errors[n], "headroom": finite_number(j.headroom), "gate": j.gate} for n, j in shown]
         return Judgement(
             gates,
-            _message(value, exact, errors, shown) if failing else "",
+            _message(value, exact, errors, shown[0][0]) if failing else "",
             max_abs=max((j.max_abs for j in judgements.values() if j.max_abs is not None), default=None),
             max_rel=max((j.max_rel for j in judgements.values() if j.max_rel is not None), default=None),
-            worst=tuple(
-                {
-                    "parameter": n,
-                    "error": errors[n],
-                    "headroom": finite_number(judgements[n].headroom),
-                    "gate": judgements[n].gate,
-                }
-                for n in shown
-            ),
+            worst=tuple({"parameter": n, **found} for (n, _), found in zip(shown, worst, strict=True)),
         )
-
-
-def _given(value: Tensor | None, exact: Tensor) -> Tensor | None:
-    """No gradient is one of zero, where zero is right."""
-    return torch.zeros_like(exact, dtype=torch.float32) if value is None and not bool(exact.any()) else value
 
 
 def finite(found: Given) -> Quantity:
@@ -211,16 +193,13 @@ def forward_order(names: Mapping[str, Tensor]) -> list[str]:
     return sorted(names, key=key)
 
 
-def _message(
-    found: Given, exact: Mapping[str, Tensor], errors: Mapping[str, float | None], worst: Sequence[str]
-) -> str:
-    """`errors`: of what disagrees, in the order of the forward pass; `worst`: its names, worst first."""
+def _message(found: Given, exact: Mapping[str, Tensor], errors: Mapping[str, float | None], worst: str) -> str:
+    """`errors`: of what disagrees, in the order of the forward pass; `worst`: the name of what disagrees most."""
     first, error = next(iter(errors.items()))
-    size = (
-        "no gradient" if found.get(first) is None else "not finite" if error is None else f"relative error {error:.3g}"
-    )
-    ratio = _ratio(found.get(worst[0]), exact[worst[0]])
-    scale = "" if ratio is None else f"; {worst[0]} is {ratio:.5g} times the definition's"
+    size = "not finite" if error is None else f"relative error {error:.3g}"
+    size = "no gradient" if found.get(first) is None else size
+    ratio = _ratio(found.get(worst), exact[worst])
+    scale = "" if ratio is None else f"; {worst} is {ratio:.5g} times the definition's"
     return f"{len(errors)} of {len(exact)} parameters disagree, first {first} ({size}){scale}"
 
 

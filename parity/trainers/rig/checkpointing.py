@@ -19,33 +19,32 @@ from parity.trainers.rig.drawn import normal
 class Carrying:
     """The checkpointing function: marks its own calls, so that a layer can tell it from the stock one."""
 
-    def __init__(self) -> None:
-        self.inside = 0
-        self.calls = 0
+    inside = calls = 0
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        return torch.utils.checkpoint.checkpoint(
-            functools.partial(self._marked, function), *args, use_reentrant=False, **kwargs
-        )
 
-    def _marked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.inside += 1
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.inside -= 1
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self.inside += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.inside -= 1
+
+        return torch.utils.checkpoint.checkpoint(marked, *args, use_reentrant=False, **kwargs)
 
 
 def install(model: Any, checkpoint: bool = True) -> Carrying:
-    """Give every decoder layer its carried vector and, with `checkpoint`, the model its wrapper, switched on.
-
-    Returns the wrapper; `wrapped(model, wrapper)` tells whether it is still there.
-    """
+    """Give every decoder layer its carried vector and, with `checkpoint`, the model its wrapper, switched on; the wrapper."""
     wrapper = Carrying()
+
+    def carry(layer: Any, carried: Any, module: Any, inputs: Any, output: Any) -> Any:
+        lost = layer.gradient_checkpointing and layer.training and not wrapper.inside
+        return output if lost else output + carried.to(output)
+
     for name, layer in layers(model):
         carried = normal(1, f"carried {name.rpartition('.')[2]}", (model.config.get_text_config().hidden_size,))
-        _added_to_the_residual(layer).register_forward_hook(functools.partial(_carry, layer, wrapper, carried))
+        _added_to_the_residual(layer).register_forward_hook(functools.partial(carry, layer, carried))
     if checkpoint:
         for module in model.modules():
             if hasattr(module, "gradient_checkpointing"):
@@ -55,21 +54,13 @@ def install(model: Any, checkpoint: bool = True) -> Carrying:
 
 
 def _added_to_the_residual(layer: Any) -> Any:
-    """The projection of a layer whose output goes into the residual stream: its MLP's where that has one, else attention's.
-
-    Raises Unsupported for a layer without a projection of a known name.
-    """
+    """The projection of a layer whose output goes into the residual stream: its MLP's where that has one, else attention's."""
     inside = dict(layer.named_modules())
     for suffix in ("down_proj", "fc2", "mlp.Wo", "o_proj"):
         for name, module in inside.items():
             if name.endswith(suffix):
                 return module
     raise Unsupported(f"{type(layer).__name__} has no projection that the custom checkpointing wrapper knows")
-
-
-def _carry(layer: Any, wrapper: Carrying, carried: Any, module: Any, inputs: Any, output: Any) -> Any:
-    lost = layer.gradient_checkpointing and layer.training and not wrapper.inside
-    return output if lost else output + carried.to(output)
 
 
 def layers(model: Any) -> list[tuple[str, Any]]:

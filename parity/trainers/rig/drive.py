@@ -16,8 +16,6 @@ from parity.upstream import trl
 
 REENTRANT, NON_REENTRANT, CUSTOM, OFF = "reentrant", "non-reentrant", "custom", "off"
 PROMPTS, COMPLETION = 2, 8
-
-
 _USER_CLASS: ContextVar[type | None] = ContextVar("_USER_CLASS", default=None)
 
 
@@ -47,10 +45,7 @@ def config(trainer: str) -> type:
 
 
 def needs(trainer: str, *fields: str) -> None:
-    """Go on only where the trainer's config has the fields.
-
-    Raises Unsupported, naming those that the installed version lacks.
-    """
+    """Raises Unsupported, naming those of the fields that the trainer's config lacks in the installed version."""
     missing = [name for name in fields if name not in trl.fields(config(trainer))]
     if missing:
         raise Unsupported(f"{trainer} of the installed version has no {', '.join(missing)}")
@@ -83,17 +78,6 @@ def checkpointing(kind: str) -> dict[str, Any]:
     return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": kind == REENTRANT}}
 
 
-def _judge() -> Any:
-    """What online DPO took before it took reward functions: a judge, by the same hash."""
-    from trl import BasePairwiseJudge
-
-    class Judge(BasePairwiseJudge):
-        def judge(self, prompts: Any, completions: Any, shuffle_order: bool = True) -> list[int]:
-            return [int(reward([second])[0] > reward([first])[0]) for first, second in completions]
-
-    return Judge()
-
-
 def build(
     trainer: str,
     model: Any,
@@ -118,8 +102,14 @@ def build(
     given.setdefault("train_dataset", stored_window.dataset(stored_window.brief(), spec.data))
     if spec.rewarded and trl.accepts(kind, "reward_funcs"):
         given.setdefault("reward_funcs", reward)
-    elif spec.rewarded:
-        given.setdefault("judge", _judge())
+    elif spec.rewarded:  # online DPO before it took reward functions: a judge, by the same hash
+        from trl import BasePairwiseJudge
+
+        class Judge(BasePairwiseJudge):
+            def judge(self, prompts: Any, completions: Any, shuffle_order: bool = True) -> list[int]:
+                return [int(reward([second])[0] > reward([first])[0]) for first, second in completions]
+
+        given.setdefault("judge", Judge())
     if peft_config is not None:
         given["peft_config"] = peft_config
     with trl.quiet(), trl.environment_kept():
@@ -149,15 +139,9 @@ def fixed(path: str, trainer: Any) -> contextlib.AbstractContextManager[Any]:
     return apply(trainer) if path == "fixed" else contextlib.nullcontext()
 
 
-SCORERS = "_get_per_token_logps_and_entropies", "_get_per_token_logps"
-
-
 def scorer(trainer: Any) -> str:
-    """The name of the method that scores completions.
-
-    Raises Unsupported where the release has none (TRL 0.14 scores inside its loss).
-    """
-    for name in SCORERS:
+    """The name of the method that scores completions; Unsupported where the release has none (TRL 0.14)."""
+    for name in ("_get_per_token_logps_and_entropies", "_get_per_token_logps"):
         if hasattr(trainer, name):
             return name
     raise Unsupported("the installed version scores inside its loss: there is no method to ask")

@@ -26,6 +26,8 @@ NUDGE, MOVED, OLDER = 0.05, 5, 6
 """By how much the policy's parameters are moved, its seed, and that of one that takes the place of an older policy."""
 ADAPTED, HANDED_OVER, ADAPTER_SIZE = "+adapter", 3, 0.1
 """Suffix of an architecture with the adapter that a trainer is handed, seed of that adapter, size of its weights."""
+TRAINED = 2
+"""Seed of the adapter at the step that is judged; `HANDED_OVER` of one at construction."""
 GENERATIONS = 2
 
 

@@ -90,12 +90,16 @@ def build(
         out = drive.build(spec.upstream, policy, {**options(trainer, s), **switches, **masked, **more}, needed, **given)
     finally:
         tokenizer.padding_side = side
-    if adapter is not None:
-        adapter.move(out.model)
+    if adapter is not None:  # away from where it started: a reference that were the policy would show
+        stored_window.fill_adapter(out.model, stored_window.TRAINED)
     if spec.generates == "method":
         _hand_out(out, window.rows)
-    if spec.generates == "model":
-        _generate_stored(out, window.rows)
+    if spec.generates == "model":  # the first of a prompt, then the other
+        pairs = {}
+        for row in window.rows:
+            both = [[*stored_window.ids(text), models.EOS][: row.limit] for text in (row.completion, row.other)]
+            pairs[tuple(stored_window.ids(row.prompt))] = both
+        generate_in_model(out, pairs, lambda sequences: sequences)
     if s.tools:
         generate_tools(out)
     return out
@@ -108,12 +112,10 @@ def train(trainer: Any, path: str, **options: Any) -> recorder.Steps:
 
 
 class Run:
-    """A run of a trainer over a window, built and trained when that is asked for.
+    """A run of a trainer (`trainer`: its family) over a window, built and trained when that is asked for.
 
-    Attributes:
-        window: its rows. trainer: family. s: settings of the twin. path: of `check.PATHS`.
-        options: more of what `build` takes.
-        plain: whether "fixed" patches the plain path of the trainer, also where there is a fused one.
+    `s`: settings of the twin; `path`: of `check.PATHS`; `plain`: whether "fixed" patches the plain path of the trainer, also
+    where there is a fused one; `options`: more of what `build` takes.
     """
 
     def __init__(
@@ -212,17 +214,6 @@ def handed_names(generate: Any) -> list[str]:
         if "completion_ids" in names:
             return names
     raise Unsupported(f"{generate.__name__} of the installed version does not return completion_ids by that name")
-
-
-def _generate_stored(trainer: Any, rows: Sequence[Sample]) -> None:
-    """The stored pairs in place of `model.generate`: the first of a prompt, then the other; tokenising, masks are theirs."""
-    stored = {
-        tuple(stored_window.ids(r.prompt)): [
-            [*stored_window.ids(text), models.EOS][: r.limit] for text in (r.completion, r.other)
-        ]
-        for r in rows
-    }
-    generate_in_model(trainer, stored, lambda sequences: sequences)
 
 
 def generate_tools(trainer: Any) -> None:
