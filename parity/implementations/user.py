@@ -2,8 +2,9 @@
 
 A function, a module or another callable is called by the names of its parameters: it takes what it needs of a family's
 tensors and settings, by name; a case that moves anything it has no parameter for is unsupported. It may carry attributes
-`recipe` (a `parity.judge.recipe.Recipe`), `outputs` (optional outputs it returns) and `contexts`. A subclass of one of TRL's
-trainers goes through the checks of that trainer, see `parity.trainers.catalogue`.
+`recipe` (a `parity.judge.recipe.Recipe`), `outputs` (optional outputs it returns), `contexts` and `fixed` (settings that it is
+written for and has no parameter of). A subclass of one of TRL's trainers goes through the checks of that trainer, see
+`parity.trainers.catalogue`.
 """
 
 import copy
@@ -25,7 +26,7 @@ from parity.case.inputs import Inputs
 from parity.errors import Returned, UsageError
 from parity.families import policy_stored, stored_tensors
 from parity.implementations import plain
-from parity.implementations.implementation import Implementation, Named, Outputs, require
+from parity.implementations.implementation import Implementation, Named, Outputs, only, require
 from parity.judge.recipe import Recipe
 from parity.process import tell
 
@@ -45,10 +46,10 @@ ALIASES = {
 REQUIRED = {
     "logprobs": stored_tensors.REQUIRED,
     "policy": policy_stored.REQUIRED,
-    "divergence": (*stored_tensors.REQUIRED, "beta"),
-    "preference": (*stored_tensors.REQUIRED, "beta", "ref_hidden"),
+    "divergence": (*stored_tensors.REQUIRED, "beta", "teacher"),
+    "preference": (*stored_tensors.REQUIRED, "beta"),
 }
-"""Parameters by which a function is recognised as of a family; elsewhere all that the default case needs."""
+"""Parameters by which a function is recognised as of a family, a teacher's of any kind; elsewhere what the default case needs."""
 
 Importing = Callable[[str], AbstractContextManager[None]]
 DEFAULT_RECIPE = Recipe(output="any")
@@ -133,12 +134,14 @@ def family_of(signature: inspect.Signature, id: str, families: Iterable[Family])
     """The family that the names of parameters fit, that which needs most of them. Raises UsageError where they fit none."""
     names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     known = {f.name: (f, REQUIRED.get(f.name) or sorted(f.needed(f.build(f.case(0, "fp32", {}))))) for f in families}
-    fits = [(f, required) for f, required in known.values() if {*required} <= {*canonical(names).values()}]
+    found = {*canonical(names).values()}
+    found |= {"teacher"} if any(n.startswith(("teacher_", "support_")) for n in found) else set()
+    fits = [(f, required) for f, required in known.values() if {*required} <= found]
     if not fits:
         wanted = "; ".join(f"{name}: {', '.join(required)}" for name, (_, required) in known.items())
-        found = f"its parameters {', '.join(sorted(names))} fit no family" if names else "its parameters have no names"
+        why = f"its parameters {', '.join(sorted(names))} fit no family" if names else "its parameters have no names"
         raise UsageError(
-            f"implementation {id!r}: {found} ({wanted}). A function of logits can be wrapped: "
+            f"implementation {id!r}: {why} ({wanted}). A function of logits can be wrapped: "
             "def logps(hidden, weight, ids): return yours(hidden @ weight.T, ids)"
         )
     return max(fits, key=lambda fit: len(fit[1]))[0]
@@ -158,15 +161,40 @@ def _dotted(function: Callable[..., Any]) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def _fixed(function: Callable[..., Any], names: set[str], family: Family, id: str) -> dict[str, Any]:
+    """Settings that a function is written for: those it declares, and the method of a preference loss without such a parameter.
+
+    Raises:
+        UsageError: where nothing says the method, or the family has no such setting.
+    """
+    fixed, own = dict(getattr(function, "fixed", {})), {*canonical(names).values()}
+    if unknown := sorted(fixed.keys() - family.settings.keys()):
+        raise UsageError(f"implementation {id!r}: fixed names {', '.join(unknown)}, no setting of {family.name}")
+    if family.name == "preference" and "method" not in own | fixed.keys():
+        if not own & {"labels", "ref_hidden"}:
+            raise UsageError(
+                f"implementation {id!r}: a preference loss without ref_hidden and labels is CPO's or ORPO's: say which, "
+                "yours.fixed = {'method': 'cpo'} (or 'orpo'). A distillation loss has teacher_hidden or teacher_logits"
+            )
+        fixed["method"] = "kto" if "labels" in own else "dpo"
+    if fixed.get("method") == "kto" and "loss_type" not in own:
+        fixed.setdefault("loss_type", "kto")
+    return fixed
+
+
 def from_function(function: Callable[..., Any], id: str, families: Iterable[Family]) -> Implementation:
     """Wrap a function as a candidate of the family that its parameter names fit."""
     signature = _signature(function)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     chosen = family_of(signature, id, families)
+    fixed = _fixed(function, names, chosen, id)
 
     def call(x: Inputs) -> Outputs:
-        return _call(function, chosen, names, open_ended, x)
+        return _call(function, chosen, names, open_ended, fixed, x)
+
+    def fits(s: Any) -> bool:
+        return all(getattr(s, name) == value for name, value in fixed.items())
 
     return Implementation(
         id=id,
@@ -176,16 +204,24 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         recipe=recipe_of(function),
         outputs=frozenset(getattr(function, "outputs", ())),
         contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),
-        parameters=None if open_ended else frozenset(canonical(names).values()),
+        parameters=None if open_ended else frozenset({*canonical(names).values(), *fixed}),
+        limits=(only(f"written for {', '.join(f'{n} {v}' for n, v in fixed.items())}", fits),),
         sources=(_dotted(function),),
     )
 
 
-def _call(function: Callable[..., Any], fam: Family, names: set[str], open_ended: bool, x: Inputs) -> Outputs:
+def _call(
+    function: Callable[..., Any],
+    fam: Family,
+    names: set[str],
+    open_ended: bool,
+    fixed: Mapping[str, Any],
+    x: Inputs,
+) -> Outputs:
     offered = copy.deepcopy(vars(x.settings)) | dict(x.tensors)
     own = {theirs: n for n, theirs in canonical(names).items()}
     label = getattr(function, "__name__", "the function")
-    absent = [] if open_ended else sorted(fam.needed(x) - set(own))
+    absent = [] if open_ended else sorted(fam.needed(x) - set(own) - fixed.keys())
     require(not absent, f"{label} has no parameter {', '.join(absent)}")
     parameters = _signature(function).parameters
     kwargs = {own[n]: v for n, v in offered.items() if n in own}

@@ -15,6 +15,7 @@ from parity.registry import NAMES, family, from_file, loss_family, oracle_of, ru
 from parity.results.row import Row
 from parity.running.outcome import judge_run
 from parity.running.plan import Options, check
+from parity.sampling.capabilities import nearest
 from parity.tools.replay import NO_JUDGEMENT, replay
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -341,6 +342,55 @@ def dpo(hidden, weight, ids, ref_hidden, ref_weight, beta):
     assert {r.verdict for r in run_case(loss_family("preference").case(3, "fp32", {}), [mine], thorough=False)} == {
         "agree"
     }
+
+
+PREFERENCE = """import torch
+def logps(h, w, ids):
+    lp = (h @ w.T).log_softmax(-1).gather(-1, ids.clamp(min=0)[..., None])[..., 0]
+    return lp.mul(ids != -100).sum(-1)
+"""
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize(
+    ("method", "parameters", "body"),
+    [
+        ("cpo", "", "x = logps(hidden, weight, ids)"),
+        ("orpo", "", "m = logps(hidden, weight, ids) / (ids != -100).sum(-1); x = m - (-m.expm1()).log()"),
+        (
+            "kto",
+            ", ref_hidden, ref_weight, labels",
+            "r = logps(hidden, weight, ids) - logps(ref_hidden, ref_weight, ids)",
+        ),
+    ],
+)
+def test_a_preference_loss_without_a_method_is_judged_on_its_own(tmp_path, method, parameters, body, wrong):
+    loss = {
+        "cpo": "-torch.nn.functional.logsigmoid(beta * (x.chunk(2)[0] - x.chunk(2)[1])).mean()",
+        "orpo": "-beta * torch.nn.functional.logsigmoid(x.chunk(2)[0] - x.chunk(2)[1]).mean()",
+        "kto": "torch.where(labels, (-beta * r).sigmoid(), (beta * r).sigmoid()).mean()",
+    }[method]
+    fixed = f"f.fixed = {{'method': '{method}'}}" if method != "kto" else ""
+    (tmp_path / "mine.py").write_text(
+        f"{PREFERENCE}def f(hidden, weight, ids, beta{parameters}):\n    {body}\n    return {loss}{'* 1.01' * wrong}\n{fixed}\n"
+    )
+    (mine,) = from_file(f"{tmp_path}/mine.py:f")
+    settings = {"method": method} | ({"loss_type": "kto", "reference": "head"} if method == "kto" else {})
+    cases = [loss_family("preference").case(n, "fp32", settings) for n in range(3)]
+    rows = [row for case in cases for row in run_case(case, [mine], thorough=False)]
+    assert {r.verdict for r in rows if r.quantity == "loss"} == {"disagree" if wrong else "agree"}
+    drawn = loss_family("preference").case(3, "fp32", {"loss_type": "hinge"})
+    assert nearest(mine, drawn, "cpu").settings["method"] == method
+
+
+def test_a_preference_loss_that_may_be_of_two_methods_says_which(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def f(hidden, weight, ids, beta, nll=0.0): pass\ndef g(hidden, weight, ids): pass\ng.fixed = {'x': 1}"
+    )
+    with pytest.raises(UsageError, match=r"CPO's or ORPO's: say which, yours.fixed = \{'method': 'cpo'\}"):
+        from_file(f"{tmp_path}/mine.py:f")
+    with pytest.raises(UsageError, match="fixed names x, no setting of logprobs"):
+        from_file(f"{tmp_path}/mine.py:g")
 
 
 def test_labels_beside_ids_are_those_of_kto(tmp_path):
