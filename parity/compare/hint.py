@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import torch
 
 from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS
+from parity.judge.gates import Judgement
+from parity.judge.hints import ROUNDED
 from parity.judge.recipe import TF32, TF32_TRUNCATED
+from parity.judge.undeclared import Explaining
 from parity.judging.assess import CaseOracle, judged
 from parity.protocol.exceptions import Outcome
 
@@ -34,7 +36,7 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
         return ["all zero where the oracle is not"]
     factor = float((v * o).sum() / o.square().sum())
     residual = float((v - factor * o).norm() / (v - o).norm().clamp(min=1e-300))
-    if residual < 0.1:
+    if residual < 0.1 and abs(factor - 1) > (ROUNDED if v.dim() == 0 else 0.0):
         out.append(f"{factor:.6g} times the oracle" + _named_factor(oracle, factor))
     out += _tf32(oracle, name, v, o)
     mask = oracle.inputs.tensors.get("mask")
@@ -118,53 +120,24 @@ def _named_factor(oracle: CaseOracle, factor: float) -> str:
     return ""
 
 
-SUMS = {"accumulate": "input", "partials": 64}
-"""A sum of partial gradients in 16 bits: a recipe has their number, and it is not known here."""
-LOGITS = {"logits": "input", "dlogits": "input"}
-SOFTMAX = LOGITS | {"softmax": "input"}
-FORWARD = (
-    LOGITS,
-    LOGITS | SUMS,
-    SOFTMAX,
-    SOFTMAX | {"log_sum_exp": "input"},
-    SOFTMAX | {"elementwise": "input"},
-    SOFTMAX | {"elementwise": "input", "log_sum_exp": "input"},
-)
-"""Fields of recipes, step by step, of what plain torch keeps in 16 bits."""
-BACKWARD = ({"dlogits": "input"}, SUMS, {"dlogits": "input"} | SUMS)
-"""The same of its backward pass alone."""
-UNSHIFTED = {"entropy": "unshifted"}
-"""A formula of the entropy that is weak in every dtype."""
-
-
 def undeclared(
-    oracle: CaseOracle, implementation: Implementation, outcome: Outcome, failing: Collection[str]
-) -> str | None:
-    """A sentence with the fields of the first recipe under which every failing quantity agrees, or None.
-
-    Only for a user's function: of its entropy, and on 16-bit inputs or under autocast, where plain torch rounds what nobody
-    asked it to.
-    """
-    autocast = oracle.inputs.context == "autocast"
-    dtype = "bf16" if autocast else oracle.inputs.case.dtype
+    oracle: CaseOracle, implementation: Implementation, outcome: Outcome, judgements: Mapping[str, Judgement]
+) -> list[str]:
+    """The recipes under which every quantity agrees, the finest first; of a user's function alone."""
     if not implementation.is_function:
-        return None
-    narrow = BACKWARD if _is_wide(oracle, outcome, failing) else FORWARD
-    steps = [UNSHIFTED] * ("entropy" in failing) + [*narrow] * (dtype != "fp32")
+        return []
+    failing = [name for name, j in judgements.items() if not j.agrees]
     recipe = implementation.recipe_for(oracle.inputs)
-    for fields in steps:
-        wider = dataclasses.replace(recipe, **fields).resolve(dtype)
-        if wider == recipe:
-            continue
-        found = judged(oracle, implementation, outcome, wider, only=failing, most=REPLICAS)
-        if all(q in found and found[q].agrees for q in failing):
-            named = ", ".join(f"{k}={v!r}" for k, v in fields.items())
-            return f"right for code that rounds so: Recipe({named}); declare it if that is meant"
-    return None
-
-
-def _is_wide(oracle: CaseOracle, outcome: Outcome, failing: Collection[str]) -> bool:
-    """Whether what is returned shows that all before it was computed in float32: it came so, and agrees."""
-    names = [name for name in oracle.family.outputs if name in outcome.quantities]
-    came = [outcome.quantities[name] for name in names]
-    return not set(names) & set(failing) and all(v is not None and v.dtype.itemsize >= 4 for v in came)
+    dtype = "bf16" if oracle.inputs.context == "autocast" else oracle.inputs.case.dtype
+    came = [v for name in oracle.family.outputs if (v := outcome.quantities.get(name)) is not None]
+    exact = all(v.dtype.itemsize >= 4 for v in came)
+    return Explaining(
+        recipe,
+        dtype,
+        lambda wider, names: judged(oracle, implementation, outcome, wider, only=names, most=REPLICAS),
+        failing,
+        [name for name in judgements if name not in failing],
+        casts=any(oracle.inputs.tensors[n].dtype == torch.float32 for n in oracle.inputs.leaves),  # type: ignore[union-attr]
+        wide=exact and not {*oracle.family.outputs} & {*failing},
+        always={} if exact or recipe.output != "any" or dtype == "fp32" else {"output": "input"},
+    ).recipes()

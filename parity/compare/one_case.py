@@ -115,7 +115,8 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
         base.recipe_measured = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()
     for name, j in found.judged.items():
         row = judged_row(base, found.oracle, name, j, found.outcome)
-        yield row if j.agrees else why.told(row, hint.hints(found.oracle, name, found.outcome))
+        looks = [] if j.agrees or why.recipes else hint.hints(found.oracle, name, found.outcome)
+        yield row if j.agrees else why.told(row, looks)
     if thorough:
         left, related = _repeated_calls(found)
         leaks += left
@@ -170,15 +171,15 @@ class Why:
     variant: str | None = None
     unsteady: Collection[str] = ()
     classes: Mapping[str, Class] = dataclasses.field(default_factory=dict)
-    rounded: str | None = None
+    recipes: Sequence[str] = ()
 
     def told(self, row: Row, hints: Sequence[str]) -> Row:
-        """The row of such a quantity; which recipe would explain them all is said in the first."""
+        """The row of such a quantity."""
         assert row.quantity is not None
         row.verdict = "nondeterministic" if row.quantity in self.unsteady else "disagree"
         row.cls, row.variant = self.classes[row.quantity], self.variant
-        row.message = "; ".join(filter(None, [row.message, *hints, self.rounded]))
-        self.rounded = None
+        row.message = "; ".join(filter(None, [row.message, *hints]))
+        row.recipes = list(self.recipes)
         return row
 
 
@@ -189,8 +190,7 @@ def _explain(found: Found) -> Why:
     variant = followed_variant(*about, found.outcome, failing)
     unsteady = flaky(failing, found.again)
     classes = classify(*about, failing)
-    rounded = hint.undeclared(*about, found.outcome, failing) if "precision" in classes.values() else None
-    return Why(variant, unsteady, classes, rounded)
+    return Why(variant, unsteady, classes, hint.undeclared(*about, found.outcome, found.judged))
 
 
 def _repeated_calls(found: Found) -> tuple[list[str], dict[str, tuple[bool, str]]]:

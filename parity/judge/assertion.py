@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from parity.judge.operations import is_floating
 from parity.judge.oracle import gradient_name
 from parity.judge.problem import UPSTREAM, Problem, call, named, upstream
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
+from parity.judge.undeclared import Explaining
 from parity.judge.words import GATES
 
 TF32_PRODUCTS = "tf32 products"
@@ -43,7 +44,7 @@ class Parity:
         quantities: output, or "grad_" and an input -> its judgement; `headroom` is error ÷ allowed at the tightest gate.
         kind: "logic", or "precision" where the same inputs in float32 agree, or for float32 inputs tf32 products would; None
             where all agree.
-        explained_by: the finest of some coarser precisions that would explain it, in words, or None.
+        explained_by: the recipe that allows least of some under which all agrees, as it is declared; or tf32 products; or None.
         hints: quantity -> what the error looks like.
         protocol: what does not hold of the protocol of calls, a sentence each.
         recipe: the recipe it was judged by, in words.
@@ -90,8 +91,8 @@ class Parity:
         lines = [f"{self.function} {'differs from' if self.wrong else 'agrees with'} its definition in float64"]
         lines[0] += ", and breaks the protocol of calls" if self.protocol else ""
         if self.kind:
-            joined = "; as precise as" if self.kind == "precision" else ", or as precise as"
-            lines.append(f"  class    {self.kind}" + (f"{joined} {self.explained_by}" if self.explained_by else ""))
+            right = f"; right for code that rounds so: {self.explained_by}" if self.explained_by else ""
+            lines.append(f"  class    {self.kind}{right}")
         lines += [f"  case     {self.case}"] if self.case else []
         lines += [f"  inputs   {self.inputs}", f"  recipe   {self.recipe}"]
         lines += [f"✗ protocol {line}" for line in self.protocol]
@@ -224,7 +225,7 @@ def check_parity(
     kind = explained = None
     looks: dict[str, list[str]] = {}
     if wrong:
-        explained = _explained(problem, values, recipe, wrong)
+        explained = _explained(problem, values, recipe, quantities)
         looks = {n: hints(v, problem.oracle.exact[n], problem.tensors, problem.inputs) for n, v in wrong.items()}
         if any(looks.values()):
             explained = None  # coarser rounding is spread over all entries, and is no factor
@@ -436,28 +437,25 @@ def _judge_exact(problem: Problem, name: str, value: torch.Tensor, recipe: Recip
 
 
 def _explained(
-    problem: Problem, values: Mapping[str, torch.Tensor | None], recipe: Recipe, wrong: Collection[str]
+    problem: Problem, values: Mapping[str, torch.Tensor | None], recipe: Recipe, quantities: Mapping[str, Judgement]
 ) -> str | None:
-    """The finest of some coarser precisions under which all that is wrong agrees."""
-    for words, fields in _coarser(problem):
-        other = dataclasses.replace(recipe, **fields).resolve(problem.dtype)
-        if other == recipe:
-            continue
-        if all(_judge(problem, n, values, other, CONFIRMATION, False).agrees for n in wrong):
-            return words
-    return None
+    """The recipe, of some coarser ones, under which everything agrees and which allows least; tf32 products come first."""
+    wrong = [n for n, j in quantities.items() if not j.agrees]
 
+    def judged(other: Recipe, names: Collection[str]) -> dict[str, Judgement]:
+        return {n: _judge(problem, n, values, other, CONFIRMATION, False) for n in names}
 
-def _coarser(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
-    logits = {"logits": "input", "dlogits": "input"}
-    if problem.dtype != "fp32":
-        yield f"{problem.dtype} logits", logits
-        fields = (*logits, "elementwise", "softmax", "inputs")
-        yield f"{problem.dtype} after every operation (EAGER)", dict.fromkeys(fields, "input")
-        return
-    yield TF32_PRODUCTS, {"matmul": "tf32", "matmul_backward": "tf32"}
-    for dtype in ("fp16", "bf16"):
-        yield f"{dtype} inside", dict.fromkeys((*logits, "elementwise", "softmax", "inputs"), dtype)
+    tf32 = dataclasses.replace(recipe, matmul="tf32", matmul_backward="tf32")
+    if problem.dtype == "fp32" and all(j.agrees for j in judged(tf32, wrong).values()):
+        return TF32_PRODUCTS
+    agreeing = [n for n in quantities if n not in wrong]
+    outputs = [v for n in problem.outputs if (v := values.get(n)) is not None]
+    wide = not {*problem.outputs} & {*wrong} and all(v.dtype.itemsize >= 4 for v in outputs)
+    narrow = problem.dtype != "fp32" and recipe.output == problem.dtype
+    always = {"output": "input"} if narrow else {}
+    casts = any(x.dtype == torch.float32 for x in problem.tensors.values())
+    found = Explaining(recipe, problem.dtype, judged, wrong, agreeing, casts, wide, always).recipes()
+    return found[0] if found else None
 
 
 def _in_float32(function: Any, problem: Problem, wrong: Collection[str], explained: str | None) -> bool:

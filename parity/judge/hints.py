@@ -13,6 +13,8 @@ FEW = 6
 """Indices that a hint names."""
 NEARLY_ALL, FAR = 0.9, 10.0
 """Share of the squared error at some indices, and how many times that of any other each of them has, for a hint to name them."""
+ROUNDED = 2.0**-7
+"""A single number is a factor of any other: one so near to 1 may be a rounding to bf16."""
 SMALL = 2.0**-5
 """Entries below this share of the root mean square have cancelled; their relative error says little."""
 
@@ -42,7 +44,8 @@ def _sizes(tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> di
 def _factor(v: torch.Tensor, o: torch.Tensor, sizes: Mapping[str, float]) -> Iterator[str]:
     """ "f times the definition", where that leaves a tenth of the error, with the size that f is."""
     factor = float((v * o).sum() / o.square().sum().clamp(min=1e-300))
-    if not float((v - factor * o).norm()) < 0.1 * float((v - o).norm()):
+    rounded = v.numel() == 1 and abs(factor - 1) < ROUNDED
+    if rounded or not float((v - factor * o).norm()) < 0.1 * float((v - o).norm()):
         return
     named = [
         f" = {sign}{name}"

@@ -66,6 +66,7 @@ class Row(Written, kw_only=True, omit_defaults=True, rename={"cls": "class"}):
     gates: dict[str, float | None] = msgspec.field(default_factory=dict)
     recipe: str | None = None
     recipe_measured: str | None = None
+    recipes: list[str] = msgspec.field(default_factory=list)
     variant: str | None = None
     undecided: int = 0
     value: float | None = None

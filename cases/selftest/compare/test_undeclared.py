@@ -1,6 +1,7 @@
 """A function that rounds to 16 bits without saying so is told what to declare; one that is wrong is not."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -11,12 +12,9 @@ from parity.compare.one_case import run_case
 from parity.implementations.user import from_function
 from parity.judge.recipe import Recipe
 from parity.registry import loss_family
+from parity.results.report.findings import suggested
 
 LOGPROBS = loss_family("logprobs")
-CASES = [
-    Case("logprobs", 3, "bf16", {"B": 2, "H": 16, "T": 40, "V": 40, "peak": 4.0}),
-    Case("logprobs", 3, "bf16", {"B": 1, "H": 4, "T": 4, "V": 7, "peak": 12.0, "targets": "likely"}),
-]
 
 
 def chosen(logps, ids):
@@ -36,51 +34,97 @@ def gathered(hidden, weight, ids):
     return chosen(z, ids) - z.logsumexp(-1)
 
 
-def tiles(hidden, weight, ids):
-    """float32, a token at a time: autograd adds 80 gradients of the head in its dtype."""
-    pairs = zip(hidden.flatten(0, 1).split(1), ids.flatten().split(1), strict=True)
-    parts = [chosen(linear(h.float(), weight.float()).log_softmax(-1), i) for h, i in pairs]
-    return torch.cat(parts).view(ids.shape)
-
-
 def too_large(hidden, weight, ids):
     return 1.05 * narrow(hidden, weight, ids)
 
 
-MANY_TOKENS = [Case("logprobs", 5, "bf16", {"B": 1, "H": 4, "T": 300, "V": 7, "peak": 4.0, "targets": "likely"})]
+class Kernel(torch.autograd.Function):
+    """float32 inside but for one buffer: what `narrow` names is rounded to bfloat16."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, narrow):
+        logps = buffer(linear(hidden.float(), weight.float()), narrow == "logits").log_softmax(-1)
+        ctx.save_for_backward(hidden, weight, ids, logps)
+        ctx.narrow = narrow
+        return chosen(logps, ids)
+
+    @staticmethod
+    def backward(ctx, g):
+        hidden, weight, ids, logps = ctx.saved_tensors
+        dz = (torch.nn.functional.one_hot(ids, len(weight)) - logps.exp()) * g.float().unsqueeze(-1)
+        dz = buffer(dz, ctx.narrow == "dlogits")
+        parts = [
+            torch.einsum("btv,bth->vh", z, h.float()) for z, h in zip(dz.split(10, 1), hidden.split(10, 1), strict=True)
+        ]
+        grad = torch.zeros_like(parts[0])
+        for part in parts:
+            grad = buffer(grad + buffer(part, ctx.narrow == "sums"), ctx.narrow == "sums")
+        return (dz @ weight.float()).to(hidden.dtype), grad.to(weight.dtype), None, None
 
 
-def messages(function, recipe=None, cases=CASES):
-    implementation = from_function(function, f"here.py:{function.__name__}", [LOGPROBS])
+def buffer(x, narrow):
+    return x.bfloat16().float() if narrow else x
+
+
+def kernel(narrow):
+    return lambda hidden, weight, ids: Kernel.apply(hidden, weight, ids, narrow)
+
+
+def cast(hidden, weight, ids):
+    return chosen(linear(hidden.bfloat16().float(), weight.bfloat16().float()).log_softmax(-1), ids)
+
+
+def wrong_in_one(hidden, weight, ids):
+    return kernel("logits")(hidden, weight, ids) * (1.0 if ids.shape[1] > 4 else 3.0)
+
+
+SHORT = {"B": 1, "H": 4, "T": 4, "V": 7, "peak": 12.0, "targets": "likely"}
+LONG = {"B": 1, "H": 8, "T": 90, "V": 17, "peak": 4.0}
+NARROW = [Case("logprobs", 3, "bf16", SHORT), Case("logprobs", 3, "bf16", LONG)]
+CASES = [Case("logprobs", 3, "fp32", SHORT), Case("logprobs", 5, "fp32", LONG), *NARROW]
+
+
+def failing(function, cases, recipe=None):
+    def declared(hidden, weight, ids):
+        return function(hidden, weight, ids)
+
     if recipe is not None:
-        implementation = dataclasses.replace(implementation, recipe=lambda x: recipe)
+        declared.recipe = recipe
+    implementation = from_function(declared, "here.py:declared", [LOGPROBS])
     rows = [r for case in cases for r in run_case(LOGPROBS, case, [implementation], thorough=False)]
     assert any(r.judged for r in rows)
-    return [r.message for r in rows if r.failing]
+    return [r for r in suggested(rows) if r.failing]
 
 
-LOGITS = {"logits": "input", "dlogits": "input"}
-SOFTMAX = LOGITS | {"softmax": "input"}
-GATHERED = SOFTMAX | {"log_sum_exp": "input"}
+def named(rows):
+    return {found[0] for r in rows if (found := re.search(r"Recipe\(.*\)", r.message))}
 
 
-@pytest.mark.parametrize("function, fields", [(wide, LOGITS), (narrow, SOFTMAX), (gathered, GATHERED)])
-def test_what_a_function_does_not_declare_is_named_and_explains_it(function, fields):
-    named = "Recipe(" + ", ".join(f"{k}={v!r}" for k, v in fields.items()) + ")"
-    found = messages(function)
-    assert sum(named in text for text in found) == len(CASES), found
-    assert messages(function, Recipe(**fields, output="any")) == []
+@pytest.mark.parametrize(
+    "function, cases, expected",
+    [
+        (wide, NARROW, "logits='input'"),
+        (narrow, NARROW, "softmax='input'"),
+        (gathered, NARROW, "log_sum_exp='input'"),
+        (cast, CASES, "inputs='bf16'"),
+        (kernel("logits"), CASES, "(logits)='bf16'"),
+        (kernel("dlogits"), CASES, "dlogits='bf16'"),
+        (kernel("sums"), CASES, "accumulate='bf16'"),
+    ],
+)
+def test_what_a_function_rounds_undeclared_is_named_and_turns_every_case_green(function, cases, expected):
+    rows = failing(function, cases)
+    assert not any("times the oracle" in r.message and r.dtype == "fp32" for r in rows)
+    (found,) = named(rows)
+    print(found)
+    assert re.search(expected, found)
+    assert failing(function, cases, eval(found)) == []
 
 
-def test_partial_sums_in_16_bits_are_named():
-    found = messages(tiles, cases=MANY_TOKENS)
-    assert any("Recipe(accumulate='input', partials=64)" in text for text in found), found
-    assert messages(tiles, Recipe(accumulate="input", partials=300, output="any"), cases=MANY_TOKENS) == []
-
-
-def test_no_recipe_is_named_for_what_is_wrong():
-    found = messages(too_large)
-    assert found and not any("Recipe(" in text for text in found)
+@pytest.mark.parametrize("function", [too_large, wrong_in_one])
+def test_no_recipe_is_named_that_does_not_explain_every_case(function):
+    rows = failing(function, CASES)
+    assert rows and not named(rows)
 
 
 def with_entropy(factor=1.0):
@@ -103,7 +147,7 @@ def test_an_entropy_of_logits_that_are_not_shifted_is_weak_and_no_logic_error():
         implementation = from_function(function, "here.py:unshifted", [LOGPROBS])
         if recipe is not None:
             implementation = dataclasses.replace(implementation, recipe=lambda x: recipe)
-        return [r for r in run_case(LOGPROBS, case, [implementation], thorough=False) if r.failing]
+        return [r for r in suggested(run_case(LOGPROBS, case, [implementation], thorough=False)) if r.failing]
 
     rows = failing(with_entropy())
     assert rows[0].quantity == "entropy" and {r.cls for r in rows} == {"precision"}

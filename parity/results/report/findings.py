@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
+from msgspec.structs import replace
+
 from parity.results.row import JUDGED, STOPPED, Row, stopped_by
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(e[+-]?\d+)?")
@@ -247,3 +249,30 @@ def _by_roots(parts: Sequence[ImplementationCase]) -> dict[frozenset[str], list[
 
 def _gradients(roots: Iterable[str]) -> bool:
     return all(q.startswith("grad_") for q in roots)
+
+
+def suggested(rows: Iterable[Row]) -> list[Row]:
+    """The rows; where a user's function has a recipe under which all its new failures agree, in every case, it is said.
+
+    Of several that which allows least in most of them: the smallest sum of its ranks.
+    """
+    rows = list(rows)
+    of = collections.defaultdict[str, dict[str, list[str]]](dict)
+    for row in rows:
+        if row.new and row.judged and row.gate not in UNEXPLAINED:
+            of[row.implementation][row.case] = row.recipes
+    best: dict[str, str] = {}
+    for name, cases in of.items():
+        every = set.intersection(*map(set, cases.values()))
+        if every:
+            best[name] = min(sorted(every), key=lambda recipe: sum(found.index(recipe) for found in cases.values()))
+    return [_with(row, best[row.implementation]) if row.recipes and row.implementation in best else row for row in rows]
+
+
+UNEXPLAINED = ("protocol", "relation", "pooled slope")
+"""Gates about several calls, which no rounding explains."""
+
+
+def _with(row: Row, recipe: str) -> Row:
+    said = f"right for code that rounds so, in every case that failed: {recipe}; declare it if that is meant"
+    return replace(row, message="; ".join(filter(None, [row.message, said])))

@@ -31,7 +31,7 @@ OF_COMPARISON = (
     "replay",
 )
 """And once for each implementation on a case."""
-OF_FAILING = ("worst", "tokens", "max_abs", "allclose", "atol", "rtol", "value_reference")
+OF_FAILING = ("recipes", "worst", "tokens", "max_abs", "allclose", "atol", "rtol", "value_reference")
 """Fields that are kept of a row that fails: reports show no others'."""
 OF_JUDGED = ("against", "recipe", "recipe_measured")
 """Fields of a row that was not declined."""

@@ -14,6 +14,7 @@ from parity.results.report.findings import (
     grouped,
     headroom,
     normalised,
+    suggested,
     tier,
 )
 from parity.results.report.stack import Stack
@@ -101,6 +102,7 @@ class Summary:
 
 def summarise(header: Header, rows: Iterable[Row]) -> Summary:
     """Count a run; `header` is the file's first row, `rows` all others (`rows.read` returns the two)."""
+    rows = suggested(rows)
     everything = grouped(rows)
     cases = [c for c in everything if not about_run(c.first)]
     found = findings(everything)

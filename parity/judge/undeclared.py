@@ -1,0 +1,121 @@
+"""Which rounding that a function does not declare explains what is wrong: recipes, each tried on the function's own inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from parity.judge.gates import Judgement
+from parity.judge.recipe import UNIT_ROUNDOFF, Recipe
+
+Stages = tuple[str, ...]
+LOGITS: Stages = ("logits", "dlogits")
+SOFTMAX = (*LOGITS, "softmax")
+EAGER = (*SOFTMAX, "elementwise", "inputs")
+ANYWHERE: tuple[Stages, ...] = (
+    *(("inputs",), ("logits",), ("softmax",), ("log_sum_exp",), LOGITS, SOFTMAX),
+    *((*LOGITS, "inputs"), (*SOFTMAX, "inputs"), (*SOFTMAX, "log_sum_exp"), ("softmax", "elementwise")),
+    *((*SOFTMAX, "elementwise"), (*SOFTMAX, "elementwise", "log_sum_exp"), EAGER, (*EAGER, "log_sum_exp")),
+)
+"""Fields of a recipe that round together, the finest first: one buffer, then what plain torch on 16 bits keeps."""
+PARTIALS = (4, 16, 64)
+"""Partial gradients of a sum in 16 bits: how many is known to the function alone."""
+SUMS: tuple[Stages, ...] = tuple(("accumulate", f"partials={n}") for n in PARTIALS)
+DLOGITS: tuple[Stages, ...] = (("dlogits",),)
+LARGEST = (*EAGER, "log_sum_exp", *SUMS[-1])
+UNSHIFTED: dict[str, Any] = {"entropy": "unshifted"}
+"""A formula of the entropy that is weak in every dtype."""
+
+FIRST = 1e3
+"""Added to it for sums over tokens where another float32 gradient is right: dlogits in 16 bits would be in all of them."""
+TINY = 1e-3
+"""Error ÷ allowed of what is exact, in that sum."""
+
+Judge = Callable[[Recipe, Collection[str]], Mapping[str, Judgement]]
+"""(resolved recipe, quantities) -> their judgements under it, by few replicas."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explaining:
+    """The search for one result.
+
+    Attributes:
+        recipe: as it is declared, resolved.
+        dtype: of the inputs.
+        judge: judges the result again.
+        failing: the quantities that are wrong.
+        agreeing: the others.
+        casts: whether an input is in float32, so that a cast of the inputs to `dtype` rounds.
+        wide: whether all outputs agree and came in float32: then nothing before them is rounded to 16 bits.
+        always: fields that each recipe has besides, so that it can be declared as it is printed.
+    """
+
+    recipe: Recipe
+    dtype: str
+    judge: Judge
+    failing: Collection[str]
+    agreeing: Collection[str]
+    casts: bool
+    wide: bool
+    always: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def recipes(self) -> list[str]:
+        """Those under which all agrees, as they are declared, "Recipe(logits='bf16')"; that which allows least first.
+
+        Where one rounds all that another does it is not tried: it explains what that explains, and comes last.
+        """
+        if "entropy" in self.failing and self._tightness(UNSHIFTED) is not None:
+            return [self._text(UNSHIFTED)]
+        head = self.dtype == "fp32" and any(name.startswith("grad_") for name in self.agreeing)
+        narrow = ("bf16",) if self.dtype == "bf16" else ("fp16", "bf16")
+        if self._tightness(self._fields(LARGEST, narrow[-1])) is None:
+            return []
+        tight: dict[tuple[Stages, str], float] = {}
+        for stages in self._steps():
+            for dtype in narrow:
+                cast = dtype == self.dtype and not self.casts and stages[-1] == "inputs" and stages != EAGER
+                if cast or ("accumulate" in stages and dtype not in ("bf16", self.dtype)):
+                    continue
+                finer = narrow[: narrow.index(dtype) + 1]
+                implied = any(there in finer and {*stages} >= {*less} for less, there in tight)
+                found = -math.inf if implied else self._tightness(self._fields(stages, dtype))
+                if found is not None:
+                    tight[stages, dtype] = found + FIRST * (head and stages in SUMS)
+        named = [
+            self._text(self._fields(stages, name))
+            for stages, dtype in sorted(tight, key=lambda key: -tight[key])
+            for name in (("input", dtype) if dtype == self.dtype else (dtype,))
+        ]
+        return list(dict.fromkeys(named))
+
+    def _steps(self) -> Iterator[Stages]:
+        yield from (*DLOGITS, *SUMS) if self.wide else (*ANYWHERE[:2], *DLOGITS, *SUMS, *ANYWHERE[2:])
+        yield from ((*(DLOGITS[0] if self.wide else LOGITS), *some) for some in SUMS)
+
+    def _fields(self, stages: Stages, dtype: str) -> dict[str, Any]:
+        """The fields with this dtype, where the declared one is not as coarse."""
+        unit = UNIT_ROUNDOFF[self.dtype if dtype == "input" else dtype]
+        out: dict[str, Any] = {}
+        for name in stages:
+            field, _, number = name.partition("=")
+            declared = UNIT_ROUNDOFF.get(getattr(self.recipe, field) or "fp32", 0.0) if not number else 0.0
+            out |= {field: int(number)} if number else {field: dtype} if declared < unit else {}
+        return out
+
+    def _tightness(self, fields: dict[str, Any]) -> float | None:
+        """The sum of log(error ÷ allowed) under a recipe, larger the less it allows; None where something is wrong."""
+        wider = dataclasses.replace(self.recipe, **self.always | fields).resolve(self.dtype)
+        if wider == self.recipe:
+            return None
+        judged: list[Judgement] = []
+        for names in filter(None, (self.failing, self.agreeing)):
+            found = self.judge(wider, names)
+            judged += [found[name] for name in names if name in found]
+            if not all(name in found and found[name].agrees for name in names):
+                return None
+        return sum(math.log(max(j.headroom, TINY)) for j in judged)
+
+    def _text(self, fields: dict[str, Any]) -> str:
+        return f"Recipe({', '.join(f'{name}={value!r}' for name, value in (self.always | fields).items())})"
