@@ -20,7 +20,7 @@ from parity.results.row import Row
 def judged(path: Path, thorough: bool) -> list[Row]:
     """The case of a file through every implementation of its family, or those that the file names."""
     case, only = Case.load(path), json.loads(path.read_text()).get("implementations")
-    chosen = [i for i in select(()) if i.family == case.family and (only is None or i.id in only)]
+    chosen = [i for i in select(only or ()) if i.family == case.family and (only is None or i.id in only)]
     return list(run_case(case, chosen, device(), thorough=thorough))
 
 

@@ -1,17 +1,19 @@
-"""torch's own fused loss: log-probs as minus the unreduced `linear_cross_entropy`, public since 2.13.
+"""torch's own code: log-probs as minus the unreduced `linear_cross_entropy`, public since 2.13, and a compiled clip.
 
-It has no temperature, logit scale or softcap; a caller folds the first two into the hidden states. `chunk_size` of a case
+The first has no temperature, logit scale or softcap; a caller folds the first two into the hidden states. `chunk_size` of a case
 is the number of tokens in a chunk. Without `options` it is plain logits and torch's cross entropy, which others show.
 """
 
 import functools
 import math
 from typing import Any
+from unittest import mock
 
 import torch
 
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
+from parity.families.policy_settings import SETTINGS
 from parity.implementations import plain
 from parity.implementations.implementation import (
     EVERY_CONTEXT,
@@ -86,3 +88,44 @@ offer("torch.linear_cross_entropy", recipe=_accurate)(_call)
 for policy in ("balanced", "compact"):  # compact: the head's gradient is summed in its own dtype
     narrow = functools.partial(_call, acc_policy=policy, acc_dtype=torch.float32)
     offer(f"torch.linear_cross_entropy.{policy}", recipe=_sums_narrow)(narrow)
+
+
+CLIP = (
+    "B T V H peak temperature epsilon old lengths advantages mask_dtype ids_dtype layout layouts grad cotangent".split()
+)
+
+
+@implementation(
+    "torch.compiled_clip",
+    family="policy",
+    library="torch",
+    dtypes=frozenset({"fp32"}),
+    limits=(
+        only(
+            "GRPO's clip alone", lambda s: all(getattr(s, n) == SETTINGS[n].default for n in SETTINGS if n not in CLIP)
+        ),
+        only("advantages of sequences", lambda s: s.advantages not in ("token", "repeated")),
+    ),
+    opt_in=True,
+    every=20,
+)
+def compiled_clip(x: Inputs) -> Outputs:
+    """GRPO's loss whose clip is one compiled function of ε, called with two other ε before, forward and backward.
+
+    With torch's cache of programs that have a backward, which is on by default and off in a worker.
+    """
+    import torch
+    from torch._functorch import aot_autograd
+
+    s, mask = x.settings, x.mask.bool()
+    lp = torch.log_softmax(plain.logits(x) / s.temperature, -1).gather(-1, x.ids.long().unsqueeze(-1)).squeeze(-1)
+    ratio = torch.where(mask, lp - (lp.detach() if x.old_logps is None else x.old_logps), 0.0).exp()
+    torch.compiler.reset()
+    clip = torch.compile(lambda w, e: w.clamp(1 - e, 1 + e), options={"compile_threads": 1})
+    with mock.patch.object(aot_autograd, "should_use_local_autograd_cache", return_value=True), torch.enable_grad():
+        for e in (s.epsilon / 4, s.epsilon / 2):
+            clip(ratio.detach().requires_grad_(), e).sum().backward()
+        clipped = clip(ratio, s.epsilon)
+    a = x.advantages.unsqueeze(-1)
+    terms = torch.where(mask, -torch.minimum(ratio * a, clipped * a), 0.0)
+    return {"loss": (terms.sum(-1) / mask.sum(-1).clamp(min=1)).mean()}

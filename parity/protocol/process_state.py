@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import gc
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -97,19 +98,22 @@ class Snapshot:
     def _left_a_thread(self) -> bool:
         """Whether more threads run than before, those of `_thread` too."""
         until = time.monotonic() + ENDING
-        while _thread._count() > self.threads:
+        while _threads() > self.threads:
             if time.monotonic() > until:
                 return True
             time.sleep(ENDING / 20)
         return False
 
 
+def _threads() -> int:
+    """How many threads run, without the one with which tqdm watches its bars: torch's compiler has some."""
+    return _thread._count() - sum(type(thread).__name__ == "TMonitor" for thread in threading.enumerate())
+
+
 def take() -> Snapshot:
     if not _reference:
         _reference.append(arithmetic())
-    return Snapshot(
-        {name: get() for name, (get, _) in WATCHES.items()}, bindings.take(), len(sys.modules), _thread._count()
-    )
+    return Snapshot({name: get() for name, (get, _) in WATCHES.items()}, bindings.take(), len(sys.modules), _threads())
 
 
 def abandon(reason: str) -> None:

@@ -49,3 +49,15 @@ def test_compiled_code_never_gets_the_program_of_another_limit(wrong, compiled):
     done = subprocess.run([sys.executable, "-c", CLAMPS], env=os.environ | settings, capture_output=True, text=True)
     assert ("AssertionError: (0.75" in done.stderr) == wrong, done.stderr
     assert bool(done.returncode) == wrong
+
+
+AMX = torch.cpu._is_amx_tile_supported()
+
+
+@pytest.mark.skipif(not AMX, reason="this CPU has no AMX, with which alone torch's product is wrong")
+@pytest.mark.xfail(strict=True, reason="torch 2.13.0: with AMX a bf16 product over an odd K puts a row's NaN before it")
+def test_a_nan_stays_in_its_row_of_a_product():
+    rows = torch.randn(40, 257).bfloat16()
+    rows[5] = torch.nan
+    found = (rows @ torch.randn(257, 64).bfloat16()).isnan().any(-1).nonzero().flatten().tolist()
+    assert found == [5]

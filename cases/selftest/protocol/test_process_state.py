@@ -15,6 +15,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+import tqdm
+from tqdm._monitor import TMonitor
 
 from cases.selftest.controls.correct import control
 from parity.implementations.implementation import Implementation
@@ -229,6 +231,16 @@ def test_a_thread_that_runs_on_ends_the_process_and_is_named(start, monkeypatch)
         done.set()
     assert [(r.subject, r.verdict) for r in rows] == [("protocol", "disagree")]
     assert rows[0].message == "own.py:leaves left a thread running, which may change anything"
+
+
+def test_the_monitor_of_a_progress_bar_is_no_harm(monkeypatch):
+    """torch's compiler makes a bar, and tqdm one thread for all of them."""
+    monkeypatch.setattr(process_state, "_broken", [])
+    snapshot, monitor = process_state.take(), TMonitor(tqdm.tqdm, 10)
+    try:
+        assert snapshot.restore("own.py:watches") == [] and not process_state._broken
+    finally:
+        monitor.exit()
 
 
 def test_a_thread_that_ends_by_itself_is_no_harm(monkeypatch):
