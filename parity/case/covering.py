@@ -9,14 +9,20 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def covering(cases: Sequence[T], shows: Callable[[T], Set[Hashable]], met: Set[Hashable] = frozenset()) -> Iterator[T]:
-    """Those of the cases that show what neither `met` nor any before them does, the one that shows most of it first."""
-    shown, seen = [shows(case) for case in cases], set(met)
-    promised = [(-len(found - seen), number) for number, found in enumerate(shown)]
+def covering(
+    cases: Sequence[T],
+    shows: Callable[[T], Set[Hashable]],
+    met: Set[Hashable] = frozenset(),
+    price: Callable[[T], float] = lambda case: 1.0,
+) -> Iterator[T]:
+    """Those of the cases that show what neither `met` nor any before them does, the one that shows most of it for its price
+    first (the greedy set cover)."""
+    shown, seen, prices = [shows(case) for case in cases], set(met), [price(case) for case in cases]
+    promised = [(-len(found - seen) / prices[number], number) for number, found in enumerate(shown)]
     heapq.heapify(promised)
     while promised:
         least, number = heapq.heappop(promised)
-        new = len(shown[number] - seen)
+        new = len(shown[number] - seen) / prices[number]
         if new < -least:  # what it promised was met since
             heapq.heappush(promised, (-new, number))
         elif new:

@@ -100,7 +100,7 @@ class Session:
         name, of_file = one
         case, only, thorough = of_file.case, of_file.implementations, not of_file.fast
         chosen = [i for i in self._of(case) if only is None or i.id in only or i.is_function]
-        rows = self._seen_again(case, chosen, shard, thorough and self.profile.frozen_whole)
+        rows = self._judged(case, chosen, shard, thorough and self.profile.frozen_whole)
         for row in rows:
             self.emit(Judged(replace(row, frozen=name)))
         for entry, frozen in self.ledger.frozen():
@@ -113,12 +113,24 @@ class Session:
                     verdict = not any(entry.covers(row, facts(case)) for row in rows)
                 self.emit(Checked(entry.id, verdict))
 
-    def _seen_again(self, case: Case, chosen: Sequence[Implementation], shard: Shard, thorough: bool) -> list[Row]:
-        """Rows of a frozen case. `CONFIRMATION` replicas do where a loss clearly shows what is known, no more."""
-        short = None if self.measuring or is_trainer(case.family) else CONFIRMATION
-        rows = list(self._run(case, chosen, shard, thorough, short))
-        if short and any(r.failing and (not r.known or (r.headroom is not None and r.headroom < NEAR)) for r in rows):
+    def _judged(
+        self,
+        case: Case,
+        chosen: Sequence[Implementation],
+        shard: Shard,
+        thorough: bool | Callable[[Implementation], bool] = False,
+    ) -> list[Row]:
+        """Rows of a case. `CONFIRMATION` replicas do where a loss clearly shows what is known; those that fail otherwise are
+        judged once more, beside their references, with as many as it takes."""
+        if self.measuring or is_trainer(case.family):
             return list(self._run(case, chosen, shard, thorough))
+        rows = list(self._run(case, chosen, shard, thorough, CONFIRMATION))
+        near = (r for r in rows if r.failing and (not r.known or (r.headroom is not None and r.headroom < NEAR)))
+        again = {row.implementation for row in near}
+        if again:
+            beside = again | {i.extends for i in chosen if i.id in again}
+            whole = self._run(case, [i for i in chosen if i.id in beside or i.role == "reference"], shard, thorough)
+            rows = [r for r in rows if r.implementation not in again] + [r for r in whole if r.implementation in again]
         return rows
 
     def _check(self, case: Case, shard: Shard) -> None:
@@ -130,7 +142,7 @@ class Session:
             chosen = [i for i in self._of(one) if selected(i, one, self.profile.cost, self.device)]
             if self._concerns(one, chosen):
                 thorough = functools.partial(repeated, case=one, one_in=self.profile.thorough)
-                for row in self._run(one, chosen, shard, thorough):
+                for row in self._judged(one, chosen, shard, thorough):
                     self.emit(Judged(row))
 
     def _concerns(self, case: Case, chosen: Sequence[Implementation]) -> bool:
@@ -153,7 +165,7 @@ class Session:
             if self.deadline is not None and time.time() > self.deadline:
                 return False
             references = [r for r in self._of(case) if r.role == "reference" and r is not own]
-            for row in self._run(case, [*references, own], shard, thorough=False):
+            for row in self._judged(case, [*references, own], shard):
                 self.emit(Judged(row))
         return True
 

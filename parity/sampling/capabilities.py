@@ -136,8 +136,8 @@ def besides(
 ) -> list[tuple[Case, Case]]:
     """What an implementation gets besides the draws that it takes and is given: (draw, the nearest case that it takes).
 
-    A covering array over what it takes: each brings two settings together, or a value, that none of its cases has yet. Then
-    others, until it has `least` cases; without `every_pair` no more than these.
+    A covering array over what it takes: each brings two settings together, or a value, that none of its cases has yet; small
+    ones for a kernel in Triton's interpreter. Then others, until it has `least` cases; without `every_pair` no more than these.
     """
     own = [case for case in drawn if gets(case) and refusal(implementation, case, device) is None]
     given = {case.id for case in own}
@@ -149,7 +149,10 @@ def besides(
     for case, near in _joined(implementation, [*own, *(near for _, near in pool.values())], device):
         pool.setdefault(near.id, (case, near))
     met = frozenset[Hashable]().union(*map(shown, own))
-    new = [pair for pair in covering(list(pool.values()), lambda pair: shown(pair[1]), met) if _stands(pair[1])]
+    array = covering(
+        list(pool.values()), lambda pair: shown(pair[1]), met, lambda pair: price(implementation, pair[1], device)
+    )
+    new = [pair for pair in array if _stands(pair[1])]
     wanted = max(0, least - len(own))
     new = new if every_pair else new[:wanted]
     rest = (pair for pair in pool.values() if pair not in new and _stands(pair[1]))
@@ -220,9 +223,17 @@ def selected(implementation: Implementation, case: Case, cost: int, device: str)
     every = implementation.every * cost if implementation.every > 1 else 1
     every = -(-every // 2) if _near(known, case) else every
     if implementation.interpreted:
-        rows, length = known.sizes(known.full_settings(case))
-        every = every + every * rows * (1 + length // 256) // 16 if device == "cpu" else 1  # every block costs
+        every = int(every * price(implementation, case, device)) if device == "cpu" else 1
     return zlib.crc32(f"{implementation.id}/{case.id}".encode()) % every == 0
+
+
+def price(implementation: Implementation, case: Case, device: str) -> float:
+    """The time of a case in that of a small one: in Triton's interpreter every block costs."""
+    if device != "cpu" or not implementation.interpreted:
+        return 1.0
+    family = loss_family(case.family)
+    rows, length = family.sizes(family.full_settings(case))
+    return 1 + rows * (1 + length // 256) / 16
 
 
 def _near(family: Family, case: Case) -> bool:

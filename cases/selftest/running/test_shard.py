@@ -359,19 +359,33 @@ def test_a_short_run_repeats_calls_of_a_frozen_case_where_nothing_else_shows_wha
     assert any(row.subject.startswith("relation") for row in rows(events)) == whole
 
 
+@pytest.mark.parametrize("kind", ["frozen", "drawn"])
 @pytest.mark.parametrize(("headroom", "known", "whole"), [(50.0, True, False), (2.0, True, True), (50.0, False, True)])
-def test_what_a_frozen_case_clearly_shows_again_takes_few_replicas(tmp_path, monkeypatch, headroom, known, whole):
+def test_what_a_loss_clearly_shows_again_takes_few_replicas(tmp_path, monkeypatch, kind, headroom, known, whole):
     own, events = session("wrong_beyond_eight", tmp_path)
-    case, limits = Case("logprobs", 1, "fp32", {"V": 9}), []
+    case, calls = Case("logprobs", 1, "fp32", {"V": 9}), []
     (row,) = [r for r in own._run(case, own.implementations, None, False) if r.quantity == "logps"]
+    (one,) = own.implementations
+    own.implementations = [
+        one,
+        dataclasses.replace(one, id="right"),
+        dataclasses.replace(one, id="reference", role="reference"),
+    ]
 
-    def run_case(*given):
-        limits.append(given[-1])
-        return [replace(row, headroom=headroom)]
+    def run_case(of, chosen, device, thorough, started, most):
+        calls.append(([i.id for i in chosen], most))
+        wrong = replace(row, headroom=headroom if most else headroom + 1)
+        return [wrong if i is one else replace(row, implementation=i.id, verdict="agree") for i in chosen]
 
     monkeypatch.setattr(shard_module, "run_case", run_case)
     monkeypatch.setattr(Session, "_known", lambda *_: "one" if known else None)
     own.frozen = {"mine.json": Frozen(case)}
-    own.run(Shard(family="logprobs", kind="frozen", count=1, seed=1))
-    assert limits == [CONFIRMATION, None] if whole else limits == [CONFIRMATION]
-    assert [r.headroom for r in rows(events)] == [headroom]
+    own.run(Shard(family="logprobs", kind=kind, count=1, of=1, seed=1))
+    first = [one.id, "right", "reference"], CONFIRMATION
+    assert calls == [first, ([one.id, "reference"], None)] if whole else calls == [first]
+    assert {r.implementation: r.headroom for r in rows(events)} == {
+        one.id: headroom + whole,
+        "right": row.headroom,
+        "reference": row.headroom,
+    }
+    assert len(rows(events)) == 3

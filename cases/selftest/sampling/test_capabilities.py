@@ -190,6 +190,16 @@ def test_an_implementation_gets_at_least_so_many_and_no_more_than_it_needs():
 def test_a_covering_part_shows_all_and_the_most_first():
     found = list(covering(["ab", "abc", "d", "cd", "a"], set))
     assert found == ["abc", "d"] and list(covering(["ab", "cd"], set, {"a", "b"})) == ["cd"]
+    assert list(covering(["abc", "ab", "c"], set, price=lambda case: 4.0 if "c" in case else 1.0)) == ["ab", "abc"]
+
+
+def test_a_kernel_in_the_interpreter_gets_its_pairs_in_small_cases():
+    family = loss_family("logprobs")
+    small, large = (family.case(1, "fp32", {"B": 1, "T": t, "V": 9, "chunk_size": 2, "softcap": 3.0}) for t in (2, 200))
+    kernel = dataclasses.replace(NARROW, interpreted=True)
+    for one, first in ((kernel, small), (dataclasses.replace(kernel, interpreted=False), large)):
+        found = besides(one, [large, small], lambda case: False, 1, "cpu")
+        assert [near for _, near in found] == [first]
 
 
 def test_no_draw_holds_what_says_nothing():
