@@ -24,7 +24,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help parity nightly upgrade-check test selftest test-ray check bench lines doctor clean check-only cuda-first rollouts rollouts-record rollouts-live
+.PHONY: help parity nightly upgrade-check test selftest test-ray test-browser check bench lines doctor clean check-only cuda-first rollouts rollouts-record rollouts-live
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,11 @@ selftest: $(READY)  ## slow tests of the tester: mutants die, controls live, lim
 test-ray: $(READY)  ## a run on a Ray cluster whose nodes die (adds Ray to the environment)
 	$(PY) -m pip install -q -c constraints.txt -e '.[ray]'
 	$(PY) -m pytest -q cases/selftest/running/test_nodes.py
+
+test-browser: $(READY)  ## the page in a real browser (adds Qt's Chromium to the environment, 150 MB)
+	$(PY) -m pip install -q PyQt6-WebEngine==6.11.0 PyQt6-WebEngine-Qt6==6.11.2 PyQt6==6.11.0 PyQt6-Qt6==6.11.2
+	$(PY) -c 'import PyQt6.QtWebEngineWidgets'
+	$(PY) -m pytest -q cases/selftest/results/test_page.py
 
 check: $(READY)  ## ruff, types, layers of the imports, CI files
 	$(PY) -m ruff check .

@@ -117,7 +117,7 @@ ASK = """(() => {
 
 
 def test_a_browser_filters_the_page_on_a_phone(tmp_path):
-    pytest.importorskip("PyQt6.QtWebEngineWidgets", reason="pip install PyQt6-WebEngine")
+    pytest.importorskip("PyQt6.QtWebEngineWidgets", reason="no browser: make test-browser adds one, as CI does")
     (tmp_path / "page.html").write_text(render.page(summary(*FINDING, *KNOWN, *everything().findings[0].rows)))
     asked = [sys.executable, "-c", BROWSER, str(tmp_path / "page.html"), ASK]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
