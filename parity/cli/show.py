@@ -78,7 +78,7 @@ def findings(title: str, stack: "Stack", unknown: Mapping[str, str]) -> None:
     """A table of a stack's known findings for each severity; `unknown`: id -> what cannot be told and would decide it."""
     from rich.text import Text
 
-    from parity.results.report.stack import effect, fix, meaning, releases, where
+    from parity.results.report.stack import APPLY, effect, fix, meaning, releases, where
 
     screen = console()
     screen.print(Text(title, style="bold"))
@@ -89,6 +89,8 @@ def findings(title: str, stack: "Stack", unknown: Mapping[str, str]) -> None:
             table.add_row(*map(Text, (setting, effect(e), releases(e), fix(e), e.id)))
         table.columns[2].max_width, table.columns[3].max_width, table.columns[4].no_wrap = 14, 16, True
         screen.print(table)
+    if any("`apply`" in fix(e) for e in stack.entries):
+        screen.print(Text(f"\n{APPLY}"))
 
 
 def table_of(title: str, headings: Sequence[str], show_header: bool = True) -> "Table":

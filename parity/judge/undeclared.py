@@ -70,7 +70,7 @@ class Explaining:
             return [self._text(UNSHIFTED)]
         head = self.dtype == "fp32" and any(name.startswith("grad_") for name in self.agreeing)
         narrow = ("bf16",) if self.dtype == "bf16" else ("fp16", "bf16")
-        if self._tightness(self._fields(LARGEST, narrow[-1])) is None:
+        if all(self._tightness(self._fields(LARGEST, dtype)) is None for dtype in narrow):
             return []
         tight: dict[tuple[Stages, str], float] = {}
         for stages in self._steps():
@@ -78,8 +78,7 @@ class Explaining:
                 cast = dtype == self.dtype and not self.casts and stages[-1] == "inputs" and stages != EAGER
                 if cast or ("accumulate" in stages and dtype not in ("bf16", self.dtype)):
                     continue
-                finer = narrow[: narrow.index(dtype) + 1]
-                implied = any(there in finer and {*stages} >= {*less} for less, there in tight)
+                implied = any(dtype == there and {*stages} >= {*less} for less, there in tight)
                 found = -math.inf if implied else self._tightness(self._fields(stages, dtype))
                 if found is not None:
                     tight[stages, dtype] = found + FIRST * (head and stages in SUMS)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,12 +176,16 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 
 def _of_file(path: Path, asked: str | None, known: Sequence[str]) -> Run:
-    """Its trainer is the one asked for, else the one whose config knows most of the settings: the base of those that tie."""
+    """Its trainer is the one asked for, else the one whose config knows most of the settings; of those that tie the base, or the
+    one that the name of the file has in it."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     args = settings_of(path)
     counts = {trainer: len(args.keys() & _fields(trainer).keys()) for trainer in known}
     likely = [asked] if asked else [t for t, n in counts.items() if n == max(counts.values()) > 0]
     if len(likely) > 1:
         likely = [t for t in likely if not any(t != o and issubclass(_config(t), _config(o)) for o in likely)]
+    named = [t for t in likely if t.removesuffix("Trainer").lower() in re.split(r"[^a-z]+", path.stem.lower())]
+    likely = named if len(named) == 1 else likely
     if len(likely) != 1:
         fits = f"fit {', '.join(likely)}" if likely else "are none of a trainer that a finding is of"
         raise UsageError(f"{path}: its settings {fits}; say which runs it (--trainer GRPOTrainer)")

@@ -106,6 +106,12 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, text, told):
         checked(path, trainer="GRPO")
 
 
+def test_a_file_whose_settings_fit_several_trainers_is_of_the_one_that_its_name_has(tmp_path):
+    path = tmp_path / "my-grpo_7b.yaml"
+    path.write_text("learning_rate: 1.0e-6")
+    assert "my-grpo_7b.yaml: GRPOTrainer;" in checked(path).title
+
+
 def test_a_value_that_is_no_number_is_not_taken_for_a_match_or_for_none(tmp_path):
     text = "fp16: {}\ntemperature: {}\n"
     id = "trl-entropy-fp16-overflow"

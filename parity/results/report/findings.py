@@ -254,18 +254,22 @@ def _gradients(roots: Iterable[str]) -> bool:
 def suggested(rows: Iterable[Row]) -> list[Row]:
     """The rows; where a user's function has a recipe under which all its new failures agree, in every case, it is said.
 
+    A case where the reference is wrong too says nothing of the function, and is left out.
     Of several that which allows least in most of them: the smallest sum of its ranks.
     """
     rows = list(rows)
     of = collections.defaultdict[str, dict[str, list[str]]](dict)
+    both = set[tuple[str, str]]()
     for row in rows:
         if row.new and row.judged and row.gate not in UNEXPLAINED:
-            of[row.implementation][row.case] = row.recipes
+            of[row.implementation].setdefault(row.case, row.recipes)
+            both |= {(row.implementation, row.case)} if row.blame == "both" else set()
     best: dict[str, str] = {}
     for name, cases in of.items():
-        every = set.intersection(*map(set, cases.values()))
+        lists = [recipes for case, recipes in cases.items() if (name, case) not in both]
+        every = set.intersection(*map(set, lists)) if lists else set[str]()
         if every:
-            best[name] = min(sorted(every), key=lambda recipe: sum(found.index(recipe) for found in cases.values()))
+            best[name] = min(sorted(every), key=lambda recipe: sum(found.index(recipe) for found in lists))
     return [_with(row, best[row.implementation]) if row.recipes and row.implementation in best else row for row in rows]
 
 
@@ -274,5 +278,7 @@ UNEXPLAINED = ("protocol", "relation", "pooled slope")
 
 
 def _with(row: Row, recipe: str) -> Row:
-    said = f"right for code that rounds so, in every case that failed: {recipe}; declare it if that is meant"
+    said = (
+        f"right for code that rounds so, in every case where it alone is wrong: {recipe}; declare it if that is meant"
+    )
     return replace(row, message="; ".join(filter(None, [row.message, said])))

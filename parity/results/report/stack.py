@@ -96,6 +96,10 @@ def where(entry: Entry) -> str:
     return entry.user.when[:1].upper() + entry.user.when[1:] or ", ".join(entry.implementations)
 
 
+APPLY = "`apply` is: from parity.fixes import apply; print(apply(trainer)), before trainer.train()"
+"""How the fix of that name is had."""
+
+
 def effect(entry: Entry) -> str:
     """What it does to a training run."""
     return entry.user.effect or entry.reason
