@@ -24,41 +24,21 @@ from parity.trainers.catalogue import TrainerFamily, is_trainer
 
 NAMES = ("logprobs", "policy", "divergence", "preference")
 LIBRARIES = (
-    "trl",
-    "trl_trainer",
-    "cce",
-    "pytorch",
-    "liger",
-    "liger_grpo",
-    "trl_divergence",
-    "liger_divergence",
-    "liger_preference",
-    "trl_preference",
-    "unsloth",
-    "fixes",
-)
-ENTRY_POINTS = "parity.implementations"
-
-FAMILY_ENTRY_POINTS = "parity.families"
-
+    "trl trl_trainer cce pytorch liger liger_grpo trl_divergence liger_divergence liger_preference trl_preference unsloth fixes"
+).split()
+ENTRY_POINTS, FAMILY_ENTRY_POINTS = "parity.implementations", "parity.families"
 _ADDED: dict[str, Family] = {}
 
 
 def add_family(family: Family) -> Family:
-    """Make a family known that is no file of `parity/families`, one in a user's FILE.py for example.
-
-    A file that is loaded again replaces its own family. Raises UsageError when the name belongs to another family or to a
-    trainer.
-    """
+    """Make a family known that is no file of `parity/families`, one in a user's FILE.py for example. A file that is
+    loaded again replaces its own family. Raises UsageError when the name belongs to another family or to a trainer."""
     known = _ADDED.get(family.name)
-    if family.name in NAMES or is_trainer(family.name) or (known and _file(known) != _file(family)):
+    elsewhere = known and inspect.getfile(known.build) != inspect.getfile(family.build)
+    if family.name in NAMES or is_trainer(family.name) or elsewhere:
         raise UsageError(f"family {family.name!r} exists already: choose another name")
     _ADDED[family.name] = family
     return family
-
-
-def _file(family: Family) -> str:
-    return inspect.getfile(family.build)
 
 
 @functools.cache
@@ -75,10 +55,8 @@ def loss_families() -> tuple[str, ...]:
 
 
 def resolved(name: str) -> str:
-    """The name of a family that is named by itself or by FILE.py:NAME, which is then loaded and made known.
-
-    Raises UsageError for a family or file that does not exist, and for a NAME that is no `Family`.
-    """
+    """The name of a family that is named by itself or by FILE.py:NAME, which is then loaded and made known. Raises
+    UsageError for a family or file that does not exist, and for a NAME that is no `Family`."""
     if ".py:" not in name:
         return family(name).name
     found = user.loaded(name, process_state.importing)
@@ -116,11 +94,9 @@ def load() -> dict[str, Implementation]:
 
 
 def select(ids: Iterable[str], family: str | None = None) -> list[Implementation]:
-    """The implementations called for: all that are not opt-in, or those named by id, group (`liger`, `trl.GRPOTrainer.*`, which
-    has `trl.GRPOTrainer` in it), pattern (`*.Fused*`), or FILE.py:NAME. An id names no other than itself.
-
-    Raises UsageError for an id that matches nothing, naming the choices.
-    """
+    """The implementations called for: all that are not opt-in, or those named by id, group (`liger`, `trl.GRPOTrainer.*`,
+    which has `trl.GRPOTrainer` in it), pattern (`*.Fused*`), or FILE.py:NAME. An id names no other than itself. Raises
+    UsageError for an id that matches nothing, naming the choices."""
     ids = list(ids)
     named = [i for i in ids if ".py:" not in i]
     added = [one for i in ids if ".py:" in i for one in from_file(i)]
@@ -134,11 +110,8 @@ def select(ids: Iterable[str], family: str | None = None) -> list[Implementation
         chosen += matches
     if not named:
         families = {i.family for i in added}
-        chosen = [
-            i
-            for i in known.values()
-            if not i.opt_in and (not added or (i.role == "reference" and i.family in families))
-        ]
+        chosen = [i for i in known.values() if not i.opt_in]
+        chosen = [i for i in chosen if i.role == "reference" and i.family in families] if added else chosen
     unique = {(i.id, i.family): i for i in chosen + added}
     return [i for i in unique.values() if family is None or i.family == family]
 
@@ -162,9 +135,7 @@ def from_file(spec: str) -> list[Implementation]:
     if isinstance(found, Implementation):
         return [found]
     if isinstance(found, Family):
-        raise UsageError(
-            f"implementation {spec!r} is a family: name it with --family, and one of its implementations here"
-        )
+        raise UsageError(f"implementation {spec!r} is a family: name it with --family, one of its implementations here")
     if inspect.isclass(found):
         from parity.implementations import trl_trainer
 

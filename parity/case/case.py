@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import heapq
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ from parity.errors import UsageError
 from parity.judge import values
 
 SCHEMA = 1
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +66,8 @@ class Case:
 
     @classmethod
     def from_json(cls, data: Any, source: str = "case") -> Case:
-        """Read a case from a JSON object.
-
-        Raises UsageError, naming `source`, the field and its value, when the object is not a case.
-        """
+        """Read a case from a JSON object. Raises UsageError, naming `source`, the field and its value, when the object is
+        not a case."""
         of_schema(data, SCHEMA, source, "a case")
         raw = convert(_Json, data, source)
         if bool(raw.tensors) != bool(raw.sha256):
@@ -76,7 +76,6 @@ class Case:
 
     @classmethod
     def load(cls, path: str | Path) -> Case:
-        """The case of a file; see `Frozen.load`."""
         return Frozen.load(path).case
 
 
@@ -115,10 +114,8 @@ class Frozen:
 
     @classmethod
     def load(cls, path: str | Path) -> Frozen:
-        """Read a case file: a case, or one under the key "case" beside remarks.
-
-        Raises UsageError, in one line that names the file, the field and its value.
-        """
+        """Read a case file: a case, or one under the key "case" beside remarks. Raises UsageError, in one line that names
+        the file, the field and its value."""
         where = str(path)
         data = json_of(text_of(Path(path), "case"), where, "readable JSON case")
         if not isinstance(data, dict) or "case" not in data:
@@ -145,3 +142,24 @@ def hashes(seed: int, name: str, shape: Sequence[int]) -> np.ndarray:
 def rounded(x: torch.Tensor, bits: int = 10) -> torch.Tensor:
     """x rounded to the grid 2⁻ᵇⁱᵗˢ: what is derived from an oracle must not depend on the last bits of a library."""
     return torch.round(x * 2.0**bits) * 2.0**-bits
+
+
+def covering(
+    cases: Sequence[T],
+    shows: Callable[[T], Set[Hashable]],
+    met: Set[Hashable] = frozenset(),
+    price: Callable[[T], float] = lambda case: 1.0,
+) -> Iterator[T]:
+    """Those of the cases that show what neither `met` nor any before them does, the one that shows most of it for its price
+    first (the greedy set cover)."""
+    shown, seen, prices = [shows(case) for case in cases], set(met), [price(case) for case in cases]
+    promised = [(-len(found - seen) / prices[number], number) for number, found in enumerate(shown)]
+    heapq.heapify(promised)
+    while promised:
+        least, number = heapq.heappop(promised)
+        new = len(shown[number] - seen) / prices[number]
+        if new < -least:  # what it promised was met since
+            heapq.heappush(promised, (-new, number))
+        elif new:
+            seen |= shown[number]
+            yield cases[number]

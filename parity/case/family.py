@@ -18,8 +18,6 @@ from parity.errors import UsageError
 
 LARGEST_SIZE, LARGEST_CASE = 1 << 24, 1 << 28
 """Of one dimension, and entries of the logits or of a head: 2 GiB in the float64 of the oracle."""
-
-
 Oracle = Callable[[Inputs], dict[str, torch.Tensor]]
 Kind = Literal["required", "optional", "counted"]
 """Of an output: whether an implementation may leave it out; "counted" ones (counts, clip fractions) are optional and must
@@ -103,35 +101,26 @@ class Family:
         return settings | {name for name, tensor in inputs.tensors.items() if tensor is not None}
 
     def full_settings(self, case: Case) -> SimpleNamespace:
-        """Every setting of `case`, defaults filled in.
-
-        Raises UsageError for a setting that the family does not have, or a value outside its choices.
-        """
+        """Every setting of `case`, defaults filled in. Raises UsageError for a setting that the family does not have, or
+        a value outside its choices."""
         out = filled(case, self.settings, f"family {self.name}")
         if case.tensors is not None and not self.stored:
             raise UsageError(f"case {case.id}: family {self.name} does not say what tensors it stores (Family.stored)")
-        self._bounded(case, out)
-        return out
-
-    def _bounded(self, case: Case, settings: SimpleNamespace) -> None:
-        """Refuse sizes that no machine holds, before anything is allocated."""
-        named = {n: getattr(settings, n) for n in self.shapes if hasattr(settings, n)}
+        named = {n: getattr(out, n) for n in self.shapes if hasattr(out, n)}
         for name, value in named.items():
             if isinstance(value, int) and not 1 <= value <= LARGEST_SIZE:
                 raise UsageError(f"case {case.id}: {name}={shown(value)} must be between 1 and {LARGEST_SIZE:,}")
         numbers = [v for v in named.values() if isinstance(v, int)]
-        entries = max(math.prod(self.sizes(settings)), *(a * b for a in numbers for b in numbers if a is not b), 1)
-        if entries > LARGEST_CASE:
+        entries = max(math.prod(self.sizes(out)), *(a * b for a in numbers for b in numbers if a is not b), 1)
+        if entries > LARGEST_CASE:  # no machine holds it
             sizes = ", ".join(f"{n}={shown(v)}" for n, v in named.items())
             raise UsageError(f"case {case.id}: {sizes}: {entries:,} entries in one tensor, at most {LARGEST_CASE:,}")
+        return out
 
     def case(self, seed: int, dtype: str, settings: Mapping[str, Any]) -> Case:
         """A case from drawn settings; values that equal the default are dropped, so that equal cases have equal ids."""
-        kept = {
-            k: v
-            for k, v in settings.items()
-            if v != self.settings[k].default or type(v) is not type(self.settings[k].default)
-        }
+        default = {k: self.settings[k].default for k in settings}
+        kept = {k: v for k, v in settings.items() if v != default[k] or type(v) is not type(default[k])}
         return Case(self.name, seed, dtype, kept)
 
     def example(self, number: int, dtype: str = "fp32") -> Case:

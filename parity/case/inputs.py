@@ -30,7 +30,6 @@ class Setting:
 
 
 def defaults(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Name -> default of every setting."""
     return {name: setting.default for name, setting in settings.items()}
 
 
@@ -44,10 +43,8 @@ def fits(value: Any, default: Any) -> bool:
 
 
 def filled(case: Case, table: Mapping[str, Setting], of: str) -> SimpleNamespace:
-    """The settings of a case, with the defaults of those that it leaves out; `of`: whose table it is.
-
-    Raises UsageError for a setting that is not in the table, or a value outside its choices.
-    """
+    """The settings of a case, with the defaults of those that it leaves out; `of`: whose table it is. Raises UsageError
+    for a setting that is not in the table, or a value outside its choices."""
     for name, value in case.settings.items():
         if name not in table:
             raise UsageError(f"case {case.id}: setting {name!r} is unknown to {of}, it has {', '.join(table)}")
@@ -82,12 +79,9 @@ class Inputs:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "tensors":
             raise AttributeError(name)
-        try:
-            return self.tensors[name]
-        except KeyError:
-            raise AttributeError(
-                f"case {self.case.id} has no tensor {name!r}; it has {', '.join(self.tensors)}"
-            ) from None
+        if name not in self.tensors:
+            raise AttributeError(f"case {self.case.id} has no tensor {name!r}; it has {', '.join(self.tensors)}")
+        return self.tensors[name]
 
     def replace(self, **tensors: torch.Tensor | None) -> Inputs:
         """The same inputs with some tensors exchanged."""

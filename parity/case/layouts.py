@@ -3,8 +3,6 @@
 A gap holds what no reader may take for the value beside it: NaN, or another legal integer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -59,9 +57,8 @@ def arranged(inputs: Inputs) -> Inputs:
 
     def put(name: str, x: Tensor | None) -> Tensor | None:
         layout = KINDS[int(integers(seed, f"layout/{name}", (), len(KINDS)))] if kind == "mixed" else kind
-        layout = (
-            "flat" if layout == "expanded" and name in inputs.leaves else layout
-        )  # a leaf has memory for each entry
+        if layout == "expanded" and name in inputs.leaves:  # a leaf has memory for each entry
+            layout = "flat"
         return x if x is None or name == "hidden" else laid_out(x, layout)
 
     if kind == "contiguous":

@@ -1,8 +1,13 @@
 """How much a run does: how many cases it draws, and shares of the costly parts."""
 
-from __future__ import annotations
-
 import dataclasses
+
+SHARDS, SHARDS_CUDA = 2, 16
+"""Streams in which a family's cases are drawn at least: by the device, so that every machine with it draws the same cases."""
+STREAM = 400
+"""Cases of a stream, at most: whoever runs the end of it draws what is before."""
+SHARD = 50
+"""Cases of a stream that a worker runs at a time, about."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +53,7 @@ ledger's entries shows first in a later one."""
 
 
 def cases_drawn(family: str, profile: str) -> int:
-    """How many cases of a family a profile draws."""
     return (CASES | CASES_OF.get(family, {}))[profile]
-
-
-SHARDS, SHARDS_CUDA = 2, 16
-"""Streams in which a family's cases are drawn at least: by the device, so that every machine with it draws the same cases."""
-STREAM = 400
-"""Cases of a stream, at most: whoever runs the end of it draws what is before."""
-SHARD = 50
-"""Cases of a stream that a worker runs at a time, about."""
 
 
 def streams(total: int, device: str) -> list[int]:

@@ -1,7 +1,5 @@
 """Tensors of a case that are stored beside it, in a safetensors file, instead of generated from its seed."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -25,10 +23,8 @@ MAY_BE_INFINITE = frozenset(
 
 
 def write(case: Case, tensors: Mapping[str, Tensor], to: Path, **remarks: object) -> Case:
-    """Write a case to `to` and its tensors beside it, both complete or not at all; the case as it will be read.
-
-    Raises UsageError when the files cannot be written.
-    """
+    """Write a case to `to` and its tensors beside it, both complete or not at all; the case as it will be read. Raises
+    UsageError when the files cannot be written."""
     from safetensors.torch import save
 
     content = save({n: t.detach().cpu().contiguous().clone() for n, t in sorted(tensors.items())})
@@ -48,17 +44,15 @@ def _parsed(path: str, sha256: str) -> dict[str, Tensor]:
     from safetensors.torch import load
 
     try:
-        length = Path(path).stat().st_size
-        if length > 8 * LARGEST_CASE:
+        if (length := Path(path).stat().st_size) > 8 * LARGEST_CASE:
             raise UsageError(f"{path}: {length:,} bytes, at most {8 * LARGEST_CASE:,}")
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: the case's tensors are not there: {getattr(error, 'strerror', error)}") from None
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
-        raise UsageError(
-            f"{path}: damaged or another file: its SHA-256 begins {found[:12]}, the case says {sha256[:12]}"
-        )
+        said = f"its SHA-256 begins {found[:12]}, the case says {sha256[:12]}"
+        raise UsageError(f"{path}: damaged or another file: {said}")
     try:
         return dict(load(content))
     except (SafetensorError, ValueError, KeyError) as error:
@@ -66,20 +60,16 @@ def _parsed(path: str, sha256: str) -> dict[str, Tensor]:
 
 
 def read(case: Case) -> dict[str, Tensor]:
-    """The tensors of a case, its hash checked.
-
-    Raises UsageError where the file is missing, too large, damaged or no safetensors file.
-    """
+    """The tensors of a case, its hash checked. Raises UsageError where the file is missing, too large, damaged or no
+    safetensors file."""
     if not case.tensors or not case.sha256:
         raise UsageError(f"case {case.id}: stored tensors need both a file (tensors) and its sha256")
     return dict(_parsed(case.tensors, case.sha256))
 
 
 def sizes(family: Family, tensors: Mapping[str, Tensor], where: str, required: Collection[str]) -> dict[str, int]:
-    """Letter -> size of the dimensions that `Family.stored` names; `required`: the tensors that must be there.
-
-    Raises UsageError for a tensor that the family does not have, one that is missing, or a shape that fits no other.
-    """
+    """Letter -> size of the dimensions that `Family.stored` names; `required`: the tensors that must be there. Raises
+    UsageError for a tensor that the family does not have, one that is missing, or a shape that fits no other."""
     known, out = family.stored, dict[str, int]()
     for name in tensors:
         if name.removeprefix("d ") not in {*known, *family.outputs}:
@@ -90,23 +80,19 @@ def sizes(family: Family, tensors: Mapping[str, Tensor], where: str, required: C
         if name not in tensors:
             continue
         shape = tuple(tensors[name].shape)
-        fitting = [one for one in letters.split("|") if len(one) == len(shape)]
-        fitting = [
-            one for one in fitting if all(out.get(k, n) == n for k, n in zip(one, shape, strict=True) if k != "1")
-        ]
+        fitting = [dict(zip(one, shape, strict=True)) for one in letters.split("|") if len(one) == len(shape)]
+        fitting = [of for of in fitting if all(out.get(k, n) == n for k, n in of.items() if k != "1")]
         if not fitting or 0 in shape:
             wanted = " or ".join(f"({', '.join(one)})" for one in letters.split("|"))
             at = ", ".join(f"{k}={n}" for k, n in out.items())
             raise UsageError(f"{where}: {name} has shape {shape}, expected {wanted}{' with ' + at if at else ''}")
-        out |= {k: n for k, n in zip(fitting[0], shape, strict=True) if k != "1"}
+        out |= {k: n for k, n in fitting[0].items() if k != "1"}
     return out
 
 
 def check_values(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse what no definition has a value for.
-
-    Raises UsageError for an infinite or NaN entry, or a floating-point type that no case has.
-    """
+    """Refuse what no definition has a value for. Raises UsageError for an infinite or NaN entry, or a floating-point type
+    that no case has."""
     for name, value in tensors.items():
         if value.is_floating_point() and value.dtype not in DTYPES.values():
             raise UsageError(f"{where}: {name} is {value.dtype}, no case has that")

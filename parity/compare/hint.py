@@ -1,7 +1,5 @@
 """Hints at a cause: patterns in an error, and the recipe that an author may have meant and did not declare."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
@@ -16,6 +14,11 @@ from parity.judge.recipe import TF32, TF32_TRUNCATED
 from parity.judge.undeclared import Explaining
 from parity.judging.assess import CaseOracle, judged
 from parity.protocol.exceptions import Outcome
+
+LARGE, SMALL = 0.03, 1e-3
+"""Shares of the largest row's error: above the first a row is wrong, below the second right; between them nothing is said."""
+EXPLAINED = 8.0
+"""An error is tf32's where it is this many times smaller against the definition with operands on tf32's grid."""
 
 
 def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
@@ -37,7 +40,9 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
     factor = float((v * o).sum() / o.square().sum())
     residual = float((v - factor * o).norm() / (v - o).norm().clamp(min=1e-300))
     if residual < 0.1 and abs(factor - 1) > (ROUNDED if v.dim() == 0 else 0.0):
-        out.append(f"{factor:.6g} times the oracle" + _named_factor(oracle, factor))
+        label = _named(oracle.inputs, factor)
+        which = f", which is {label}" if label else ""
+        out.append(f"{factor:.6g} times the oracle{which}")
     out += _tf32(oracle, name, v, o)
     mask = oracle.inputs.tensors.get("mask")
     if mask is not None and v.dim() >= 2 and v.shape[:2] == mask.shape:
@@ -46,10 +51,6 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
         if bool(hidden.any()) and float(error[hidden].sum()) > 0.5 * float(error.sum()):
             out.append("the error sits on masked tokens")
     return out + _where(oracle, v, o)
-
-
-LARGE, SMALL = 0.03, 1e-3
-"""Shares of the largest row's error: above the first a row is wrong, below the second right; between them nothing is said."""
 
 
 def _where(oracle: CaseOracle, v: torch.Tensor, o: torch.Tensor) -> list[str]:
@@ -71,10 +72,6 @@ def _where(oracle: CaseOracle, v: torch.Tensor, o: torch.Tensor) -> list[str]:
     if first >= 8 and bool((wrong | (by_token & (times == 0)))[first:].all()):
         return [f"only from {what} {first} on, the last {len(error) - first} of {len(error)}"]
     return []
-
-
-EXPLAINED = 8.0
-"""An error is tf32's where it is this many times smaller against the definition with operands on tf32's grid."""
 
 
 def _tf32(oracle: CaseOracle, name: str, v: torch.Tensor, o: torch.Tensor) -> list[str]:
@@ -112,11 +109,11 @@ def _factors(x: Inputs) -> dict[str, float]:
     return {name: float(value) for name, value in named.items()}
 
 
-def _named_factor(oracle: CaseOracle, factor: float) -> str:
-    for label, value in _factors(oracle.inputs).items():
+def _named(x: Inputs, factor: float) -> str:
+    for label, value in _factors(x).items():
         for power, text in ((1, label), (-1, f"1 ÷ ({label})"), (2, f"({label})²")):
             if value not in (0.0, 1.0) and not (value == -1.0 and power != 1) and abs(factor / value**power - 1) < 2e-3:
-                return f", which is {text}"
+                return text
     return ""
 
 

@@ -1,9 +1,6 @@
 """One case through every implementation: each is called, judged and explained, and becomes a row for each quantity."""
 
-from __future__ import annotations
-
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +21,8 @@ from parity.protocol import process_state, side_effects
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
 from parity.results.row import Class, Row
+
+INTERPRETER_BLOCKS = 400
 
 
 def run_case(
@@ -69,9 +68,6 @@ def skip_reason(
     return interpreter_limit(family, case, settings) if implementation.interpreted and device == "cpu" else None
 
 
-INTERPRETER_BLOCKS = 400
-
-
 def interpreter_limit(family: Family, case: Case, settings: Any) -> str | None:
     """Why Triton's interpreter cannot judge a kernel on this case: probed, or too many blocks for its pace."""
     from parity.implementations import interpreter
@@ -108,18 +104,18 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
         yield logic_row(base, "protocol", False, "; ".join(leaks + unfit))
         return
     found = _judge(whole, implementation, outcome)
-    why = _explain(found)
+    why = Why.of(found) if found.failing else None
     if thorough and not found.failing and recipe.describe() != "fp32":
         wide = dataclasses.replace(IEEE_FP32, output=recipe.output)
         finer = judged(found.oracle, found.implementation, found.outcome, wide, most=REPLICAS)
         base.recipe_measured = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()
     for name, j in found.judged.items():
         row = judged_row(base, found.oracle, name, j, found.outcome)
-        looks = [] if j.agrees or why.recipes else hint.hints(found.oracle, name, found.outcome)
-        yield row if j.agrees else why.told(row, looks)
+        looks = [] if why is None or j.agrees or why.recipes else hint.hints(found.oracle, name, found.outcome)
+        yield row if why is None or j.agrees else why.told(row, looks)
     if thorough:
-        left, related = _repeated_calls(found)
-        leaks += left
+        leaks += _repeated_calls(found)
+        related = side_effects.relations(oracle.family, found.implementation, found.oracle.inputs, found.outcome)
         leaks += [] if found.failing else Calls.of(whole).stale(found.implementation)  # its oracle knows no patch
         for name, (holds, message) in related.items():
             yield logic_row(base, f"relation: {name}", holds, message)
@@ -139,7 +135,6 @@ class Found:
 
     @property
     def failing(self) -> list[str]:
-        """The quantities that disagree with the definition."""
         return [name for name, j in self.judged.items() if not j.agrees]
 
     def again(self) -> dict[str, bool]:
@@ -168,10 +163,18 @@ def _judge(whole: CaseOracle, implementation: Implementation, outcome: Outcome) 
 class Why:
     """What explains the quantities that disagree."""
 
-    variant: str | None = None
-    unsteady: Collection[str] = ()
-    classes: Mapping[str, Class] = dataclasses.field(default_factory=dict)
-    recipes: Sequence[str] = ()
+    variant: str | None
+    unsteady: Collection[str]
+    classes: Mapping[str, Class]
+    recipes: Sequence[str]
+
+    @classmethod
+    def of(cls, found: Found) -> "Why":
+        failing, about = found.failing, (found.oracle, found.implementation)
+        variant = followed_variant(*about, found.outcome, failing)
+        unsteady = flaky(failing, found.again)
+        classes = classify(*about, failing)
+        return cls(variant, unsteady, classes, hint.undeclared(*about, found.outcome, found.judged))
 
     def told(self, row: Row, hints: Sequence[str]) -> Row:
         """The row of such a quantity."""
@@ -183,31 +186,18 @@ class Why:
         return row
 
 
-def _explain(found: Found) -> Why:
-    failing, about = found.failing, (found.oracle, found.implementation)
-    if not failing:
-        return Why()
-    variant = followed_variant(*about, found.outcome, failing)
-    unsteady = flaky(failing, found.again)
-    classes = classify(*about, failing)
-    return Why(variant, unsteady, classes, hint.undeclared(*about, found.outcome, found.judged))
+def _repeated_calls(found: Found) -> list[str]:
+    """What several calls change."""
+    other, call = found.oracle.beside, (found.implementation, found.oracle.inputs)
 
+    def agree(outcome: Outcome) -> bool:
+        given = judged(found.oracle, found.implementation, outcome, only=frozenset(outcome.quantities))
+        return all(j.agrees for j in given.values())
 
-def _repeated_calls(found: Found) -> tuple[list[str], dict[str, tuple[bool, str]]]:
-    """What several calls change, and the exact relations: name -> (holds, message)."""
-    implementation, inputs, outcome = found.implementation, found.oracle.inputs, found.outcome
-    other = found.oracle.beside
-    leaks = side_effects.repeated(implementation, inputs, other, outcome)
-    leaks += side_effects.interleaved(implementation, inputs, other, outcome)
-    leaks += side_effects.accumulation(implementation, inputs, outcome)
-    leaks += side_effects.unrecorded(implementation, inputs, outcome, functools.partial(_agree, found))
-    leaks += side_effects.ways(implementation, inputs, other, outcome, functools.partial(_agree, found))
-    related = side_effects.relations(found.oracle.family, implementation, inputs, outcome)
-    return leaks, related
-
-
-def _agree(found: Found, outcome: Outcome) -> bool:
-    """Whether whatever outputs another call gave agree with the definition."""
-    oracle, implementation = found.oracle, found.implementation
-    given = judged(oracle, implementation, outcome, only=frozenset(outcome.quantities))
-    return all(j.agrees for j in given.values())
+    return [
+        *side_effects.repeated(*call, other, found.outcome),
+        *side_effects.interleaved(*call, other, found.outcome),
+        *side_effects.accumulation(*call, found.outcome),
+        *side_effects.unrecorded(*call, found.outcome, agree),
+        *side_effects.ways(*call, other, found.outcome, agree),
+    ]

@@ -1,7 +1,5 @@
 """The slope gate over a whole run: a scale error too small for one case shows in the mean of many."""
 
-from __future__ import annotations
-
 import collections
 import math
 from collections.abc import Sequence
@@ -52,23 +50,11 @@ def pooled(rows: Sequence[Row]) -> list[Row]:
         slopes = measured[key]
         mean, error = mean_slope(slopes, floor)
         headroom = abs(mean) / max(POOL_SIGMAS * error, floor)
-        agrees = headroom <= 1.0
-        out.append(
-            replace(
-                found[0],
-                case=f"pooled over {len(slopes)} cases",
-                quantity=f"pooled slope: {key[2]}",
-                verdict="agree" if agrees else "disagree",
-                cls=None if agrees else "precision",
-                blame=None if agrees else "candidate",
-                gate="pooled slope",
-                gates={"pooled slope": headroom},
-                headroom=headroom,
-                slope=mean,
-                worst=[],
-                settings={},
-                replay="",
-                message="" if agrees else f"mean slope {mean:.3g} over {len(slopes)} cases, error {error:.2g}",
-            )
-        )
+        row = replace(found[0], case=f"pooled over {len(slopes)} cases", quantity=f"pooled slope: {key[2]}")
+        row = replace(row, gate="pooled slope", gates={"pooled slope": headroom}, headroom=headroom, slope=mean)
+        row = replace(row, verdict="agree", cls=None, blame=None, worst=[], settings={}, replay="", message="")
+        if not headroom <= 1.0:
+            said = f"mean slope {mean:.3g} over {len(slopes)} cases, error {error:.2g}"
+            row = replace(row, verdict="disagree", cls="precision", blame="candidate", message=said)
+        out.append(row)
     return out

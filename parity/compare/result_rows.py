@@ -1,7 +1,5 @@
 """Rows of a case: the empty one, of a judged quantity, of a yes or no; whose fault one is, and what does not fail twice."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -17,6 +15,11 @@ from parity.judging.assess import CaseOracle
 from parity.process import elsewhere
 from parity.protocol.exceptions import Outcome
 from parity.results.row import DECIDED, STOPPED, TOKENS, VALUE, Row, finite
+
+LONGEST = 1024
+"""Tokens of a case whose errors are kept one by one."""
+NUMBERS = ("headroom", "max_abs", "dist", "atol", "rtol", "slope")
+"""Fields that a judgement and its row have in common."""
 
 
 def empty_row(family: AnyFamily, case: Case, implementation: str, device: str, **fields: Any) -> Row:
@@ -52,14 +55,7 @@ def size(x: Any) -> float | None:
     return float(x) if x.dim() == 0 else float(x.norm())
 
 
-LONGEST = 1024
-"""Tokens of a case whose errors are kept one by one."""
-NUMBERS = ("headroom", "max_abs", "dist", "atol", "rtol", "slope")
-"""Fields that a judgement and its row have in common."""
-
-
 def judged_row(base: Row, oracle: CaseOracle, name: str, j: Judgement, outcome: Outcome) -> Row:
-    """The row of a quantity that was held against the definition."""
     numbers: dict[str, Any] = {field: finite(getattr(j, field)) for field in NUMBERS}
     return replace(
         base,
@@ -81,20 +77,13 @@ def judged_row(base: Row, oracle: CaseOracle, name: str, j: Judgement, outcome: 
 def _entry(
     oracle: CaseOracle, name: str, index: tuple[int, ...], value: float, truth: float, error: float
 ) -> dict[str, Any]:
-    """One of the worst entries, with what it belongs to: sequence, position, id and mask of a token."""
+    """One of the worst entries; sequence, position, token id and mask of its position, or the token of its row of the head."""
     out = {"index": list(index), "value": finite(value, VALUE), "oracle": finite(truth, VALUE), "error": finite(error)}
-    return out | _place(oracle, name, index)
-
-
-def _place(oracle: CaseOracle, quantity: str, index: tuple[int, ...]) -> dict[str, Any]:
-    """Sequence, position, token id and mask of an entry that belongs to a position; the token of a row of the head."""
     ids, masked = _ids(oracle)
-    if _by_token(oracle, quantity):
+    if _by_token(oracle, name):
         b, t = index[0], index[1]
-        return {"sequence": b, "position": t, "token": int(ids[b, t]), "masked": bool(masked[b, t])}
-    if quantity in ("grad_weight", "grad_bias") and index and ids.dim() == 2:
-        return {"token": index[0]}
-    return {}
+        return out | {"sequence": b, "position": t, "token": int(ids[b, t]), "masked": bool(masked[b, t])}
+    return out | ({"token": index[0]} if name in ("grad_weight", "grad_bias") and index and ids.dim() == 2 else {})
 
 
 def _ids(oracle: CaseOracle) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,10 +130,8 @@ def logic_row(base: Row, quantity: str, holds: bool, message: str) -> Row:
 
 
 def flaky(failing: Collection[str], again: Callable[[], Mapping[str, bool]]) -> set[str]:
-    """Those of the failing quantities that do not fail a second time.
-
-    `again` makes the same call once more, and says of each quantity whether it agreed; it is not called where none fails.
-    """
+    """Those of the failing quantities that do not fail a second time. `again` makes the same call once more, and says of
+    each quantity whether it agreed; it is not called where none fails."""
     second = again() if failing else {}
     return {name for name in failing if second.get(name, True)}
 

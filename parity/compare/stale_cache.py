@@ -92,10 +92,8 @@ class Calls:
             return None
 
     def stale(self, implementation: Implementation) -> list[str]:
-        """What disagrees with the definition in a call right after one of the same shapes, and agrees in others.
-
-        What an implementation refuses says nothing, and what is wrong in any shape has findings of its own.
-        """
+        """What disagrees with the definition in a call right after one of the same shapes, and agrees in others. What an
+        implementation refuses says nothing, and what is wrong in any shape has findings of its own."""
         one_in = ONE_IN_FUNCTION if implementation.is_function else ONE_IN
         if number(self.case) % one_in or self._built is None:
             return []

@@ -12,8 +12,6 @@ num_items_in_batch. A sparse teacher gives log-probs of a few tokens (the others
 completed by a tail bucket log(1 - Σ exp), or renormalised (TRL's server distillation). Inputs: `divergence_inputs`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from types import SimpleNamespace
@@ -55,7 +53,8 @@ def _loss(x: Inputs, measure: Any, zero_padded: bool = False) -> dict[str, torch
         with of_teacher("softmax"):
             w = teacher_logits(x, logps.shape[-1])
             lq = torch.log_softmax(w, -1)
-        gone_p = _pad(inputs_of.excluded(x.bias, s.softcap, logps), logps)
+        gone_p = inputs_of.excluded(x.bias, s.softcap, logps)
+        gone_p = torch.nn.functional.pad(gone_p, (0, logps.shape[-1] - gone_p.shape[-1]))
         terms = measure(logps, lq, gone_p, inputs_of.excluded_by_teacher(x, lq), s.beta)
         terms = terms.masked_fill(ignored.unsqueeze(-1), 0.0)
         if s.beta != 0.0:
@@ -67,10 +66,8 @@ def _loss(x: Inputs, measure: Any, zero_padded: bool = False) -> dict[str, torch
 def _of_student(
     terms: torch.Tensor, z: torch.Tensor, lp: torch.Tensor, w: torch.Tensor, lq: torch.Tensor, beta: float
 ) -> torch.Tensor:
-    """`terms`, where a replica rounds KL(p‖·) as Σ p·(z - w) - log Z_p + log Z_q, which a kernel sums in one pass.
-
-    The gradient p·(log p - log q - KL(p‖q)) then takes the rounding of the KL as it is: along p, the gradient of log Z_p.
-    """
+    """`terms`, where a replica rounds KL(p‖·) as Σ p·(z - w) - log Z_p + log Z_q, which a kernel sums in one pass. The
+    gradient p·(log p - log q - KL(p‖q)) then takes the rounding of the KL as it is: along p, the gradient of log Z_p."""
     weight = 1.0 if beta == 1.0 else 1 - beta
 
     def size() -> torch.Tensor:
@@ -81,10 +78,6 @@ def _of_student(
     return torch.cat([terms[..., :1] + rounding.unsqueeze(-1), terms[..., 1:]], -1)
 
 
-def _pad(gone: torch.Tensor, lp: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(gone, (0, lp.shape[-1] - gone.shape[-1]))
-
-
 def normaliser(x: Inputs) -> float:
     """Label positions ≠ -100, at least 1, or num_items_in_batch."""
     if x.num_items_in_batch is not None:
@@ -93,10 +86,8 @@ def normaliser(x: Inputs) -> float:
 
 
 def teacher_logits(x: Inputs, vocabulary: int) -> torch.Tensor:
-    """The teacher's z, (…, B·T, vocabulary); rows of its head beyond the vocabulary are padding and left out.
-
-    That is what TRL's GKD trainer makes of a larger teacher head (`resize_token_embeddings` to the student's size).
-    """
+    """The teacher's z, (…, B·T, vocabulary); rows of its head beyond the vocabulary are padding and left out. That is
+    what TRL's GKD trainer makes of a larger teacher head (`resize_token_embeddings` to the student's size)."""
     s = x.settings
     if x.teacher_logits is not None:
         return x.teacher_logits.flatten(-3, -2)[..., :vocabulary] / s.temperature
@@ -132,11 +123,9 @@ def completed(logps: torch.Tensor, gone: torch.Tensor, tail: bool) -> torch.Tens
 def divergence(
     lp: torch.Tensor, lq: torch.Tensor, gone_p: torch.Tensor, gone_q: torch.Tensor, beta: float, exchanged: bool = False
 ) -> torch.Tensor:
-    """Terms of the divergence between student log-probs `lp` and teacher log-probs `lq`, summed over nothing.
-
-    `gone_p` and `gone_q` mark what a distribution excludes by definition; a log-prob that overflowed is not among it.
-    `exchanged` gives the mixture the other weights, M = beta·p + (1 - beta)·q.
-    """
+    """Terms of the divergence between student log-probs `lp` and teacher log-probs `lq`, summed over nothing. `gone_p`
+    and `gone_q` mark what a distribution excludes by definition; a log-prob that overflowed is not among it. `exchanged`
+    gives the mixture the other weights, M = beta·p + (1 - beta)·q."""
     p = lp.exp()
     with of_teacher("elementwise"):
         q = lq.exp()
@@ -188,6 +177,8 @@ def features(case: Case) -> dict[str, Any]:
     s = FAMILY.full_settings(case)
     student, teacher = inputs_of.bans(s)
     dense = s.sparse == "none"
+    # the size of the log-probs of student and teacher, whichever is larger
+    nats = max(s.peak * abs(s.logit_scale), s.teacher_peak * abs(s.teacher_logit_scale)) / s.temperature
     return head.features(case, s) | {
         "one token": s.B * s.T == 1,
         "divergence": "forward" if s.beta == 0.0 else "reverse" if s.beta == 1.0 else "jsd",
@@ -195,13 +186,8 @@ def features(case: Case) -> dict[str, Any]:
         "teacher excludes": dense and teacher,
         "both exclude": dense and student and teacher,
         "anything excluded": dense and (student or teacher),
-        "fp16 sum": case.dtype == "fp16" and 5 * _nats(s) * s.B * s.T > 65504,
+        "fp16 sum": case.dtype == "fp16" and 5 * nats * s.B * s.T > 65504,
     }
-
-
-def _nats(s: Any) -> float:
-    """The size of the log-probs of student and teacher, whichever is larger."""
-    return float(max(s.peak * abs(s.logit_scale), s.teacher_peak * abs(s.teacher_logit_scale)) / s.temperature)
 
 
 def parameters(x: Inputs) -> set[str]:
@@ -226,9 +212,8 @@ def _garbage(x: Inputs) -> Inputs | None:
     names = ("hidden", "teacher_hidden", "teacher_logits")
     given = {n: t for n in names if (t := x.tensors.get(n)) is not None}
     out = x.replace(**{n: layouts.like(torch.where(ignored, t.roll(1, -1) + 0.5, t), t) for n, t in given.items()})
-    reach = (
-        float((out.hidden.double() @ x.weight.double().T).abs().max()) * x.settings.logit_scale / x.settings.temperature
-    )
+    largest = float((out.hidden.double() @ x.weight.double().T).abs().max())
+    reach = largest * x.settings.logit_scale / x.settings.temperature
     return None if x.case.dtype == "fp16" and reach > LARGEST["fp16"] / 2 else out
 
 
@@ -239,8 +224,6 @@ def _build(case: Case) -> Inputs:
     inputs_of.check(case, s)
     return stored_tensors.inputs(FAMILY, case, scalar=True)
 
-
-GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
 
 FAMILY: Family = Family(
     name="divergence",
@@ -257,10 +240,8 @@ FAMILY: Family = Family(
     stored=inputs_of.STORED,
     derived=lambda tensors, where: inputs_of.derived(FAMILY, tensors, where),
     relations={
-        "cotangent x2": Relation(
-            head.double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in its input"
-        ),
-        "items x2": Relation(_double_items, dict.fromkeys(("loss", *GRADIENTS), 0.5), "it divides the loss"),
+        "cotangent x2": head.LINEAR,
+        "items x2": Relation(_double_items, dict.fromkeys(("loss", *head.GRADIENTS), 0.5), "it divides the loss"),
         "ignored garbage": Relation(_garbage, {}, "what stands at label -100 changes nothing"),
     },
 )

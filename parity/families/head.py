@@ -1,8 +1,7 @@
 """Hidden states x LM head: the inputs, settings and definition that every family with an LM head shares."""
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from parity.case import layouts
 from parity.case.case import Case
+from parity.case.family import Relation
 from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
 from parity.judge import stages
@@ -49,13 +49,19 @@ SETTINGS = {
         "plain", "how the implementation is called", ("plain", "tf32", "autocast", "checkpoint", "compile")
     ),
 }
+SHAPES = ("usual",) * 82 + ("vocabulary",) * 6 + ("tokens",) * 7 + ("hidden",) * 3 + ("sequences",) * 2
+"""Which size of a case is one that real models and batches have; all others are small then."""
+VOCABULARY = {"quick": 1 << 15, "pr": 1 << 18}
+"""Profile -> largest vocabulary that is drawn; in the others twice that of `pr`."""
+TOKENS, HIDDEN, SEQUENCES = 1 << 12, 1 << 13, 1 << 9
+"""Largest length of a sequence, hidden size and number of sequences."""
+ENTRIES = 1 << 18
+"""Entries of the logits, and a quarter of those of the head, of a case that has such a size, about."""
 
 
 def check(settings: SimpleNamespace, case: Case) -> None:
-    """Refuse shapes and numbers for which the definition has no value.
-
-    Raises UsageError, naming the setting, its value and the bound.
-    """
+    """Refuse shapes and numbers for which the definition has no value. Raises UsageError, naming the setting, its value
+    and the bound."""
     for name in ("B", "T", "V", "H"):
         value = getattr(settings, name)
         if not isinstance(value, int) or value < 1:
@@ -86,7 +92,12 @@ def build(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
     if s.padded_rows != "none":
         for rows in (weight,) if bias is None else (weight, bias):
             rows[s.V - s.V // 3 :] = 0.0 if s.padded_rows == "zero" else rows[0].clone()
-    ids = _targets(case, s, hidden, weight, bias)
+    ids = integers(case.seed, "ids", (s.B, s.T), s.V)
+    if s.targets == "likely":
+        z = hidden.double() @ weight.double().T
+        ids = (z if bias is None else z + bias.double()).argmax(-1)
+    if s.targets == "edge":
+        ids = torch.where(uniform(case.seed, "edge", (s.B, s.T)) < 0.5, 0, s.V - 1)
     if s.bias == "banned":
         assert bias is not None
         banned = uniform(case.seed, "banned", (s.V,)) < 0.3
@@ -98,18 +109,6 @@ def build(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
         "bias": bias,
         "ids": ids.to(torch.int32 if s.ids_dtype == "int32" else torch.int64),
     }
-
-
-def _targets(
-    case: Case, s: SimpleNamespace, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    ids = integers(case.seed, "ids", (s.B, s.T), s.V)
-    if s.targets == "likely":
-        logits = hidden.double() @ weight.double().T
-        return (logits if bias is None else logits + bias.double()).argmax(-1)
-    if s.targets == "edge":
-        return torch.where(uniform(case.seed, "edge", (s.B, s.T)) < 0.5, 0, s.V - 1)
-    return ids
 
 
 def leaves(s: SimpleNamespace) -> tuple[str, ...]:
@@ -146,18 +145,16 @@ def of_a_loss(case: Case, s: SimpleNamespace) -> torch.Tensor:
 
 def logits(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
     """z = softcap(scale·(h Wᵀ + b))/τ, shape (…, B·T, V), float64; every leaf may carry leading replica dimensions.
-
     softcap(z) = c·tanh(z/c). The order scale, softcap, temperature is that of transformers' Gemma-2 and Cohere models
-    followed by TRL's sampling temperature.
-    """
+    followed by TRL's sampling temperature."""
     s = x.settings
     plain, biased = ("teacher", "teacher") if of_teacher else ("logits", "biased")
     unbiased = plain if x.bias is None else "unbiased teacher" if of_teacher else "unbiased"
     hidden, weight = x.hidden.flatten(-3, -2), x.weight
     if s.__dict__.get("head") == "tied":  # the embedding of the previous token comes from the same matrix
-        embedding, weight = (
-            (weight, weight) if s.head_dtype == "fp32" else (stored(weight, "use"), stored(weight, "use"))
-        )
+        embedding = weight
+        if s.head_dtype != "fp32":
+            embedding, weight = stored(weight, "use"), stored(weight, "use")
         hidden = stored(hidden + embedding[..., x.previous_ids.flatten(), :], "states")
     hidden, weight = stored(hidden, "parameter"), stored(weight, "parameter")
     adapted = hidden
@@ -220,11 +217,9 @@ def _walk(terms: int) -> float:
 
 
 def entropy(x: Inputs, z: torch.Tensor, all_logps: torch.Tensor) -> torch.Tensor:
-    """-Σ p log p over the vocabulary, (…, B, T); a token of probability 0 contributes 0.
-
-    Where it is computed as logsumexp(z) - E[z], the gradient p·(E[z] - z) takes the rounding of E[z] as it is: along p,
-    the gradient of a log-sum-exp.
-    """
+    """-Σ p log p over the vocabulary, (…, B, T); a token of probability 0 contributes 0. Where it is computed as
+    logsumexp(z) - E[z], the gradient p·(E[z] - z) takes the rounding of E[z] as it is: along p, the gradient of a
+    log-sum-exp."""
     finite = all_logps.masked_fill(all_logps == -torch.inf, 0.0)
     value = -(all_logps.exp() * finite).sum(-1).unflatten(-1, x.ids.shape)
 
@@ -241,16 +236,6 @@ def log_partition(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
     """log Z = logsumexp(z) = z - log p, (…, B·T), from the log-probs at hand."""
     top = z.detach().argmax(-1, keepdim=True)
     return (z.gather(-1, top) - logps.gather(-1, top)).squeeze(-1)
-
-
-SHAPES = ("usual",) * 82 + ("vocabulary",) * 6 + ("tokens",) * 7 + ("hidden",) * 3 + ("sequences",) * 2
-"""Which size of a case is one that real models and batches have; all others are small then."""
-VOCABULARY = {"quick": 1 << 15, "pr": 1 << 18}
-"""Profile -> largest vocabulary that is drawn; in the others twice that of `pr`."""
-TOKENS, HIDDEN, SEQUENCES = 1 << 12, 1 << 13, 1 << 9
-"""Largest length of a sequence, hidden size and number of sequences."""
-ENTRIES = 1 << 18
-"""Entries of the logits, and a quarter of those of the head, of a case that has such a size, about."""
 
 
 def size(draw: Any, st: Any, least: int, most: int) -> int:
@@ -308,9 +293,7 @@ def _sizes(draw: Any, st: Any, shape: str, profile: str) -> dict[str, int]:
 
 def draw_head(draw: Any, st: Any, dtype: str, *, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
     """Draw the shared settings; `st` is hypothesis.strategies. Every dimension is drawn independently of the others.
-
-    Settings that move seldom do so often beside a size of real models, or they would not meet it.
-    """
+    Settings that move seldom do so often beside a size of real models, or they would not meet it."""
     shape = draw(st.sampled_from(SHAPES))
     large = shape == "vocabulary"
     usual, most = (12, 3) if shape == "usual" else (4, 1)
@@ -393,11 +376,15 @@ def ignored(case: Case, s: SimpleNamespace) -> torch.Tensor:
     return out
 
 
-def double_cotangents(x: Inputs) -> Inputs | None:
-    """Twice the upstream gradients: backward is linear in them."""
+def _double_cotangents(x: Inputs) -> Inputs | None:
     if x.settings.cotangent in ("zero", "scaled"):
         return None
     return dataclasses.replace(x, cotangents={k: layouts.like(g * 2, g) for k, g in x.cotangents.items()})
+
+
+GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
+LINEAR = Relation(_double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient")
+"""Of twice the upstream gradients."""
 
 
 REPLICATED = frozenset(
@@ -405,25 +392,16 @@ REPLICATED = frozenset(
     "ref_hidden ref_weight ref_bias".split()
 )
 """What an oracle rounds: every replica has its own."""
-
-
-def inputs(
-    case: Case,
-    s: SimpleNamespace,
-    tensors: dict[str, torch.Tensor | None],
-    leaves: tuple[str, ...],
-    cotangents: dict[str, torch.Tensor],
-) -> Inputs:
-    """Inputs of a loss with an LM head."""
-    return Inputs(case, s, tensors, leaves, cotangents, replicated=REPLICATED)
+inputs = functools.partial(Inputs, replicated=REPLICATED)
+"""Inputs of a loss with an LM head: case, settings, tensors, leaves, upstream gradients."""
 
 
 def shared(x: Inputs, prefix: str) -> Inputs:
     """The same where each tensor of a teacher, named by the `prefix`, is the student's if it has the same bits."""
     pairs = {prefix + name: name for name in ("hidden", "weight", "bias")}
-    found = {other: own for other, own in pairs.items() if _same(x.tensors[other], x.tensors[own])}
+
+    def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+        return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
+
+    found = {other: own for other, own in pairs.items() if same(x.tensors[other], x.tensors[own])}
     return dataclasses.replace(x, shared=found)
-
-
-def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)

@@ -4,8 +4,6 @@ Definition: logp = z[id] - logsumexp(z), entropy = -Σ p log p, with z of `head.
 ignored: their value is 0 and they have no gradient (torch.nn.functional.cross_entropy, `ignore_index`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -45,7 +43,6 @@ PLAIN = ("ignored", "entropy", "peak", "head_dtype", "ids_dtype", "layout", "lay
 
 
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
-    """Settings of one case."""
     out = head.draw_head(draw, st, dtype, profile=profile, contexts=contexts)
     out["ignored"] = draw(st.sampled_from(["none"] * 9 + ["some", "row", "all"]))
     out["chunk_size"] = draw(st.sampled_from([None, None, 5 if out["V"] < MANY_CHUNKS else 4096, 64, 1000]))
@@ -168,8 +165,6 @@ def _zero_cotangents(x: Inputs) -> Inputs | None:
     return dataclasses.replace(x, cotangents={k: like(torch.zeros_like(g), g) for k, g in x.cotangents.items()})
 
 
-GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
-
 FAMILY: Family = Family(
     name="logprobs",
     settings=SETTINGS,
@@ -184,9 +179,7 @@ FAMILY: Family = Family(
     stored=stored_tensors.HEAD,
     derived=derived,
     relations={
-        "cotangent x2": Relation(
-            head.double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in the upstream gradient"
-        ),
-        "cotangent 0": Relation(_zero_cotangents, dict.fromkeys(GRADIENTS, 0.0), "no upstream gradient, no gradient"),
+        "cotangent x2": head.LINEAR,
+        "cotangent 0": Relation(_zero_cotangents, dict.fromkeys(head.GRADIENTS, 0.0), "no upstream gradient, none"),
     },
 )

@@ -6,8 +6,6 @@ Definitions: grpo (arXiv 2402.03300), bnpo, dr_grpo (2503.20783), dapo (2503.144
 no paper fixes a combination, the documentation of TRL 1.16. Settings: `policy_settings`; inputs: `policy_inputs`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -40,16 +38,14 @@ def _losses(x: Inputs, measure: Any) -> dict[str, torch.Tensor]:
     return losses(s, x, lp, entropy, measure)
 
 
-def _capped_divergence(log_r: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
-    return divergence(log_r.clamp(-KL_LOG_RATIO_CAP, KL_LOG_RATIO_CAP), w).clamp(max=KL_CAP)
-
-
 def capped_kl(x: Inputs) -> dict[str, torch.Tensor]:
-    """The loss with |log r| capped at 20 before k3 and the KL term at 10 after its bias correction, as Unsloth has it.
+    """The loss with |log r| capped at 20 before k3 and the KL term at 10 after its bias correction, as Unsloth has it. A
+    token at the cap (log r above 2.6 or below -11 where nothing is corrected) has no gradient from its KL term."""
 
-    A token at the cap (log r above 2.6 or below -11 where nothing is corrected) has no gradient from its KL term.
-    """
-    return _losses(x, _capped_divergence)
+    def measure(log_r: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+        return divergence(log_r.clamp(-KL_LOG_RATIO_CAP, KL_LOG_RATIO_CAP), w).clamp(max=KL_CAP)
+
+    return _losses(x, measure)
 
 
 def zeros(x: Inputs) -> dict[str, torch.Tensor]:
@@ -82,10 +78,8 @@ def parameters(x: Inputs) -> set[str]:
     def moved(*names: str) -> set[str]:
         return {n for n in names if getattr(s, n) != table[n].default}
 
-    out = {*policy_stored.REQUIRED} | moved(
-        "temperature", "softcap", "logit_scale", "loss_type", "beta", "entropy_coef"
-    )
-    out |= moved("importance_sampling_level", "off_policy_mask_threshold")
+    out = {*policy_stored.REQUIRED} | moved("temperature", "softcap", "logit_scale", "loss_type", "beta")
+    out |= moved("entropy_coef", "importance_sampling_level", "off_policy_mask_threshold")
     out |= moved("epsilon", "epsilon_high", "delta") if s.loss_type in CLIPPED else set()
     out |= moved(*(n for n in table if n.startswith(s.loss_type))) if s.loss_type in ("sapo", "vespo") else set()
     out |= {"cispo": {"epsilon_high"}, "dr_grpo": {"max_completion_length"}}.get(s.loss_type, set())
@@ -100,9 +94,8 @@ def parameters(x: Inputs) -> set[str]:
     if s.off_policy_mask_threshold is not None and x.sampling_logps is not None:
         out |= {"sampling_logps"}
     optional = ("bias", "old_logps", "importance_sampling_ratio", "top_entropy_quantile", "lora_a")
-    return (
-        out | {n for n in optional if x.tensors.get(n) is not None} | ({"previous_ids"} if s.head == "tied" else set())
-    )
+    out |= {"previous_ids"} if s.head == "tied" else set()
+    return out | {n for n in optional if x.tensors.get(n) is not None}
 
 
 def _double_advantages(x: Inputs) -> Inputs | None:
@@ -113,19 +106,15 @@ def _double_advantages(x: Inputs) -> Inputs | None:
 
 
 def _garbage(x: Inputs) -> Inputs | None:
-    """Finite garbage wherever the mask is zero, except in the sampler ratio, which is 1 at padding by contract.
-
-    None of it makes an exponential of two log-probs larger: that would overflow, mask or not.
-    """
+    """Finite garbage wherever the mask is zero, except in the sampler ratio, which is 1 at padding by contract. None of
+    it makes an exponential of two log-probs larger: that would overflow, mask or not."""
     masked = ~x.mask.bool()
     if not masked.any() or x.settings.targets == "edge":
         return None
     tensors = {}
     if x.settings.beta == 0.0 and x.old_logps is None:
-        allowed = (
-            torch.ones(x.settings.V, device=x.ids.device) if x.bias is None else x.bias.isfinite()
-        )  # a banned token's log-prob is -inf
-        ids = allowed.nonzero().squeeze(-1)
+        ids = torch.arange(x.settings.V, device=x.ids.device)
+        ids = ids if x.bias is None else ids[x.bias.isfinite()]  # a banned token's log-prob is -inf
         other = ids[(torch.searchsorted(ids, x.ids.long().contiguous()) + 1) % len(ids)]
         tensors["ids"] = like(torch.where(masked, other, x.ids).to(x.ids.dtype), x.ids)
     for name in ("old_logps", "ref_logps", "sampling_logps"):
@@ -141,7 +130,6 @@ def _build(case: Case) -> Inputs:
 
 
 QUANTITIES = ("loss", "grad_hidden", "grad_weight", "grad_bias")
-
 FAMILY: Family = Family(
     name="policy",
     settings=settings_of.SETTINGS,
@@ -164,9 +152,7 @@ FAMILY: Family = Family(
     stored=policy_stored.TENSORS,
     derived=lambda tensors, where: policy_stored.derived(FAMILY, tensors, where),
     relations={
-        "advantages x2": Relation(
-            _double_advantages, dict.fromkeys(QUANTITIES, 2.0), "the loss is linear in the advantages"
-        ),
+        "advantages x2": Relation(_double_advantages, dict.fromkeys(QUANTITIES, 2.0), "it is linear in the advantages"),
         "masked garbage": Relation(_garbage, {}, "what the mask hides changes nothing"),
     },
 )

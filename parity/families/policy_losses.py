@@ -1,12 +1,11 @@
 """Formulas of family `policy`, from log-probs and entropies to the loss. torch alone."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 WINDOW_NORMALISED = ("dapo", "cispo", "vespo")
@@ -21,15 +20,13 @@ CONFIG_FIELDS = tuple(
 """Settings that a field of the same name decides in the configuration of TRL's trainer."""
 
 
-def divergence(log_r: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+def divergence(log_r: Tensor, w: Tensor | None) -> Tensor:
     """k3 of each token, exp(log r) - log r - 1 with log r = lp_ref - lp; times w where its bias is corrected."""
     kl = log_r.exp() - log_r - 1
     return kl if w is None else kl * w
 
 
-def losses(
-    s: SimpleNamespace, x: Any, lp: torch.Tensor, entropy: torch.Tensor, measure: Any = divergence
-) -> dict[str, torch.Tensor]:
+def losses(s: SimpleNamespace, x: Any, lp: Tensor, entropy: Tensor, measure: Any = divergence) -> dict[str, Tensor]:
     """The loss of one micro-batch, (…), of its log-probs and entropies (…, B, T), with metrics; `_terms` is (…, B, T).
 
     `s`: the settings of `CONFIG_FIELDS`, `accumulation`, `steps_per_generation` and `mode`. `x`: an object with the family's
@@ -46,9 +43,8 @@ def losses(
     keep = mask
     l = surrogate(s, lp, d, w, advantages, mask, x.importance_sampling_ratio)
     if s.off_policy_mask_threshold is not None:
-        l = l * off_policy_mask(
-            s, lp, advantages, x.sampling_logps if x.sampling_logps is not None else x.old_logps, mask
-        )
+        sampling = x.sampling_logps if x.sampling_logps is not None else x.old_logps
+        l = l * off_policy_mask(s, lp, advantages, sampling, mask)
     if x.top_entropy_quantile is not None:
         keep = mask * entropy_mask(entropy, mask, 1 - float(x.top_entropy_quantile))
         l = l * (keep + (1 - mask))  # the mask itself is applied once, by `aggregate`
@@ -68,20 +64,14 @@ def losses(
     return {"loss": loss, "_logps": lp, "_terms": terms} | metrics(s, w, advantages, mask, kl, entropy)
 
 
-def _mean(values: torch.Tensor, mask: torch.Tensor, keepdim: bool = False) -> torch.Tensor:
+def _mean(values: Tensor, mask: Tensor, keepdim: bool = False) -> Tensor:
     """Σ_t m·v / max(Σ_t m, 1) of each sequence."""
     return (values * mask).sum(-1, keepdim=keepdim) / mask.sum(-1, keepdim=keepdim).clamp(min=1)
 
 
 def surrogate(
-    s: SimpleNamespace,
-    lp: torch.Tensor,
-    d: torch.Tensor,
-    w: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    ratio: torch.Tensor | None,
-) -> torch.Tensor:
+    s: SimpleNamespace, lp: Tensor, d: Tensor, w: Tensor, advantages: Tensor, mask: Tensor, ratio: Tensor | None
+) -> Tensor:
     """The policy term of each token, (…, B, T) or (…, B, 1), before masks, sampler ratio and KL."""
     if s.loss_type in CLIPPED:
         capped = w if s.delta is None else w.clamp(max=s.delta)
@@ -95,7 +85,7 @@ def surrogate(
     return -vespo_phi(s, d.detach(), advantages, mask, ratio) * advantages * lp
 
 
-def _by_sign(condition: torch.Tensor, yes: float, no: float) -> torch.Tensor:
+def _by_sign(condition: Tensor, yes: float, no: float) -> Tensor:
     """`torch.where` of two numbers, which would otherwise be rounded to float32."""
     return torch.where(condition, yes, torch.tensor(no, dtype=torch.float64))
 
@@ -104,9 +94,7 @@ def _epsilon_high(s: SimpleNamespace) -> float:
     return s.epsilon if s.epsilon_high is None else s.epsilon_high
 
 
-def vespo_phi(
-    s: SimpleNamespace, d: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor | None
-) -> torch.Tensor:
+def vespo_phi(s: SimpleNamespace, d: Tensor, advantages: Tensor, mask: Tensor, ratio: Tensor | None) -> Tensor:
     """φ = exp(λ + k·log W - λ·W), (…, B, 1), with log W the clamped sum of log-ratios and log sampler ratios."""
     low, high = math.log(1e-8), 20.0
     log_w = (d.clamp(-20.0, 20.0) * mask).sum(-1, keepdim=True)
@@ -119,8 +107,8 @@ def vespo_phi(
 
 
 def off_policy_mask(
-    s: SimpleNamespace, lp: torch.Tensor, advantages: torch.Tensor, sampling: torch.Tensor | None, mask: torch.Tensor
-) -> torch.Tensor:
+    s: SimpleNamespace, lp: Tensor, advantages: Tensor, sampling: Tensor | None, mask: Tensor
+) -> Tensor:
     """1 where A ≥ 0 or the sequence mean of (lp_samp - lp) ≤ threshold; tokens the sampler could not score count 0."""
     if sampling is None:  # a drift of 0, which nothing rounds
         return ((advantages >= 0) | (s.off_policy_mask_threshold >= 0)).to(lp.dtype)
@@ -129,7 +117,7 @@ def off_policy_mask(
     return ((advantages >= 0) | near).to(lp.dtype)
 
 
-def entropy_mask(entropy: torch.Tensor, mask: torch.Tensor, quantile: float) -> torch.Tensor:
+def entropy_mask(entropy: Tensor, mask: Tensor, quantile: float) -> Tensor:
     """1 where the entropy reaches the quantile (linear interpolation) of the entropies of all loss tokens."""
     values = entropy.detach().flatten(-2)[..., mask.flatten().bool()]
     if values.shape[-1] == 0:
@@ -143,9 +131,7 @@ def entropy_mask(entropy: torch.Tensor, mask: torch.Tensor, quantile: float) -> 
     return (entropy.detach() >= threshold[..., None, None]).to(mask.dtype)
 
 
-def aggregate(
-    s: SimpleNamespace, l: torch.Tensor, mask: torch.Tensor, num_items: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def aggregate(s: SimpleNamespace, l: Tensor, mask: Tensor, num_items: float) -> tuple[Tensor, Tensor]:
     """The loss of the micro-batch and the weighted per-token terms it sums.
 
     grpo, sapo: mean_i Σ_t m·l/max(|o_i|, 1) · bnpo: Σ m·l/max(Σ m, 1) · dr_grpo: Σ m·l/(B·L) · luspo: mean_i Σ_t m·l ·
@@ -171,16 +157,11 @@ def aggregate(
 
 
 def metrics(
-    s: SimpleNamespace,
-    w: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    kl: torch.Tensor | None,
-    entropy: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+    s: SimpleNamespace, w: Tensor, advantages: Tensor, mask: Tensor, kl: Tensor | None, entropy: Tensor
+) -> dict[str, Tensor]:
     """Means over loss tokens; clip fractions at sequence level: one value a sequence."""
 
-    def mean(values: torch.Tensor, per_sequence: bool = False) -> torch.Tensor:
+    def mean(values: Tensor, per_sequence: bool = False) -> Tensor:
         if per_sequence and values.shape[-1] == 1:
             return values.to(torch.float64).mean((-2, -1))
         return (values * mask).sum((-2, -1)) / mask.sum().clamp(min=1)

@@ -1,7 +1,5 @@
 """Settings of family `policy`, and how they are drawn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

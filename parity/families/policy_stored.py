@@ -1,7 +1,5 @@
 """Stored tensors of family `policy`: a batch of a real training step, with its decisions kept apart from rounding."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -19,21 +17,10 @@ from parity.families.policy_inputs import check, error_bound, thresholds
 from parity.families.policy_settings import MASKS
 
 REQUIRED = (*stored_tensors.REQUIRED, "mask", "advantages")
-TENSORS = stored_tensors.HEAD | {
-    "mask": "BT",
-    "completion_mask": "BT",
-    "tool_mask": "BT",
-    "advantages": "B|BT",
-    "old_logps": "BT",
-    "ref_logps": "BT",
-    "sampling_logps": "BT",
-    "importance_sampling_ratio": "BT|B1",
-    "num_items_in_batch": "",
-    "top_entropy_quantile": "",
-    "previous_ids": "BT",
-    "lora_a": "RH",
-    "lora_b": "VR",
-}
+BY_TOKEN = "mask completion_mask tool_mask old_logps ref_logps sampling_logps previous_ids".split()
+TENSORS = stored_tensors.HEAD | dict.fromkeys(BY_TOKEN, "BT")
+TENSORS |= {"advantages": "B|BT", "importance_sampling_ratio": "BT|B1", "lora_a": "RH", "lora_b": "VR"}
+TENSORS |= {"num_items_in_batch": "", "top_entropy_quantile": ""}
 _MASKS = {dtype: name for name, dtype in MASKS.items()}
 
 
@@ -76,12 +63,9 @@ def derived(family: Family, tensors: Mapping[str, Tensor], where: str) -> dict[s
 
 
 def build(family: Family, case: Case, s: SimpleNamespace) -> Inputs:
-    """The inputs of a stored batch.
-
-    A token (a sequence, where the ratio is a sequence's) for which rounding alone decides on which side of a threshold it
-    falls is masked out and counted, see `Inputs.undecided`. Raises UsageError for settings outside their range, and where
-    nothing decided is left.
-    """
+    """The inputs of a stored batch. A token (a sequence, where the ratio is a sequence's) for which rounding alone
+    decides on which side of a threshold it falls is masked out and counted, see `Inputs.undecided`. Raises UsageError for
+    settings outside their range, and where nothing decided is left."""
     check(case, s)
     x = stored_tensors.inputs(family, case, scalar=True)
     if s.beta != 0.0 and x.ref_logps is None:

@@ -6,15 +6,13 @@ half of the B sequences is chosen, the other rejected. The loss is the mean over
 log-prob of the chosen tokens. A KTO loss is the mean over sequences.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from parity.case.case import Case
-from parity.case.family import Family, Kind, Relation
+from parity.case.family import Family, Kind
 from parity.case.inputs import Inputs, Setting
 from parity.case.layouts import arranged
 from parity.errors import UsageError
@@ -137,11 +135,8 @@ def check(case: Case, s: SimpleNamespace) -> None:
 
 
 def build(case: Case) -> Inputs:
-    """The inputs of a case, on the CPU.
-
-    Tensors besides those of `head.build`: ref_hidden (B, T, H), ref_weight (V, H), ref_bias (V,) or None; labels (B,) bool.
-    Raises UsageError for settings outside their range.
-    """
+    """The inputs of a case, on the CPU. Tensors besides those of `head.build`: ref_hidden (B, T, H), ref_weight (V, H),
+    ref_bias (V,) or None; labels (B,) bool. Raises UsageError for settings outside their range."""
     s = FAMILY.full_settings(case)
     check(case, s)
     tensors = head.build(case, s)
@@ -180,7 +175,13 @@ def oracle(x: Inputs) -> dict[str, torch.Tensor]:
     counts = mask.sum(-1).double()
     lp = head.selected(x, head.log_softmax(x, head.logits(x))).masked_fill(~mask, 0.0)
     sums, per_token = lp.sum(-1), lp.sum(-1) / counts
-    of_ref = _of_reference(x, mask)
+    of_ref = torch.zeros(x.ids.shape[0], dtype=torch.float64, device=x.ids.device)
+    if x.ref_hidden is not None:
+        of = {"hidden": x.ref_hidden, "weight": x.ref_weight, "bias": x.ref_bias, "settings": s, "ids": x.ids}
+        other: Any = SimpleNamespace(**of)
+        with of_teacher("softmax"), torch.no_grad():
+            table = torch.log_softmax(head.logits(other, of_teacher=True), -1)
+            of_ref = head.selected(other, table).masked_fill(~mask, 0.0).sum(-1)
     value, ref = (per_token, of_ref / counts) if s.average else (sums, of_ref)
     if s.method == "kto":
         z = torch.tensor(s.kl, dtype=torch.float64) if s.loss_type == "kto" else None
@@ -208,16 +209,6 @@ def oracle(x: Inputs) -> dict[str, torch.Tensor]:
     return {"loss": terms.sum(-1), "_logps": lp, "_terms": terms} | shown
 
 
-def _of_reference(x: Inputs, mask: torch.Tensor) -> torch.Tensor:
-    """Log-probs of the completions by the reference, summed, (…, B), without gradient; 0 where there is none."""
-    if x.ref_hidden is None:
-        return torch.zeros(x.ids.shape[0], dtype=torch.float64, device=x.ids.device)
-    of: Any = SimpleNamespace(hidden=x.ref_hidden, weight=x.ref_weight, bias=x.ref_bias, settings=x.settings, ids=x.ids)
-    with of_teacher("softmax"), torch.no_grad():
-        table = torch.log_softmax(head.logits(of, of_teacher=True), -1)
-        return head.selected(of, table).masked_fill(~mask, 0.0).sum(-1)
-
-
 def zeros(x: Inputs) -> dict[str, torch.Tensor]:
     """Ignored positions: exactly zero gradient of their hidden states."""
     return {"grad_hidden": x.ids == IGNORE_INDEX}
@@ -230,27 +221,12 @@ def features(case: Case) -> dict[str, Any]:
 
 
 def parameters(x: Inputs) -> set[str]:
-    """The tensors, and what moves the value."""
     s = x.settings
-    names = {
-        "method",
-        "loss_type",
-        "beta",
-        "average",
-        "nll",
-        "smoothing",
-        "gamma",
-        "tau",
-        "kl",
-        "desirable",
-        "undesirable",
-    }
+    names = set("method loss_type beta average nll smoothing gamma tau kl desirable undesirable".split())
     names = names - (_silent(vars(s)) - {"average"}) | {*WIRING}  # some divide the means again
     moved = {n for n in names if getattr(s, n) != SETTINGS[n].default} | {*stored_tensors.REQUIRED, "beta"}
     return moved | {n for n in ("bias", "ref_hidden", "labels") if x.tensors.get(n) is not None}
 
-
-GRADIENTS = ("grad_hidden", "grad_weight", "grad_bias")
 
 FAMILY: Family = Family(
     name="preference",
@@ -263,9 +239,5 @@ FAMILY: Family = Family(
     parameters=parameters,
     draw=draw,
     canonical=canonical,
-    relations={
-        "cotangent x2": Relation(
-            head.double_cotangents, dict.fromkeys(GRADIENTS, 2.0), "backward is linear in its input"
-        )
-    },
+    relations={"cotangent x2": head.LINEAR},
 )

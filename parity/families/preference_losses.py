@@ -16,20 +16,13 @@ from torch.nn.functional import logsigmoid
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """What the losses of a batch of N pairs are made of, each of chosen and rejected.
+    """What the losses of a batch of N pairs are made of, each of chosen and rejected."""
 
-    Attributes:
-        s: beta, smoothing, divergence, alpha and tau.
-        logps, ref: log-probs (…, N) of the completions by policy and reference.
-        lengths: their tokens, (N,).
-        nll: minus the mean log-prob of the tokens of the chosen, (…).
-    """
-
-    s: SimpleNamespace
-    logps: Sequence[Tensor]
-    ref: Sequence[Tensor]
-    lengths: Sequence[Tensor]
-    nll: Tensor
+    s: SimpleNamespace  # beta, smoothing, divergence, alpha and tau
+    logps: Sequence[Tensor]  # log-probs (…, N) of the completions by the policy
+    ref: Sequence[Tensor]  # and by the reference
+    lengths: Sequence[Tensor]  # their tokens, (N,)
+    nll: Tensor  # minus the mean log-prob of the tokens of the chosen, (…)
 
     @functools.cached_property
     def ratios(self) -> list[Tensor]:
@@ -71,10 +64,8 @@ def smoothed(z: Tensor, e: float) -> Tensor:
 
 
 def _score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(u), u = exp(ratio), as f-DPO's table 1: log u, 1 - 1/u, log(2u/(1 + u)), (1 - u^-α)/α.
-
-    The paper's constant cancels between chosen and rejected; here f'(1) = 0, which losses per token need.
-    """
+    """f'(u), u = exp(ratio), as f-DPO's table 1: log u, 1 - 1/u, log(2u/(1 + u)), (1 - u^-α)/α. The paper's constant
+    cancels between chosen and rejected; here f'(1) = 0, which losses per token need."""
     if divergence == "forward_kl":
         return 1 - torch.exp(-ratio)
     if divergence == "js_divergence":
@@ -128,11 +119,9 @@ CPO = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
 
 
 def cpo(r: Sequence[Tensor], s: SimpleNamespace, loss: str) -> Tensor:
-    """f(r_w - r_l) of each pair (arXiv 2401.08417, 3), (…, N).
-
-    r is log π of a completion, per token for ipo and simpo; (1 - exp(-a·r))/a with AlphaPO's exponent a, `power` (arXiv
-    2501.03884). f as DPO's; simpo and alphapo: sigmoid of β(r_w - r_l) - γ (arXiv 2405.14734).
-    """
+    """f(r_w - r_l) of each pair (arXiv 2401.08417, 3), (…, N). r is log π of a completion, per token for ipo and simpo;
+    (1 - exp(-a·r))/a with AlphaPO's exponent a, `power` (arXiv 2501.03884). f as DPO's; simpo and alphapo: sigmoid of
+    β(r_w - r_l) - γ (arXiv 2405.14734)."""
     if s.power:
         r = [(1 - torch.exp(-s.power * x)) / s.power for x in r]
     z = s.beta * (r[0] - r[1]) - (s.gamma if loss in ("simpo", "alphapo") else 0.0)

@@ -1,7 +1,5 @@
 """Inputs of a case whose tensors are stored: what the tensors say of the settings, and what may not contradict them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,10 +24,8 @@ LABELS = -100
 def of_head(
     family: Family, tensors: Mapping[str, Tensor], where: str, required: tuple[str, ...] = REQUIRED
 ) -> dict[str, Any]:
-    """The settings of an LM head that its tensors decide.
-
-    Raises UsageError for shapes that do not fit each other, and for a head in a dtype that no case has.
-    """
+    """The settings of an LM head that its tensors decide. Raises UsageError for shapes that do not fit each other, and
+    for a head in a dtype that no case has."""
     found: dict[str, Any] = sizes(family, tensors, where, required)
     found = {k: v for k, v in found.items() if k in ("B", "T", "V", "H")}
     hidden, weight, bias, ids = (tensors.get(name) for name in HEAD)

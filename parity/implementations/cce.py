@@ -51,9 +51,7 @@ def _call(x: Inputs, **options: Any) -> Outputs:
 
     s, linear_cross_entropy = x.settings, accepted(cut_cross_entropy, "linear_cross_entropy")
     options |= taking(linear_cross_entropy, {"bias": (x.bias, None)})
-    factor = plain.factor(x)
-    hidden = x.hidden if factor == 1.0 else x.hidden * factor
-    nll = linear_cross_entropy(hidden, x.weight, x.ids.long(), softcap=s.softcap, reduction="none", **options)
+    nll = linear_cross_entropy(plain.folded(x), x.weight, x.ids.long(), softcap=s.softcap, reduction="none", **options)
     return {"logps": -nll}
 
 

@@ -71,19 +71,9 @@ def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:
         **kwargs,
     )
     loss.train(s.mode == "train")
-    out, metrics = loss(
-        plain.states(x),
-        x.weight,
-        x.ids,
-        x.mask,
-        x.advantages,
-        x.bias,
-        ref_per_token_logps=x.ref_logps,
-        old_per_token_logps=x.old_logps,
-        vllm_is_ratio=x.importance_sampling_ratio,
-        num_items_in_batch=x.num_items_in_batch,
-        sampling_per_token_logps=x.sampling_logps,
-    )
+    given = {"num_items_in_batch": x.num_items_in_batch, "vllm_is_ratio": x.importance_sampling_ratio}
+    given |= {f"{name}_per_token_logps": x.tensors[f"{name}_logps"] for name in ("ref", "old", "sampling")}
+    out, metrics = loss(plain.states(x), x.weight, x.ids, x.mask, x.advantages, x.bias, **given)
     told = {name: next((metrics[k] for k in keys if k in metrics), None) for name, keys in METRICS.items()}
     return {"loss": out} | {name: value.detach().float() for name, value in told.items() if value is not None}
 

@@ -28,6 +28,9 @@ from parity.judge.recipe import IEEE_FP32, Recipe
 from parity.process import NOT_INSTALLED, installed, packaged
 
 Outputs = dict[str, torch.Tensor]
+Adapter = Callable[[Inputs], Outputs]
+Limit = Callable[[Any], str]
+"""Every setting of a case, with its `dtype` and the `device` -> why it is not taken; empty where it is."""
 
 
 class Named(dict[str, torch.Tensor]):
@@ -36,15 +39,8 @@ class Named(dict[str, torch.Tensor]):
     unknown: tuple[str, ...] = ()
 
 
-Adapter = Callable[[Inputs], Outputs]
-Limit = Callable[[Any], str]
-"""Every setting of a case, with its `dtype` and the `device` -> why it is not taken; empty where it is."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A reference or a candidate with its adapter."""
-
     id: str  # "library.function", as on the command line and in rows
     family: str  # name of the loss family
     role: str  # "reference" (the plain upstream code) or "candidate"
@@ -63,9 +59,7 @@ class Implementation:
     # a context in which the harness takes both passes, where forward alone would not do
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     interpreted: bool = False  # whether it is a Triton kernel, which runs in the interpreter where there is no GPU
-    every: int = (
-        1  # on the CPU, run it on one case in `every` (a cost, not a narrowing: which cases is a hash of their id)
-    )
+    every: int = 1  # on the CPU, run it on one case in `every`, by a hash of the case's id: a cost, not a narrowing
     # settings that test what this implementation alone does: a drawn case that moves one is among its cases
     seeks: frozenset[str] = frozenset()
     sources: tuple[str, ...] = ()  # dotted names of the code it runs, for reports that cite file and line
@@ -98,22 +92,19 @@ class Implementation:
             if narrow in found.reduced:
                 recipe = dataclasses.replace(recipe, reduction=narrow)
         if inputs.context == "autocast":
-            recipe = dataclasses.replace(
-                recipe, inputs="bf16", dinputs=None, logits="bf16", dlogits="bf16", teacher=None
-            )
+            narrowed: dict[str, Any] = dict.fromkeys(("inputs", "logits", "dlogits"), "bf16")
+            recipe = dataclasses.replace(recipe, dinputs=None, teacher=None, **narrowed)
         return recipe.resolve(inputs.case.dtype)
 
     def version(self) -> str | None:
-        """Installed version of its library, or None."""
         return installed(self.library) if self.library else None
 
     def refuses(self, settings: Any, dtype: str, device: str, rejected: bool = False) -> str:
         """Why it does not take a case with these settings, by what it declares, or is `rejected`; empty where it takes it."""
         asked = SimpleNamespace(**vars(settings), dtype=dtype, device=device)
+        limits = (*self.limits, *(self.rejects if rejected else ()))
         try:
-            return next(
-                filter(None, (limit(asked) for limit in (*self.limits, *(self.rejects if rejected else ())))), ""
-            )
+            return next(filter(None, (limit(asked) for limit in limits)), "")
         except Unsupported as error:  # the release has not what the limit asks about
             return str(error)
 
@@ -140,8 +131,6 @@ def origin(distribution: str) -> str | None:
 
 
 REGISTRY: dict[str, Implementation] = {}
-
-
 EVERY_CONTEXT = frozenset({"plain", "autocast", "checkpoint", "compile"})
 KERNEL: dict[str, Any] = {"contexts": frozenset({"plain", "checkpoint"}), "interpreted": True, "every": 4}
 """Fields of a Triton kernel."""
@@ -149,9 +138,7 @@ KERNEL: dict[str, Any] = {"contexts": frozenset({"plain", "checkpoint"}), "inter
 
 def implementation(id: str, **fields: Any) -> Callable[[Adapter], Adapter]:
     """Register an adapter function as `Implementation(id, …)`, a candidate unless told otherwise; see its attributes.
-
-    Raises UsageError when another function already has this id.
-    """
+    Raises UsageError when another function already has this id."""
 
     def register(call: Adapter) -> Adapter:
         known = REGISTRY.get(id)
@@ -224,10 +211,8 @@ def lacking(function: Any, required: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def taking(function: Any, required: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """Keyword arguments for the installed signature, from name -> (value, default).
-
-    Raises HarnessError where it lacks one that is not at its default, although no limit of the implementation says so.
-    """
+    """Keyword arguments for the installed signature, from name -> (value, default). Raises HarnessError where it lacks
+    one that is not at its default, although no limit of the implementation says so."""
     if lacks := lacking(function, required):
         raise HarnessError(f"a setting is declared as taken and is not: {lacks}")
     known = inspect.signature(function).parameters

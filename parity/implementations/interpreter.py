@@ -38,9 +38,7 @@ def _to_bfloat16(x_ptr, y_ptr, n: tl.constexpr):
 @functools.cache
 def truncates_bfloat16() -> bool:
     """Whether the interpreter cuts float32 to bfloat16 instead of rounding it (3.9.0 does: 0.3 % low on average).
-
-    Hardware rounds to nearest, so a kernel that stores bfloat16 cannot be judged there.
-    """
+    Hardware rounds to nearest, so a kernel that stores bfloat16 cannot be judged there."""
     x = 1 + torch.arange(256, dtype=torch.float32) / 256 / 64
     y = torch.empty(256, dtype=torch.bfloat16)
     _to_bfloat16[(1,)](x, y, 256)
@@ -49,11 +47,9 @@ def truncates_bfloat16() -> bool:
 
 @functools.cache
 def patching_by_name() -> None:
-    """Have the interpreter look once for the functions that it exchanges in Triton's modules, not at every call of a kernel.
-
-    It goes through all members of five modules and classes for it, milliseconds each time. Their names do not change, and
-    which of them are exchanged already is still asked.
-    """
+    """Have the interpreter look once for the functions that it exchanges in Triton's modules, not at every call of a
+    kernel. It goes through all members of five modules and classes for it, milliseconds each time. Their names do not
+    change, and which of them are exchanged already is still asked."""
     from triton.runtime import interpreter
 
     original, core = getattr(interpreter, "_patch_builtin", None), tl.core
@@ -75,10 +71,8 @@ def patching_by_name() -> None:
 @functools.cache
 def reducing_at_once(combine: Any) -> None:
     """Have the interpreter reduce a whole block by `combine`, a bitwise "and", in numpy, as it does a sum or a maximum.
-
     Its own way calls `combine` for one entry after the other: seconds for the blocks of one backward pass. An "and" has
-    one result in any order.
-    """
+    one result in any order."""
     from triton.runtime import interpreter
 
     original = interpreter.ReduceOps.apply_impl

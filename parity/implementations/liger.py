@@ -4,8 +4,6 @@ import functools
 import math
 from typing import Any
 
-import torch
-
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations import plain
@@ -27,21 +25,19 @@ from parity.judge.recipe import Recipe
 
 offer = functools.partial(implementation, family="logprobs", library="liger-kernel")
 """The decorator of this file."""
-
 NO_SOFTCAP = only("no softcap parameter", lambda s: s.softcap is None)
 UNBIASED = only(
     "scale or temperature with a bias: scaling the hidden states leaves the bias out",
     lambda s: s.logit_scale == s.temperature or s.bias == "none",
 )
 NO_SCALE = only("no logit-scale parameter", lambda s: s.logit_scale == 1.0)
+SOURCE = "liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction"
 
 
 def chunked(x: Inputs, **more: Any) -> Recipe:
-    """Tiles of logits in the dtype of the hidden states, to which the head is cast; from there float32, in which the bias is
-    added and the gradient of the head is summed.
-
-    Before 0.8 autograd goes through whole logits of the head's dtype, which bias and temperature round to again.
-    """
+    """Tiles of logits in the dtype of the hidden states, to which the head is cast; from there float32, in which the bias
+    is added and the gradient of the head is summed. Before 0.8 autograd goes through whole logits of the head's dtype,
+    which bias and temperature round to again."""
     if not streams_vocabulary():
         dtype = "bf16" if x.settings.context == "autocast" else plain.head_dtype(x)
         return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, folded=plain.factor(x), **more)
@@ -72,12 +68,6 @@ def _fused(x: Inputs) -> Recipe:
 def _kernel(x: Inputs) -> Recipe:
     dtype = plain.head_dtype(x)
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, output=dtype)
-
-
-def _folded(x: Inputs) -> torch.Tensor:
-    """Hidden states times scale over temperature: neither is a parameter of Liger's cross entropies."""
-    factor = plain.factor(x)
-    return x.hidden if factor == 1.0 else x.hidden * factor
 
 
 @offer(
@@ -120,16 +110,11 @@ def fused_linear_cross_entropy(x: Inputs) -> Outputs:
 
     kind = accepted(module, "LigerFusedLinearCrossEntropyLoss")
     loss = kind(reduction="none", ignore_index=IGNORE_INDEX, **taking(kind, {"softcap": (x.settings.softcap, None)}))
-    nll = loss(x.weight, _folded(x).flatten(0, 1), x.ids.flatten().long(), x.bias)
+    nll = loss(x.weight, plain.folded(x).flatten(0, 1), x.ids.flatten().long(), x.bias)
     return {"logps": by_token(-nll, x)}
 
 
-@offer(
-    "liger.cross_entropy",
-    recipe=_kernel,
-    sources=("liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction",),
-    **KERNEL,
-)
+@offer("liger.cross_entropy", recipe=_kernel, sources=(SOURCE,), **KERNEL)
 def cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerCrossEntropyLoss(reduction="none")` on materialised logits; the temperature divides them."""
     import liger_kernel.transformers.cross_entropy as module

@@ -37,6 +37,7 @@ BARE = (
 )
 """What none of Liger's fused losses has a parameter for."""
 FORWARD = only("forward KL only", lambda s: s.beta == 0.0)
+UNBIASED = only("no bias parameter", lambda s: s.bias == "none")
 
 
 def _labels(x: Inputs) -> torch.Tensor:
@@ -71,15 +72,9 @@ def fused_linear_jsd_loss(x: Inputs) -> Outputs:
 
     s = x.settings
     kind, chunk = accepted(module, "LigerFusedLinearJSDLoss"), s.chunk_size or 1024
-    loss = kind(
-        weight_hard_loss=0.0,
-        weight_soft_loss=1.0,
-        beta=s.beta,
-        ignore_index=IGNORE_INDEX,
-        temperature=s.temperature,
-        compiled=False,
-        **taking(kind, {"chunk_size": (chunk, chunk)}),
-    )
+    options = taking(kind, {"chunk_size": (chunk, chunk)}) | {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
+    options |= {"beta": s.beta, "ignore_index": IGNORE_INDEX, "temperature": s.temperature}
+    loss = kind(compiled=False, **options)
     student, teacher = x.hidden.flatten(0, 1), x.teacher_hidden.flatten(0, 1)
     biases = taking(kind.forward, {"student_bias": (x.bias, None), "teacher_bias": (x.teacher_bias, None)})
     return {"loss": loss(student, x.weight, teacher, x.teacher_weight, _labels(x), **biases)}
@@ -160,9 +155,6 @@ def kl_div(x: Inputs) -> Outputs:
     kind = accepted(module, "LigerKLDIVLoss")
     loss = kind(reduction="batchmean", log_target=True)
     return {"loss": loss(student[rows], teacher[rows])}
-
-
-UNBIASED = only("no bias parameter", lambda s: s.bias == "none")
 
 
 @offer(

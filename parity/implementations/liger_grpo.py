@@ -11,6 +11,23 @@ from parity.implementations.implementation import Limit, Outputs, accepted, fitt
 from parity.implementations.liger import NO_SCALE, NO_SOFTCAP, chunked, streams_vocabulary
 from parity.judge.recipe import Recipe
 
+COMMON = (
+    only("no off-policy mask parameter", lambda s: s.off_policy_mask_threshold is None),
+    only("no entropy-quantile parameter", lambda s: not s.entropy_quantile),
+    only("no entropy bonus", lambda s: s.entropy_coef == 0.0),
+    only("advantages of shape (B,) only", lambda s: s.advantages not in ("token", "repeated")),
+    only("a bare kernel takes one weight, no adapter on the head", lambda s: s.head != "lora"),
+    only("the division by the accumulation steps is the caller's", lambda s: s.accumulation == 1 or _windowed(s)),
+    only(
+        "a window other than the generation batch is the caller's",
+        lambda s: not _windowed(s) or (s.mode == "train" and s.accumulation == s.steps_per_generation),
+    ),
+)
+"""What neither loss has a parameter for: the trainer around it would have to do it."""
+NEEDED = "a release must have it"
+"""Default of a parameter that a release must have: its value stands for nothing else."""
+KERNEL_LOSS = "liger_kernel.transformers.grpo_loss:triton_grpo_loss"
+
 
 def _fused(x: Inputs) -> Recipe:
     """The log-probs of `liger.chunked`; head gradients of the chunks of sequences are summed in the dtype of the head, in
@@ -28,21 +45,6 @@ def _windowed(s: Any) -> bool:
     return s.loss_type in WINDOW_NORMALISED
 
 
-COMMON = (
-    only("no off-policy mask parameter", lambda s: s.off_policy_mask_threshold is None),
-    only("no entropy-quantile parameter", lambda s: not s.entropy_quantile),
-    only("no entropy bonus", lambda s: s.entropy_coef == 0.0),
-    only("advantages of shape (B,) only", lambda s: s.advantages not in ("token", "repeated")),
-    only("a bare kernel takes one weight, no adapter on the head", lambda s: s.head != "lora"),
-    only("the division by the accumulation steps is the caller's", lambda s: s.accumulation == 1 or _windowed(s)),
-    only(
-        "a window other than the generation batch is the caller's",
-        lambda s: not _windowed(s) or (s.mode == "train" and s.accumulation == s.steps_per_generation),
-    ),
-)
-"""What neither loss has a parameter for: the trainer around it would have to do it."""
-
-
 def _token_level(module: str) -> Limit:
     refused = "Sequence-level importance sampling is not supported"
     return only(
@@ -53,15 +55,6 @@ def _token_level(module: str) -> Limit:
             or not says(module, refused)
         ),
     )
-
-
-def _epsilons(x: Inputs) -> tuple[float, float]:
-    s = x.settings
-    return s.epsilon, s.epsilon if s.epsilon_high is None else s.epsilon_high
-
-
-NEEDED = "a release must have it"
-"""Default of a parameter that a release must have: its value stands for nothing else."""
 
 
 def _options(s: Any) -> dict[str, tuple[Any, Any]]:
@@ -83,14 +76,10 @@ def _options(s: Any) -> dict[str, tuple[Any, Any]]:
     return wanted
 
 
-def _tensors(s: Any, ratio: Any, items: Any) -> dict[str, tuple[Any, Any]]:
-    wanted: dict[str, tuple[Any, Any]] = {"vllm_is_ratio": (ratio, None)}
+def _tensors(s: Any, ratio: Any = True, items: Any = True) -> dict[str, tuple[Any, Any]]:
+    """The optional tensors, or which of them there are."""
+    wanted: dict[str, tuple[Any, Any]] = {"vllm_is_ratio": (None if s.ratio == "none" else ratio, None)}
     return wanted | ({"num_items_in_batch": (items, NEEDED)} if _windowed(s) else {})
-
-
-def _tensor_options(s: Any) -> dict[str, tuple[Any, Any]]:
-    """Which of the optional tensors there are."""
-    return _tensors(s, None if s.ratio == "none" else s.ratio, True)
 
 
 def _metrics(x: Inputs, metrics: Any) -> Outputs:
@@ -102,32 +91,23 @@ def _metrics(x: Inputs, metrics: Any) -> Outputs:
     return out
 
 
-def _fused_loss(x: Inputs, compiled: bool) -> Outputs:
+def _fused_loss(x: Inputs, compiled: bool = False) -> Outputs:
     import liger_kernel.chunked_loss.grpo_loss as module
 
     kind = accepted(module, "LigerFusedLinearGRPOLoss")
     s = x.settings
-    low, high = _epsilons(x)
     loss = kind(
         compiled=compiled,
         use_ref_model=s.beta != 0.0,
         chunk_size=s.chunk_size,
-        epsilon_low=low,
-        epsilon_high=high,
+        epsilon_low=s.epsilon,
+        epsilon_high=s.epsilon if s.epsilon_high is None else s.epsilon_high,
         temperature=s.temperature,
         **taking(kind, _options(s)),
     )
-    out, metrics = loss(
-        plain.states(x),
-        x.weight,
-        x.ids.long(),
-        x.mask,
-        x.advantages,
-        x.bias,
-        ref_per_token_logps=x.ref_logps,
-        old_per_token_logps=x.old_logps,
-        **taking(kind.forward, _tensors(s, x.importance_sampling_ratio, x.num_items_in_batch)),
-    )
+    given = taking(kind.forward, _tensors(s, x.importance_sampling_ratio, x.num_items_in_batch))
+    given |= {"ref_per_token_logps": x.ref_logps, "old_per_token_logps": x.old_logps}
+    out, metrics = loss(plain.states(x), x.weight, x.ids.long(), x.mask, x.advantages, x.bias, **given)
     return {"loss": out} | _metrics(x, metrics)
 
 
@@ -149,36 +129,28 @@ FUSED: dict[str, Any] = {
             lambda s: streams_vocabulary() or s.context == "autocast" or s.head_dtype == "same" or s.dtype == "fp32",
         ),
         fitting(FUSED_LOSS, _options),
-        fitting(f"{FUSED_LOSS}.forward", _tensor_options),
+        fitting(f"{FUSED_LOSS}.forward", _tensors),
     ),
     "rejects": (_token_level("liger_kernel.chunked_loss.grpo_loss"),),
 }
 
 
-@implementation("liger.FusedLinearGRPOLoss", contexts=frozenset({"plain", "autocast", "checkpoint"}), **FUSED)
-def fused(x: Inputs) -> Outputs:
-    """`LigerFusedLinearGRPOLoss(compiled=False)`."""
-    return _fused_loss(x, compiled=False)
-
-
+implementation("liger.FusedLinearGRPOLoss", contexts=frozenset({"plain", "autocast", "checkpoint"}), **FUSED)(
+    _fused_loss
+)
 _compiled_for: list[Any] = []
 """The settings of the last case that was compiled."""
 
 
 @implementation("liger.FusedLinearGRPOLoss.compiled", opt_in=True, every=20, **FUSED)
 def fused_compiled(x: Inputs) -> Outputs:
-    """`LigerFusedLinearGRPOLoss(compiled=True)`, its default; the first call of a shape compiles for seconds.
-
-    Programs of other settings are dropped, so that a verdict depends on its case alone: where the batch has grown since
-    the call before, torch 2.13 crashes.
-    """
+    """`LigerFusedLinearGRPOLoss(compiled=True)`, its default; the first call of a shape compiles for seconds. Programs of
+    other settings are dropped, so that a verdict depends on its case alone: where the batch has grown since the call
+    before, torch 2.13 crashes."""
     if _compiled_for[:] != [x.settings]:
         torch.compiler.reset()
         _compiled_for[:] = [x.settings]
     return _fused_loss(x, compiled=True)
-
-
-KERNEL_LOSS = "liger_kernel.transformers.grpo_loss:triton_grpo_loss"
 
 
 @implementation(
@@ -191,7 +163,7 @@ KERNEL_LOSS = "liger_kernel.transformers.grpo_loss:triton_grpo_loss"
     interpreted=True,
     every=4,
     sources=("liger_kernel.ops.grpo_loss.GrpoLossFunction",),
-    limits=(*COMMON, fitting(KERNEL_LOSS, _options), fitting(KERNEL_LOSS, _tensor_options)),
+    limits=(*COMMON, fitting(KERNEL_LOSS, _options), fitting(KERNEL_LOSS, _tensors)),
     rejects=(
         _token_level("liger_kernel.ops.grpo_loss"),
         only(
@@ -204,33 +176,20 @@ KERNEL_LOSS = "liger_kernel.transformers.grpo_loss:triton_grpo_loss"
     ),
 )
 def triton_grpo_loss(x: Inputs) -> Outputs:
-    """`triton_grpo_loss(reduce=True, inplace=False)` on materialised logits, which have one position more.
-
-    A release without `reduce` returns a loss for each token; its caller averages it over all of them.
-    """
+    """`triton_grpo_loss(reduce=True, inplace=False)` on materialised logits, which have one position more. A release
+    without `reduce` returns a loss for each token; its caller averages it over all of them."""
     import liger_kernel.transformers.grpo_loss as module
 
     function = accepted(module, "triton_grpo_loss")
     reduces = taking(function, {"reduce": (True, True)})
-    low, high = _epsilons(x)
+    s = x.settings
     z = plain.logits(x)
     z = torch.cat([z, torch.zeros_like(z[:, :1])], 1)
-    tensors = _tensors(x.settings, x.importance_sampling_ratio, x.num_items_in_batch)
-    options = taking(function, _options(x.settings) | tensors)
-    out, *metrics = function(
-        z,
-        x.old_logps,
-        x.ref_logps,
-        x.ids.long(),
-        x.advantages,
-        x.mask,
-        temperature=x.settings.temperature,
-        eps_low=low,
-        eps_high=high,
-        inplace=False,
-        **reduces,
-        **options,
-    )
+    tensors = _tensors(s, x.importance_sampling_ratio, x.num_items_in_batch)
+    options = reduces | taking(function, _options(s) | tensors)
+    options |= {"temperature": s.temperature, "inplace": False}
+    options |= {"eps_low": s.epsilon, "eps_high": s.epsilon if s.epsilon_high is None else s.epsilon_high}
+    out, *metrics = function(z, x.old_logps, x.ref_logps, x.ids.long(), x.advantages, x.mask, **options)
     if reduces:
         metrics = metrics[0]
     else:

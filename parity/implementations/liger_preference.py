@@ -36,25 +36,24 @@ def _chunks(x: Inputs) -> Recipe:
 
 
 def _offer(kind: str, wanted: Callable[[Any], Wanted], *limits: Limit) -> None:
-    """Register `liger.KIND`: its constructor takes `wanted` of the settings."""
+    """Register `KIND(compiled=False)` as `liger.KIND`: its constructor takes `wanted` of the settings."""
 
     def call(x: Inputs) -> Outputs:
         import liger_kernel.chunked_loss as module
 
-        made = accepted(module, kind)
-        loss = made(ignore_index=IGNORE_INDEX, compiled=False, **taking(made, wanted(x.settings)))
+        made, s = accepted(module, kind), x.settings
+        loss = made(ignore_index=IGNORE_INDEX, compiled=False, **taking(made, wanted(s)))
         ids = x.ids.long()
         reference = (x.ref_hidden, x.ref_weight, x.ref_bias)
-        if x.settings.method == "kto":
-            value, _ = loss(x.hidden, x.weight, ids, x.bias, x.labels, *reference, kl=_kl(x))
+        if s.method == "kto":
+            kl = torch.tensor(s.kl, device=x.device) if s.loss_type == "kto" and s.kl else None
+            value, _ = loss(x.hidden, x.weight, ids, x.bias, x.labels, *reference, kl=kl)
             return {"loss": value}
-        value, (chosen, rejected, _, _, nll, *rewards) = loss(
-            x.weight, x.hidden, ids, x.bias, *(reference if x.settings.method == "dpo" else ())
-        )
+        other = reference if s.method == "dpo" else ()
+        value, (chosen, rejected, _, _, nll, *rewards) = loss(x.weight, x.hidden, ids, x.bias, *other)
         parts = dict(zip(PARTS, (chosen, rejected, nll, *rewards[:2]), strict=True))
-        return {"loss": value} | {n: part for n, part in parts.items() if n != "nll_loss" or x.settings.nll}
+        return {"loss": value} | {n: part for n, part in parts.items() if n != "nll_loss" or s.nll}
 
-    call.__doc__ = f"`{kind}(compiled=False)`."
     implementation(
         f"liger.{kind.removeprefix('Liger')}",
         family="preference",
@@ -72,11 +71,6 @@ def _offer(kind: str, wanted: Callable[[Any], Wanted], *limits: Limit) -> None:
             fitting(f"{MODULE}:{kind}", wanted),
         ),
     )(call)
-
-
-def _kl(x: Inputs) -> Any:
-    s = x.settings
-    return torch.tensor(s.kl, device=x.device) if s.loss_type == "kto" and s.kl else None
 
 
 def _common(s: Any) -> dict[str, tuple[Any, Any]]:

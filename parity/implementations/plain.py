@@ -66,6 +66,11 @@ def head_dtype(x: Inputs) -> str:
     return "fp32" if x.weight.dtype == torch.float32 else "input"
 
 
+def folded(x: Inputs) -> torch.Tensor:
+    """Hidden states times `factor`."""
+    return x.hidden if factor(x) == 1.0 else x.hidden * factor(x)
+
+
 def factor(x: Inputs) -> float:
     """Scale over temperature: what an adapter multiplies the hidden states by where the library takes neither."""
     return float(x.settings.logit_scale / x.settings.temperature)

@@ -51,25 +51,14 @@ def _call(x: Inputs, **options: Any) -> Outputs:
     s = x.settings
     function = accepted(torch.nn.functional, "linear_cross_entropy")
     chosen = accepted(torch.nn, "LinearCrossEntropyOptions")(batch_chunk_size=s.chunk_size, **options)
-    factor = plain.factor(x)
-    hidden = x.hidden if factor == 1.0 else x.hidden * factor
-    nll = function(
-        hidden.flatten(0, 1),
-        x.weight,
-        x.ids.flatten().long(),
-        linear_bias=x.bias,
-        reduction="none",
-        ignore_index=IGNORE_INDEX,
-        options=chosen,
-    )
+    given = {"linear_bias": x.bias, "reduction": "none", "ignore_index": IGNORE_INDEX, "options": chosen}
+    nll = function(plain.folded(x).flatten(0, 1), x.weight, x.ids.flatten().long(), **given)
     return {"logps": by_token(-nll, x)}
 
 
 def _accurate(x: Inputs, **more: Any) -> Recipe:
-    """float32 inside; each chunk's gradient of head and bias is rounded and added to what is stored.
-
-    Without a size, tokens x vocabulary of a chunk of tokens are at most twice tokens x hidden size.
-    """
+    """float32 inside; each chunk's gradient of head and bias is rounded and added to what is stored. Without a size,
+    tokens x vocabulary of a chunk of tokens are at most twice tokens x hidden size."""
     s, factor = x.settings, plain.factor(x)
     chunks = math.ceil(s.B * s.T / s.chunk_size) if s.chunk_size else min(2 * math.ceil(s.V / s.H), s.B * s.T)
     inputs = None if factor == 1.0 else "input"

@@ -26,13 +26,12 @@ offer = functools.partial(implementation, family="logprobs", library="trl", outp
 """The decorator of this file."""
 DEFAULT_CHUNK = 32768
 CHUNKED = "trl.kernels.chunked_logprob"
+UNIGNORED = only("no ignore_index: the caller masks", lambda s: s.ignored == "none")
 
 
 def softcap(x: Inputs, module: str = CHUNKED) -> str:
-    """How a chunked path of TRL takes a tanh: its Triton kernels as 2σ(2x) - 1.
-
-    It takes them on CUDA; 1.15 everywhere, on the CPU in Triton's interpreter.
-    """
+    """How a chunked path of TRL takes a tanh: its Triton kernels as 2σ(2x) - 1. It takes them on CUDA; 1.15 everywhere,
+    on the CPU in Triton's interpreter."""
     return "sigmoid" if plain.takes_triton(x, module) or trl.chunks_are_triton() else "ieee"
 
 
@@ -42,11 +41,9 @@ def _stored(x: Inputs) -> Recipe:
 
 
 def tiles(x: Inputs) -> Recipe:
-    """A tile of logits and of their gradient in the dtype of the hidden states, to which the head is cast.
-
-    The gradients of head and bias are summed in float32 and take their dtypes from there. Before there were kernels
-    (1.15) the logits' gradient was float32.
-    """
+    """A tile of logits and of their gradient in the dtype of the hidden states, to which the head is cast. The gradients
+    of head and bias are summed in float32 and take their dtypes from there. Before there were kernels (1.15) the logits'
+    gradient was float32."""
     cast: dict[str, Any] = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
     if plain.installed("trl.kernels.chunked_logprob"):
         cast["dlogits"] = "input"
@@ -57,9 +54,6 @@ def _kernel(x: Inputs) -> Recipe:
     """Materialised logits in the dtype of the head, float32 inside the kernel, dlogits as the logits."""
     dtype = "bf16" if x.settings.context == "autocast" else plain.head_dtype(x)
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype)
-
-
-UNIGNORED = only("no ignore_index: the caller masks", lambda s: s.ignored == "none")
 
 
 @offer(

@@ -41,6 +41,9 @@ HEADS = (
 """Of a loss that takes the teacher as hidden states and a head."""
 ONE_VOCABULARY = only("one vocabulary: both heads have V rows", lambda s: s.extra_vocabulary == 0)
 OWN_COUNT = only("no num_items_in_batch: divides by its own label positions", lambda s: s.num_items == "none")
+CHUNK = 256
+"""Of `_chunked_divergence_loss` in TRL 1.10 to 1.14, which walk in chunks of valid positions: `distillation_chunk_size`."""
+SERVER = "trl.experimental.server_distillation.server_distillation_trainer.ServerDistillationTrainer"
 
 
 def teacher_biased(s: Any) -> bool:
@@ -123,10 +126,8 @@ def gold_jsd_loss(x: Inputs) -> Outputs:
 
 
 def _tiles(x: Inputs) -> Recipe:
-    """float32 tiles of logits, their gradient stored in the dtype of the hidden states, to which the weight is cast.
-
-    The gradients of head and bias are summed in float32 and take their dtypes from there; the bias stays as it is.
-    """
+    """float32 tiles of logits, their gradient stored in the dtype of the hidden states, to which the weight is cast. The
+    gradients of head and bias are summed in float32 and take their dtypes from there; the bias stays as it is."""
     cast: dict[str, Any] = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
     return Recipe(dlogits="input", bias="fp32", tanh=softcap(x, "trl.kernels.chunked_divergence"), **cast)
 
@@ -144,35 +145,29 @@ def _chunked(x: Inputs) -> Outputs:
     import trl.kernels.chunked_divergence as module
 
     s = x.settings
-    function = accepted(module, "ChunkedDivergenceFunction")
-    per_token, _ = function.apply(
-        x.hidden.flatten(0, 1),
-        x.weight,
-        x.bias,
-        x.teacher_hidden.flatten(0, 1),
-        x.teacher_weight,
-        x.teacher_bias,
-        s.beta,
-        s.temperature,
-        s.logit_scale,
-        s.softcap,
-        s.teacher_logit_scale,
-        s.teacher_softcap,
-    )
+    student, teacher = (x.hidden, x.weight, x.bias), (x.teacher_hidden, x.teacher_weight, x.teacher_bias)
+    logits = (s.logit_scale, s.softcap, s.teacher_logit_scale, s.teacher_softcap)
+    both = [t if t is None or t.dim() < 3 else t.flatten(0, 1) for t in (*student, *teacher)]
+    per_token, _ = accepted(module, "ChunkedDivergenceFunction").apply(*both, s.beta, s.temperature, *logits)
     labelled = (x.ids != IGNORE_INDEX).flatten()
     count = labelled.sum().clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch
     return {"loss": per_token.masked_fill(~labelled, 0).sum() / count}
 
 
-CHUNK = 256
-"""Of `_chunked_divergence_loss` in TRL 1.10 to 1.14, which walk in chunks of valid positions: `distillation_chunk_size`."""
+def two_heads(x: Inputs, uncapped: float | None = None) -> dict[str, Any]:
+    """What a loss of two heads is told by name; `uncapped`: how no softcap is said."""
+    out = {"num_items_in_batch": x.num_items_in_batch, "temperature": x.settings.temperature}
+    for side, prefix in (("student", ""), ("teacher", "teacher_")):
+        cap = getattr(x.settings, f"{prefix}softcap")
+        out |= {f"{side}_lm_head_bias": x.tensors[f"{prefix}bias"]}
+        out |= {f"{side}_logit_scale": getattr(x.settings, f"{prefix}logit_scale")}
+        out |= {f"{side}_final_logit_softcapping": uncapped if cap is None else cap}
+    return out
 
 
 def _walked(x: Inputs) -> Recipe:
-    """`_tiles`, or where the release walks in chunks: logits leave the product narrow, and head gradients sum in its dtype.
-
-    Up to 1.12 nothing takes autocast's logits back to float32, and all that follows is plain torch.
-    """
+    """`_tiles`, or where the release walks in chunks: logits leave the product narrow, and head gradients sum in its
+    dtype. Up to 1.12 nothing takes autocast's logits back to float32, and all that follows is plain torch."""
     if plain.installed("trl.kernels.chunked_divergence"):
         return _tiles(x)
     if x.settings.context == "autocast" and Version(installed("trl") or "2") < Version("1.13"):
@@ -210,32 +205,14 @@ def _wired(x: Inputs) -> Outputs:
         walks: dict[str, int] = {}
     except ImportError:
         walks = {"chunk_size": s.chunk_size or CHUNK}
+    heads, labelled = (x.hidden, x.teacher_hidden, x.weight, x.teacher_weight), (x.ids != IGNORE_INDEX).long()
     function = accepted(module, "_chunked_divergence_loss")
-    loss, _, _ = function(
-        x.hidden,
-        x.teacher_hidden,
-        x.weight,
-        x.teacher_weight,
-        (x.ids != IGNORE_INDEX).long(),
-        s.beta,
-        num_items_in_batch=x.num_items_in_batch,
-        student_lm_head_bias=x.bias,
-        teacher_lm_head_bias=x.teacher_bias,
-        student_logit_scale=s.logit_scale,
-        teacher_logit_scale=s.teacher_logit_scale,
-        student_final_logit_softcapping=s.softcap,
-        teacher_final_logit_softcapping=s.teacher_softcap,
-        temperature=s.temperature,
-        **walks,
-    )
+    loss, _, _ = function(*heads, labelled, s.beta, **two_heads(x), **walks)
     return {"loss": loss}
 
 
 def _student_logps(x: Inputs) -> torch.Tensor:
     return torch.log_softmax(plain.logits(x) / x.settings.temperature, dim=-1)
-
-
-SERVER = "trl.experimental.server_distillation.server_distillation_trainer.ServerDistillationTrainer"
 
 
 def _server(x: Inputs) -> tuple[Any, Any]:

@@ -12,6 +12,10 @@ from parity.implementations import plain
 from parity.implementations.implementation import EVERY_CONTEXT, Outputs, accepted, implementation, only
 from parity.upstream import trl
 
+FIELDS: dict[str, Any] = {"family": "preference", "role": "reference", "library": "trl", "recipe": plain.narrow}
+NO_NLL = only("the likelihood is the trainer's", lambda s: s.nll == 0.0)
+NO_TEMPERATURE = only("no temperature parameter", lambda s: s.temperature == 1.0)
+
 
 def _logps(kind: Any, x: Inputs, average: bool) -> list[torch.Tensor]:
     """Log-probs of chosen and rejected; TRL shifts the labels, so both get a position more."""
@@ -25,11 +29,6 @@ def _self(x: Inputs, **more: Any) -> Any:
     accelerator = SimpleNamespace(device=x.device)
     s = x.settings
     return SimpleNamespace(beta=s.beta, label_smoothing=s.smoothing, accelerator=accelerator, **more)
-
-
-FIELDS: dict[str, Any] = {"family": "preference", "role": "reference", "library": "trl", "recipe": plain.narrow}
-NO_NLL = only("the likelihood is the trainer's", lambda s: s.nll == 0.0)
-NO_TEMPERATURE = only("no temperature parameter", lambda s: s.temperature == 1.0)
 
 
 @implementation(

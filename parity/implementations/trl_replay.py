@@ -16,6 +16,10 @@ PROMPT = 2
 """Prompt length: a left-padded pair, so that the first completion token is predicted from a real position."""
 
 
+def _nothing(self: Any) -> None:
+    """The tensors of the case take the place of what would be drawn."""
+
+
 @functools.cache
 def classes() -> tuple[type, type]:
     """A configuration and a causal LM whose backbone returns stored hidden states; made on first use."""
@@ -39,17 +43,14 @@ def classes() -> tuple[type, type]:
             self.tied = False
             self.post_init()
 
-        def init_weights(self) -> None:
-            """Nothing: the tensors of the case take the place of what would be drawn."""
+        init_weights = _nothing
 
         def get_input_embeddings(self) -> nn.Module:
             return self.embed_tokens
 
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
             assert self.hidden is not None
-            hidden = self.hidden
-            if self.tied:
-                hidden = hidden + self.embed_tokens(self.previous_ids)
+            hidden = self.hidden + self.embed_tokens(self.previous_ids) if self.tied else self.hidden
             return BaseModelOutputWithPast(last_hidden_state=hidden)
 
     class ReplayForCausalLM(PreTrainedModel, GenerationMixin):
@@ -62,8 +63,7 @@ def classes() -> tuple[type, type]:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
             self.post_init()
 
-        def init_weights(self) -> None:
-            """Nothing, as in the backbone."""
+        init_weights = _nothing
 
         def get_input_embeddings(self) -> nn.Module:
             return self.model.embed_tokens

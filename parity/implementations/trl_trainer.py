@@ -25,6 +25,22 @@ from parity.judge.recipe import Recipe
 from parity.upstream import trl
 
 SETTINGS = (*OF_LOSS, "epsilon", "epsilon_high", "beta", "top_entropy_quantile")
+REJECTS = (
+    only(
+        "an adapter on the head is refused",
+        lambda s: (
+            s.head != "lora"
+            or not says("trl.trainer.grpo_trainer", "Applying a PEFT adapter to `lm_head` is not supported")
+        ),
+    ),
+)
+METRICS = {
+    "kl": ("kl",),
+    "entropy": ("entropy",),
+    "clip_ratio": ("clip_ratio/region_mean", "clip_ratio", "cispo_clip_ratio"),
+    "clip_low": ("clip_ratio/low_mean",),
+    "clip_high": ("clip_ratio/high_mean",),
+}
 
 
 @functools.cache
@@ -114,17 +130,6 @@ def _limits(kind: Any = None, liger: bool = False) -> tuple[Limit, ...]:
     )
 
 
-REJECTS = (
-    only(
-        "an adapter on the head is refused",
-        lambda s: (
-            s.head != "lora"
-            or not says("trl.trainer.grpo_trainer", "Applying a PEFT adapter to `lm_head` is not supported")
-        ),
-    ),
-)
-
-
 def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     """A real GRPOTrainer over the replay model, in the mode of the case; of `kind`, a subclass of it, if given."""
     made: Any = kind or trl.class_named("GRPOTrainer")
@@ -132,11 +137,7 @@ def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     extra: dict[str, Any] = {}
     if s.head == "lora":
         extra["peft_config"] = trl.lora(["lm_head"], r=s.lora_rank, lora_alpha=s.lora_rank)
-    module: Any = sys.modules[trl.class_named("GRPOTrainer").__module__]
-    no_reference: Any = contextlib.nullcontext()  # TRL up to 0.15 copies the model for one at any beta
-    if hasattr(module, "create_reference_model"):
-        no_reference = mock.patch.object(module, "create_reference_model", return_value=None)
-    with trl.quiet(), trl.environment_kept(), trl.generators_kept(), no_reference:
+    with trl.quiet(), trl.environment_kept(), trl.generators_kept(), _without_reference_model():
         args = arguments(x, liger, kind)
         beta, args.beta = args.beta, 0.0  # reference log-probs are given: no reference model has to be loaded
         out = made(
@@ -158,6 +159,14 @@ def trainer(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     if trl.mentions("control.should_evaluate", made):  # 0.17 asks the control, not the model, which of the two it is
         out.control.should_evaluate = s.mode == "eval"
     return out
+
+
+def _without_reference_model() -> contextlib.AbstractContextManager[Any]:
+    """TRL up to 0.15 copies the model for a reference at any beta; reference log-probs are given."""
+    module: Any = sys.modules[trl.class_named("GRPOTrainer").__module__]
+    if not hasattr(module, "create_reference_model"):
+        return contextlib.nullcontext()
+    return mock.patch.object(module, "create_reference_model", return_value=None)
 
 
 def batch(x: Inputs, out: Any) -> dict[str, Any]:
@@ -205,24 +214,10 @@ def outputs(x: Inputs, liger: bool = False, kind: Any = None) -> Outputs:
     return found
 
 
-METRICS = {
-    "kl": ("kl",),
-    "entropy": ("entropy",),
-    "clip_ratio": ("clip_ratio/region_mean", "clip_ratio", "cispo_clip_ratio"),
-    "clip_low": ("clip_ratio/low_mean",),
-    "clip_high": ("clip_ratio/high_mean",),
-}
-
-
 def _recipe(x: Inputs) -> Recipe:
     """TRL since 1.15 takes the chunked head for everyone; before, logits and log-softmax have the dtype of the head, under
     autocast as its function has them."""
     return tiles(x) if trl.since("1.15") else dataclasses.replace(plain.narrow(x), output="fp32")
-
-
-def _liger_recipe(x: Inputs) -> Recipe:
-    """Liger's chunks, head gradients summed in its dtype; in 1.14 the flag selects TRL's chunked log-probs."""
-    return tiles(x) if trl.since("1.14") else Recipe(logits="input", accumulate="input", partials=8)
 
 
 LIGER = ("liger_grpo_loss", "liger_loss")
@@ -244,12 +239,12 @@ implementation(
     rejects=REJECTS,
     sources=("trl.trainer.grpo_trainer.GRPOTrainer._compute_loss",),
 )(outputs)
-# its own Liger path: Liger's loss up to 1.13, chunked log-probs in 1.14
+# its own Liger path: up to 1.13 Liger's loss, head gradients of its chunks summed in its dtype; TRL's chunked log-probs in 1.14
 implementation(
     "trl.GRPOTrainer.liger",
     family="policy",
     library="trl",
-    recipe=_liger_recipe,
+    recipe=tiles if trl.since("1.14") else Recipe(logits="input", accumulate="input", partials=8),
     outputs=frozenset({"kl", "clip_ratio"}),
     contexts=frozenset({"plain"}),
     extends="" if trl.since("1.14") else "liger.FusedLinearGRPOLoss",

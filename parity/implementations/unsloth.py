@@ -15,6 +15,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.families.policy_losses import WINDOW_NORMALISED
+from parity.families.policy_settings import OF_LOSS
 from parity.implementations import plain
 from parity.implementations.implementation import (
     Outputs,
@@ -27,7 +28,7 @@ from parity.implementations.implementation import (
     taking,
 )
 from parity.implementations.trl import UNIGNORED
-from parity.implementations.trl_divergence import HEADS, ONE_VOCABULARY
+from parity.implementations.trl_divergence import HEADS, ONE_VOCABULARY, two_heads
 from parity.judge.recipe import Recipe
 
 JSD_CHUNK = 256
@@ -49,16 +50,9 @@ def _log_probs(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
 
     s = x.settings
     function = accepted(module, "chunked_hidden_states_selective_log_softmax")
-    logps = function(
-        hidden,
-        x.weight,
-        x.ids.long(),
-        logit_scale_multiply=0.0 if s.logit_scale == 1.0 else s.logit_scale,
-        logit_softcapping=s.softcap or 0.0,
-        temperature=s.temperature,
-        **taking(function, {"lm_head_bias": (x.bias, None)}),
-    )
-    return by_token(logps, x)
+    options = {"logit_scale_multiply": 0.0 if s.logit_scale == 1.0 else s.logit_scale, "temperature": s.temperature}
+    options |= {"logit_softcapping": s.softcap or 0.0} | taking(function, {"lm_head_bias": (x.bias, None)})
+    return by_token(function(hidden, x.weight, x.ids.long(), **options), x)
 
 
 @implementation(
@@ -76,20 +70,11 @@ def chunked_selective_log_softmax(x: Inputs) -> Outputs:
 
 
 def _options(x: Inputs) -> dict[str, Any]:
-    """The keyword arguments of `grpo_compute_loss`."""
     s = x.settings
-    out: dict[str, Any] = {
-        "loss_type": s.loss_type,
-        "importance_sampling_level": s.importance_sampling_level,
-        "epsilon_low": s.epsilon,
-        "epsilon_high": s.epsilon if s.epsilon_high is None else s.epsilon_high,
-        "delta": s.delta,
-        "max_completion_length": s.max_completion_length,
-        "use_bias_correction_kl": s.use_bias_correction_kl,
-        "current_gradient_accumulation_steps": s.accumulation,
-    }
-    out |= {n: getattr(s, n) for n in ("sapo_temperature_pos", "sapo_temperature_neg")}
-    out |= {n: getattr(s, n) for n in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")}
+    same = {"temperature", "off_policy_mask_threshold", "entropy_coef", "steps_per_generation"}
+    out = {name: getattr(s, name) for name in OF_LOSS if name not in same}
+    out |= {"epsilon_low": s.epsilon, "epsilon_high": s.epsilon if s.epsilon_high is None else s.epsilon_high}
+    out |= {"current_gradient_accumulation_steps": s.accumulation}
     if s.loss_type in WINDOW_NORMALISED:
         out |= {"num_items_in_batch": x.num_items_in_batch, "steps_per_generation": s.steps_per_generation}
     if s.loss_type == "vespo":
@@ -129,10 +114,8 @@ def grpo_compute_loss(x: Inputs) -> Outputs:
 
     function, options = accepted(module, "grpo_compute_loss"), _options(x)
     new = _log_probs(x, plain.states(x))
-    found = function(
-        x.ref_logps, new, x.old_logps, None, x.ids.long(), x.mask, x.settings.beta, x.advantages, **options
-    )
-    return {"loss": found[0]}
+    tensors = (x.ref_logps, new, x.old_logps, None, x.ids.long(), x.mask)
+    return {"loss": function(*tensors, x.settings.beta, x.advantages, **options)[0]}
 
 
 def _efficient(x: Inputs, chunks: int) -> Outputs:
@@ -157,34 +140,12 @@ implementation("unsloth.UnslothEfficientGRPO.chunks_B", **EFFICIENT)(lambda x: _
 
 
 def _jsd_chunks(x: Inputs) -> Recipe:
-    """Logits leave the product in the dtype of the head and are float32 from there; head gradients sum in its dtype.
-
-    The teacher's head has a dtype of its own, that of the case, whatever the student's is.
-    """
+    """Logits leave the product in the dtype of the head and are float32 from there; head gradients sum in its dtype. The
+    teacher's head has a dtype of its own, that of the case, whatever the student's is."""
     chunks = math.ceil(x.settings.B * x.settings.T / (x.settings.chunk_size or JSD_CHUNK))
     dtype = plain.head_dtype(x)
-    return Recipe(
-        logits=dtype,
-        teacher="input",
-        dlogits=dtype,
-        accumulate=dtype,
-        partials=max(1, chunks),
-        upstream=plain.upstream(x),
-        output="fp32",
-    )
-
-
-def _scaler(x: Inputs) -> Any:
-    """A replacement for the GradScaler that a scaled upstream gradient comes from; None where no loss is scaled.
-
-    Its scale is a power of two, the largest that the upstream gradient holds. The loss takes its gradients in the forward
-    pass, in the dtype of the head, and asks for the scaler so that they do not underflow there.
-    """
-    upstream = abs(float(x.cotangents["loss"])) if x.settings.cotangent == "scaled" else 0.0
-    if upstream == 0.0:
-        return None
-    scale = 2.0 ** math.floor(math.log2(upstream))
-    return SimpleNamespace(get_scale=lambda: scale)
+    stored: dict[str, Any] = {"logits": dtype, "dlogits": dtype, "accumulate": dtype, "teacher": "input"}
+    return Recipe(**stored, partials=max(1, chunks), upstream=plain.upstream(x), output="fp32")
 
 
 @implementation(
@@ -202,24 +163,12 @@ def distillation_chunked_jsd(x: Inputs) -> Outputs:
 
     s = x.settings
     function = accepted(module, "distillation_chunked_jsd")
-    scaler = _scaler(x)  # a release that takes none is judged without: then loss scaling saves nothing
+    # It takes its gradients in the forward pass, in the dtype of the head, and asks the GradScaler, so that they do not
+    # underflow there: the largest power of two that the upstream gradient holds. A release that takes none goes without.
+    upstream = abs(float(x.cotangents["loss"])) if s.cotangent == "scaled" else 0.0
+    scale = 2.0 ** math.floor(math.log2(upstream)) if upstream else 0.0
+    scaler = SimpleNamespace(get_scale=lambda: scale) if upstream else None
     options = taking(function, {"scaler": (scaler, scaler)})
-    found = function(
-        x.hidden,
-        x.teacher_hidden,
-        x.weight,
-        x.teacher_weight,
-        x.ids != IGNORE_INDEX,
-        beta=s.beta,
-        chunk_size=s.chunk_size or JSD_CHUNK,
-        num_items_in_batch=x.num_items_in_batch,
-        student_lm_head_bias=x.bias,
-        teacher_lm_head_bias=x.teacher_bias,
-        student_logit_scale=s.logit_scale,
-        teacher_logit_scale=s.teacher_logit_scale,
-        student_final_logit_softcapping=s.softcap or 0.0,
-        teacher_final_logit_softcapping=s.teacher_softcap or 0.0,
-        temperature=s.temperature,
-        **options,
-    )
-    return {"loss": found[0]}
+    options |= {"beta": s.beta, "chunk_size": s.chunk_size or JSD_CHUNK}
+    heads = (x.hidden, x.teacher_hidden, x.weight, x.teacher_weight)
+    return {"loss": function(*heads, x.ids != IGNORE_INDEX, **two_heads(x, uncapped=0.0), **options)[0]}

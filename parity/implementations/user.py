@@ -30,18 +30,10 @@ from parity.implementations.implementation import Implementation, Named, Outputs
 from parity.judge.recipe import Recipe
 from parity.process import tell
 
-ALIASES = {
-    "input_ids": "ids",
-    "targets": "ids",
-    "labels": "ids",
-    "hidden_states": "hidden",
-    "lm_head_weight": "weight",
-    "old_per_token_logps": "old_logps",
-    "ref_per_token_logps": "ref_logps",
-    "sampling_per_token_logps": "sampling_logps",
-    "final_logit_softcapping": "softcap",
-    "epsilon_low": "epsilon",
-}
+ALIASES = dict.fromkeys(("input_ids", "targets", "labels"), "ids")
+ALIASES |= {"hidden_states": "hidden", "lm_head_weight": "weight", "final_logit_softcapping": "softcap"}
+ALIASES |= {f"{name}_per_token_logps": f"{name}_logps" for name in ("old", "ref", "sampling")}
+ALIASES |= {"epsilon_low": "epsilon"}
 """Other spellings of a parameter, TRL's and transformers' among them."""
 REQUIRED = {
     "logprobs": stored_tensors.REQUIRED,
@@ -56,10 +48,8 @@ DEFAULT_RECIPE = Recipe(output="any")
 
 
 def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
-    """What a function declares, float32 if nothing; bf16 in what it makes of autocast's logits.
-
-    Every operation of plain torch that follows an autocast product rounds to bf16, logsumexp too, and on the CPU log_softmax.
-    """
+    """What a function declares, float32 if nothing; bf16 in what it makes of autocast's logits. Every operation of plain
+    torch that follows an autocast product rounds to bf16, logsumexp too, and on the CPU log_softmax."""
     declared = getattr(function, "recipe", DEFAULT_RECIPE)
     if not (isinstance(declared, Recipe) or callable(declared)):
         label = getattr(function, "__name__", "the function")
@@ -76,10 +66,8 @@ def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
 
 
 def loaded(spec: str, importing: Importing) -> Any:
-    """What FILE.py:NAME names: a callable, an `Implementation` or a `Family`. The file is executed once, within `importing`.
-
-    Raises UsageError when there is no such file or name, or the file does not import.
-    """
+    """What FILE.py:NAME names: a callable, an `Implementation` or a `Family`. The file is executed once, within
+    `importing`. Raises UsageError when there is no such file or name, or the file does not import."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not file.is_file():
@@ -97,9 +85,8 @@ def loaded(spec: str, importing: Importing) -> Any:
     found = getattr(module, name, None)
     if not isinstance(found, Implementation | Family) and not callable(found):
         defined = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
-        public = [
-            n for n, v in defined.items() if (inspect.isfunction(v) or inspect.isclass(v)) and not n.startswith("_")
-        ]
+        found = [n for n, v in defined.items() if inspect.isfunction(v) or inspect.isclass(v)]
+        public = [n for n in found if not n.startswith("_")]
         what = f"{name!r} in {path} is not callable" if hasattr(module, name) else f"no {name!r} in {path}"
         raise UsageError(f"implementation {spec!r}: {what}; functions and classes there: {', '.join(public) or 'none'}")
     return found
@@ -153,20 +140,9 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
 
 
-def _dotted(function: Callable[..., Any]) -> str:
-    """The dotted name of the code: of what a partial calls, of the class of an object."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
 def _fixed(function: Callable[..., Any], names: set[str], family: Family, id: str) -> dict[str, Any]:
-    """Settings that a function is written for: those it declares, and the method of a preference loss without such a parameter.
-
-    Raises:
-        UsageError: where nothing says the method, or the family has no such setting.
-    """
+    """Settings that a function is written for: those it declares, and the method of a preference loss without such a
+    parameter. Raises UsageError where nothing says the method, or the family has no such setting."""
     fixed, own = dict(getattr(function, "fixed", {})), {*canonical(names).values()}
     if unknown := sorted(fixed.keys() - family.settings.keys()):
         raise UsageError(f"implementation {id!r}: fixed names {', '.join(unknown)}, no setting of {family.name}")
@@ -187,7 +163,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
     signature = _signature(function)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    chosen = family_of(signature, id, families)
+    chosen, code = family_of(signature, id, families), function
     fixed = _fixed(function, names, chosen, id)
 
     def call(x: Inputs) -> Outputs:
@@ -196,6 +172,9 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
     def fits(s: Any) -> bool:
         return all(getattr(s, name) == value for name, value in fixed.items())
 
+    while isinstance(code, functools.partial):
+        code = code.func
+    named = code if hasattr(code, "__qualname__") else type(code)
     return Implementation(
         id=id,
         family=chosen.name,
@@ -206,7 +185,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),
         parameters=None if open_ended else frozenset({*canonical(names).values(), *fixed}),
         limits=(only(f"written for {', '.join(f'{n} {v}' for n, v in fixed.items())}", fits),),
-        sources=(_dotted(function),),
+        sources=(f"{named.__module__}.{named.__qualname__}",),
     )
 
 
@@ -223,12 +202,9 @@ def _call(
     label = getattr(function, "__name__", "the function")
     absent = [] if open_ended else sorted(fam.needed(x) - set(own) - fixed.keys())
     require(not absent, f"{label} has no parameter {', '.join(absent)}")
-    parameters = _signature(function).parameters
-    kwargs = {own[n]: v for n, v in offered.items() if n in own}
-    kwargs = {n: v for n, v in kwargs.items() if v is not None or parameters[n].default is inspect.Parameter.empty}
-    unknown = {
-        n for theirs, n in own.items() if theirs not in offered and parameters[n].default is inspect.Parameter.empty
-    }
+    needed = {n for n, p in _signature(function).parameters.items() if p.default is p.empty}
+    kwargs = {own[n]: v for n, v in offered.items() if n in own and (v is not None or own[n] in needed)}
+    unknown = {n for theirs, n in own.items() if theirs not in offered and n in needed}
     require(not unknown, f"{label} wants {', '.join(sorted(unknown))}, which family {fam.name} does not have")
     if open_ended:
         kwargs |= {n: v for n, v in offered.items() if n not in own}
@@ -243,22 +219,17 @@ def named_outputs(result: Any, fam: Family, declared: Iterable[str] = ()) -> Nam
     there, or no tensor.
     """
     parts = list(result) if isinstance(result, tuple | list) else [result]
-    if (
-        not parts
-        or not isinstance(parts[0], torch.Tensor | Mapping)
-        or (len(parts) > 1 and isinstance(parts[0], Mapping))
-    ):
-        raise Returned(
-            f"returned {type(result).__name__}, expected a tensor, a tuple that begins with one, or a dict of outputs"
-        )
+    first = torch.Tensor | Mapping if len(parts) == 1 else torch.Tensor
+    if not parts or not isinstance(parts[0], first):
+        expected = "a tensor, a tuple that begins with one, or a dict of outputs"
+        raise Returned(f"returned {type(result).__name__}, expected {expected}")
     out, unknown = Named(), list[str]()
     certain, in_order = len(fam.optional) == 1, list(fam.outputs)
     for place, part in enumerate(parts):
         next_name = in_order[place] if place < len(in_order) else ""
         if isinstance(part, Mapping):
             for name, value in part.items():
-                known = name in fam.outputs and isinstance(value, torch.Tensor | float | int)
-                if known:
+                if name in fam.outputs and isinstance(value, torch.Tensor | float | int):
                     out[name] = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
                 else:
                     unknown.append(str(name))

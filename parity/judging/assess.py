@@ -34,10 +34,8 @@ kernels (some 10 µs) cost less than the CPU's arithmetic. A guess; cases/bench/
 
 @dataclasses.dataclass(frozen=True)
 class CaseOracle:
-    """A case with what is computed for it once: exact quantities, replicas by recipe, and the same for cases derived from it.
-
-    `most`: replicas that a verdict takes at most (None: as many as it takes).
-    """
+    """A case with what is computed for it once: exact quantities, replicas by recipe, and the same for cases derived from
+    it. `most`: replicas that a verdict takes at most (None: as many as it takes)."""
 
     family: Family
     inputs: Inputs
@@ -47,7 +45,6 @@ class CaseOracle:
 
     @functools.cached_property
     def on_cpu(self) -> Inputs:
-        """The inputs on the CPU."""
         return _on(self.inputs, "cpu")
 
     @functools.cached_property
@@ -58,7 +55,7 @@ class CaseOracle:
     @classmethod
     def of(cls, family: Family, case: Case, device: str = "cpu", most: int | None = None) -> CaseOracle:
         """Build the inputs and run the oracle."""
-        inputs = _built(family, case)
+        inputs = family.build(case)
         return cls.at(family, inputs if device == "cpu" else _on(inputs, device), most)
 
     @classmethod
@@ -74,7 +71,6 @@ class CaseOracle:
         return self._derived[key]
 
     def _upstream(self, cotangents: dict[str, torch.Tensor]) -> CaseOracle:
-        """This case with other upstream gradients."""
         return self.at(self.family, dataclasses.replace(self.inputs, cotangents=cotangents), self.most)
 
     def offered(self, implementation: Implementation) -> CaseOracle:
@@ -86,26 +82,23 @@ class CaseOracle:
         return self._once(absent, lambda: self._upstream({n: g for n, g in every.items() if n not in absent}))
 
     def heard(self, outputs: Mapping[str, torch.Tensor | None]) -> CaseOracle:
-        """This case with the upstream gradients that reach outputs of these dtypes: autograd gives a 16-bit loss a 16-bit one.
-
-        One that is too large for the dtype is kept: an infinite upstream gradient would give no gradient.
-        """
+        """This case with the upstream gradients that reach outputs of these dtypes: autograd gives a 16-bit loss a 16-bit
+        one. One that is too large for the dtype is kept: an infinite upstream gradient would give no gradient."""
         every = self.inputs.cotangents
-        narrow = {n: v.dtype for n in every if (v := outputs.get(n)) is not None}
-        narrow = {n: dtype for n, dtype in narrow.items() if _rounds(every[n], dtype)}
-        if not narrow:
+        dtypes = {n: v.dtype for n in every if (v := outputs.get(n)) is not None}
+        there = {n: every[n].to(dtype).to(every[n]) for n, dtype in dtypes.items()}
+        there = {n: g for n, g in there.items() if not torch.equal(every[n], g) and bool(torch.isfinite(g).all())}
+        if not there:
             return self
-        rounded = {n: g.to(narrow.get(n, g.dtype)).to(g) for n, g in every.items()}
-        return self._once(frozenset(narrow.items()), lambda: self._upstream(rounded))
+        return self._once(frozenset((n, dtypes[n]) for n in there), lambda: self._upstream({**every, **there}))
 
     @functools.cached_property
     def beside(self) -> Inputs:
         """The inputs of the next seed, on the same device, with upstream gradients of the same quantities."""
         case = dataclasses.replace(self.inputs.case, seed=self.inputs.case.seed + 1)
-        other = _on(_built(self.family, case), self.inputs.device.type)
-        return dataclasses.replace(
-            other, cotangents={n: g for n, g in other.cotangents.items() if n in self.inputs.cotangents}
-        )
+        other = _on(self.family.build(case), self.inputs.device.type)
+        asked = {n: g for n, g in other.cotangents.items() if n in self.inputs.cotangents}
+        return dataclasses.replace(other, cotangents=asked)
 
     @functools.cached_property
     def oracle(self) -> Oracle:
@@ -142,10 +135,8 @@ class CaseOracle:
 
     def variant(self, name: str) -> CaseOracle:
         """The same inputs under a named variant of the definition."""
-        definition = self.family.variants[name]
-        return self._once(
-            name, lambda: self.at(dataclasses.replace(self.family, oracle=definition), self.on_cpu, self.most)
-        )
+        family = dataclasses.replace(self.family, oracle=self.family.variants[name])
+        return self._once(name, lambda: self.at(family, self.on_cpu, self.most))
 
     @functools.cached_property
     def in_float32(self) -> CaseOracle:
@@ -160,16 +151,6 @@ class CaseOracle:
         }
         inputs = dataclasses.replace(self.inputs, case=case, tensors=tensors, settings=settings)
         return CaseOracle(self.family, inputs, self.exact, self.most)
-
-
-def _rounds(g: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether `dtype` rounds a finite tensor, and to finite numbers."""
-    there = g.to(dtype).to(g)
-    return not torch.equal(g, there) and bool(torch.isfinite(there).all())
-
-
-def _built(family: Family, case: Case) -> Inputs:
-    return family.build(case)
 
 
 def _on(inputs: Inputs, device: str) -> Inputs:
@@ -291,11 +272,9 @@ def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequen
 def followed_variant(
     oracle: CaseOracle, implementation: Implementation, outcome: Outcome, failing: Collection[str]
 ) -> str | None:
-    """The named variant of the definition that explains every failing quantity, or None.
-
-    One that differs from the definition in none of them on this case explains nothing, and neither does one to which a
-    result is no nearer than to the definition.
-    """
+    """The named variant of the definition that explains every failing quantity, or None. One that differs from the
+    definition in none of them on this case explains nothing, and neither does one to which a result is no nearer than to
+    the definition."""
     for name in oracle.family.variants:
         other = oracle.variant(name)
         if all(q in oracle.exact and torch.equal(other.exact[q], oracle.exact[q]) for q in failing):

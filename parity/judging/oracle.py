@@ -1,7 +1,5 @@
 """Run a family's oracle: once exactly, and as replicas stacked along a leading dimension."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 
@@ -15,11 +13,9 @@ from parity.judge.recipe import Recipe
 
 
 def to_double(inputs: Inputs, stack: int | None = None) -> Inputs:
-    """The same inputs in float64, leaves fresh; with `stack`, the `Inputs.replicated` ones repeated along a new dimension.
-
-    What the oracle rounds is repeated whether its gradient is asked for or not: a frozen head that all replicas shared
-    would be rounded once for all of them, and the spread would be one sample.
-    """
+    """The same inputs in float64, leaves fresh; with `stack`, the `Inputs.replicated` ones repeated along a new
+    dimension. What the oracle rounds is repeated whether its gradient is asked for or not: a frozen head that all
+    replicas shared would be rounded once for all of them, and the spread would be one sample."""
     tensors: dict[str, torch.Tensor | None] = {}
     for name, tensor in inputs.tensors.items():
         if tensor is not None and tensor.is_floating_point():
@@ -52,10 +48,8 @@ def _run(family: Family, x: Inputs, mode: MonteCarlo | None = None, gradients: b
 
 
 def exact(family: Family, inputs: Inputs) -> Quantities:
-    """Outputs and gradients of the definition in float64, computed where `inputs` are and handed out on the CPU.
-
-    `_slope` is ∂loss/∂logps where the family has a loss.
-    """
+    """Outputs and gradients of the definition in float64, computed where `inputs` are and handed out on the CPU. `_slope`
+    is ∂loss/∂logps where the family has a loss."""
     return {name: value.cpu() for name, value in _run(family, to_double(inputs)).items()}
 
 
@@ -70,10 +64,8 @@ def replicas(
     keep: Collection[str] | None = None,
 ) -> Quantities:
     """`count` replicas of every quantity under the recipe's rounding, stacked on the CPU: (count, …); of those to `keep`
-    alone, or of none of the `gradients`.
-
-    The first `own_grids` of them round to the numbers that a dtype has, the others to a grid stretched at random.
-    """
+    alone, or of none of the `gradients`. The first `own_grids` of them round to the numbers that a dtype has, the others
+    to a grid stretched at random."""
 
     def stack(width: int, first: int) -> Quantities:
         with MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + first, own_grids - first) as mode:

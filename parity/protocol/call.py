@@ -1,7 +1,5 @@
 """Run one implementation on one set of inputs, forward and backward. An exception is a verdict."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -20,7 +18,7 @@ from parity.judge.oracle import gradient_name
 from parity.judge.protocol import same_bits
 from parity.protocol import faults, process_state
 from parity.protocol.exceptions import Outcome, ended_by
-from parity.protocol.switches import matmul_precision
+from parity.protocol.process_state import matmul_precision
 
 SECONDS = collections.defaultdict[str, list[float]](list)
 """A user's function -> how long its calls took in this process, forward and backward."""
@@ -110,10 +108,7 @@ def upstream(g: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 
 
 def differentiated(x: Inputs, outputs: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Output and upstream gradient of every quantity that has one.
-
-    An output of the wrong shape is left out: the structure gate names it, where autograd would only raise.
-    """
+    """Output and upstream gradient of every quantity that has one, and the right shape: the structure gate names the others."""
     given = {name: (outputs[name], g) for name, g in x.cotangents.items() if name in outputs}
     return {n: (v, upstream(g, v)) for n, (v, g) in given.items() if v.requires_grad and v.shape == g.shape}
 

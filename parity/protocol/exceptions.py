@@ -1,7 +1,5 @@
 """What came of a call: its quantities, or what the exception means that ended it."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os
@@ -40,7 +38,7 @@ class Outcome:
     unknown: tuple[str, ...] = ()  # names of what a user's function returned besides, which its family does not have
     differentiable: frozenset[str] = frozenset()  # the outputs that carry a gradient
 
-    def same_as(self, other: Outcome) -> bool:
+    def same_as(self, other: "Outcome") -> bool:
         """Whether both ran and every quantity of this one is in the other to the last bit."""
         ran = self.verdict == other.verdict == "ran"
         theirs = other.quantities
@@ -84,13 +82,16 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
         return Outcome("refused", message=message)
     if isinstance(error, Returned):
         return Outcome("crashed", message=message)
-    if ours and not theirs and isinstance(error, ModuleNotFoundError) and _of_library(error.name, implementation):
-        return Outcome("unsupported", message=f"no {error.name} in the installed version")
+    module = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    if ours and not theirs and module and module.partition(".")[0] == implementation.library.replace("-", "_"):
+        return Outcome("unsupported", message=f"no {module} in the installed version")
     if implementation.is_function:  # its adapter is the harness's for every function: what fails is the user's
         clear = raised and isinstance(error, REFUSALS) and not isinstance(error, TypeError | KeyError)
         return Outcome("refused" if clear else "crashed", message=message)
-    if module := _not_importable(error):
-        return Outcome("unsupported", message=f"{module} does not import here: {message}")
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    importing = [f for f in frames if f.f_code.co_name == "<module>" and is_library(f.f_code.co_filename)]
+    if importing:  # as where a release imports with a GPU only
+        return Outcome("unsupported", message=f"{importing[-1].f_globals['__name__']} does not import here: {message}")
     in_triton = implementation.interpreted and any("triton" in Path(f).parts for f in files[-4:])
     if in_triton and os.environ.get("TRITON_INTERPRET") == "1":
         return Outcome("unsupported", message=f"Triton's interpreter: {message}")
@@ -111,24 +112,10 @@ def _not_installed(error: BaseException) -> str:
     return package if missing else ""
 
 
-def _not_importable(error: BaseException) -> str:
-    """The module of a library in whose import it was raised, as where a release imports with a GPU only; else empty."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    importing = [f for f in frames if f.f_code.co_name == "<module>" and is_library(f.f_code.co_filename)]
-    return str(importing[-1].f_globals["__name__"]) if importing else ""
-
-
-def _of_library(module: str | None, implementation: Implementation) -> bool:
-    """Whether a module would be in the package of the implementation's library."""
-    return (module or "").partition(".")[0] == implementation.library.replace("-", "_")
-
-
 def _on_purpose(error: BaseException) -> bool:
-    """Whether it was raised by a statement: a lookup or a conversion that failed on the way is no refusal.
-
-    torch raises NotImplementedError below Python, for a dtype without a kernel. What fails inside a trainer may be the
-    release's other data format, which its check does not know.
-    """
+    """Whether it was raised by a statement: a lookup or a conversion that failed on the way is no refusal. torch raises
+    NotImplementedError below Python, for a dtype without a kernel. What fails inside a trainer may be the release's other
+    data format, which its check does not know."""
     line = traceback.extract_tb(error.__traceback__)[-1].line or "raise"
     return isinstance(error, NotImplementedError) or re.search(r"\b(raise|assert)\b", line) is not None
 

@@ -1,7 +1,5 @@
 """Faults that end a CUDA context: every later call of the process fails, so a fresh process must go on."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import mmap

@@ -1,23 +1,41 @@
-"""The state of the process that all parties share: taken before a call, put back after it, and who left it changed."""
+"""The state of the process that all parties share: taken before a call, put back after it, and who left it changed.
+
+What is watched beside names: the environment, random states, and torch's modes, defaults and switches.
+"""
 
 import _thread
 import contextlib
 import dataclasses
+import functools
 import gc
+import operator
+import os
+import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.modules import module as nn_module
+from torch.utils._device import DeviceContext
 
 from parity.protocol import bindings
-from parity.protocol.switches import LEFT, WATCHES, told
 
+_saved_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+_TINY = [5e-324]
+SWITCHES = """
+backends.cudnn.enabled backends.cudnn.benchmark backends.cudnn.deterministic backends.cudnn.allow_tf32
+backends.cuda.matmul.allow_tf32 backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+backends.cuda.matmul.allow_bf16_reduced_precision_reduction backends.mkldnn.enabled
+utils.deterministic.fill_uninitialized_memory
+""".split()
+"""Attributes below `torch` that are true or false."""
+SDP = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 Changed = tuple[list[bindings.Change], dict[str, Any]]
 """Names that were rebound, and entries of `WATCHES` with what they are now."""
-
 _kept: dict[str, Changed] = {}
 """What a file or a library patched when it was imported."""
 _belongs: dict[str, str] = {}
@@ -31,11 +49,153 @@ _X = torch.linspace(-1.5, 2.0, 16, dtype=torch.float64).view(4, 4)
 _IDS = torch.arange(4).unsqueeze(-1)
 
 
-def arithmetic() -> bytes:
-    """The bits of a small float64 computation of every operation that the definitions are made of, and of a gradient.
+def _put_variables(value: dict[bytes, bytes]) -> None:
+    os.environb.clear()
+    os.environb.update(value)
 
-    It tells whether arithmetic still is what it was, for whatever is not watched.
-    """
+
+def _numpy_rng() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 the global one is what is watched
+    return kind, np.asarray(keys).tobytes(), *rest
+
+
+def _put_numpy_rng(value: tuple[Any, ...]) -> None:
+    kind, keys, *rest = value
+    np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _state(value: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8)
+
+
+def _modes() -> tuple[int, int]:
+    """How many are entered; the default device, which torch keeps at the bottom as a mode, is an entry of its own."""
+    depth = torch._C._len_torch_function_stack()
+    functions = sum(not isinstance(torch._C._get_function_stack_at(k), DeviceContext) for k in range(depth))
+    return functions, torch._C._len_torch_dispatch_stack()
+
+
+def _put_modes(value: tuple[int, int]) -> None:
+    while _modes()[0] > value[0]:
+        torch._C._pop_torch_function_stack()
+    while torch._C._len_torch_dispatch_stack() > value[1]:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+def _put_saved_hooks(value: Any) -> None:
+    while (now := _saved_hooks()) is not None and now != value:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _module_hooks() -> dict[str, Any]:
+    """Hooks on every module of the process."""
+    tables = vars(nn_module).items()
+    return {name: dict(table) for name, table in tables if name.startswith("_global_") and isinstance(table, dict)}
+
+
+def _put_module_hooks(value: dict[str, Any]) -> None:
+    for name, hooks in value.items():
+        vars(nn_module)[name].clear()
+        vars(nn_module)[name].update(hooks)
+
+
+def _put_autocast(value: list[Any]) -> None:
+    for device, enabled, dtype in value:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+def matmul_precision() -> str:
+    """`torch.get_float32_matmul_precision()`; "mixed" where it raises: somebody set torch's newer `fp32_precision`."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "mixed"
+
+
+def _switch(path: str) -> bool | str:
+    """A switch; "mixed" where somebody set torch's newer `fp32_precision`, beside which `allow_tf32` raises."""
+    try:
+        return bool(operator.attrgetter(path)(torch))
+    except RuntimeError:
+        return "mixed"
+
+
+def _switches() -> dict[str, bool | str]:
+    out = {f"torch.{path}": _switch(path) for path in SWITCHES}
+    return out | {f"torch.backends.cuda.{name}": getattr(torch.backends.cuda, f"{name}_enabled")() for name in SDP}
+
+
+def _put_switches(value: dict[str, bool | str]) -> None:
+    for path in SWITCHES:
+        owner, _, name = path.rpartition(".")
+        if _switch(path) != value[f"torch.{path}"]:
+            setattr(operator.attrgetter(owner)(torch), name, value[f"torch.{path}"])
+    for name in SDP:
+        getattr(torch.backends.cuda, f"enable_{name}")(value[f"torch.backends.cuda.{name}"])
+
+
+WATCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
+    "torch modes": (_modes, _put_modes),  # first: an entered mode changes what later entries do
+    "environment variable": (  # as bytes: `environ` decodes each
+        lambda: dict(vars(os.environ)["_data"]),
+        _put_variables,
+    ),
+    "python RNG": (random.getstate, random.setstate),
+    "numpy RNG": (_numpy_rng, _put_numpy_rng),
+    "torch RNG": (lambda: _bytes(torch.get_rng_state()), lambda v: torch.set_rng_state(_state(v))),
+    "CUDA RNG": (
+        lambda: [*map(_bytes, torch.cuda.get_rng_state_all())] if torch.cuda.is_initialized() else [],
+        lambda v: torch.cuda.set_rng_state_all([*map(_state, v)]) if v else None,
+    ),
+    "inference mode": (torch.is_inference_mode_enabled, None),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "anomaly mode": (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda v: torch.set_anomaly_enabled(*v),
+    ),
+    "hooks on saved tensors": (_saved_hooks, _put_saved_hooks),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (
+        lambda: str(torch.get_default_device()),
+        lambda d: torch.set_default_device(None if d == "cpu" else d),
+    ),
+    "float32_matmul_precision": (matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic algorithms": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1]),
+    ),
+    "switch": (_switches, _put_switches),
+    "autocast": (
+        lambda: [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
+        _put_autocast,
+    ),
+    # on this thread: torch can set it and not say it
+    "flushing of subnormal numbers": (lambda: _TINY[0] * 1.0 == 0.0, torch.set_flush_denormal),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "hooks on every module": (_module_hooks, _put_module_hooks),
+}
+"""What a call must leave alone, in the order in which it is put back: one function reads it, one restores what that gave. Without
+the second nothing can undo it. Of a table the entries that changed are named."""
+LEFT = 10
+"""Changes of one kind that are named one by one."""
+
+
+def told(name: str, before: Any, now: Any) -> list[str]:
+    """How a change of an entry is named."""
+    if not isinstance(before, dict) or name == "hooks on every module":
+        return [f"{name} changed"]
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return [f"{name} {os.fsdecode(key)} changed" for key in keys[:LEFT]]
+
+
+def arithmetic() -> bytes:
+    """The bits of a small float64 computation of every operation that the definitions are made of, and of a gradient. It
+    tells whether arithmetic still is what it was, for whatever is not watched."""
     x = _X.detach().requires_grad_()
     z = torch.tanh(x @ x.T)
     total = torch.log_softmax(z, -1).gather(-1, _IDS).exp().mean() + torch.logsumexp(z, -1).sum()
@@ -67,11 +227,9 @@ class Snapshot:
                 yield name, now
 
     def restore(self, whose: str = "") -> list[str]:
-        """Put everything back; the names of what was changed. `whose`: the implementation that was called.
-
-        What an import rebound is not named: it stays in force for calls of the same library (`its_own`), and only there.
-        Where what cannot be put back was left, the process is `broken`.
-        """
+        """Put everything back; the names of what was changed. `whose`: the implementation that was called. What an import
+        rebound is not named: it stays in force for calls of the same library (`its_own`), and only there. Where what
+        cannot be put back was left, the process is `broken`."""
         if ".py:" in whose:
             gc.collect(1)  # what a user's objects do when they die is its own doing
         rebound = list(self.names.changes())
@@ -90,19 +248,14 @@ class Snapshot:
         own = ".py:" in whose
         if own:
             time.sleep(BEGINNING)
-        if (own or not imported) and self._left_a_thread():  # a library may keep one that its import starts
+        until = time.monotonic() + ENDING
+        tells = own or not imported  # a library may keep one that its import starts
+        while (left := tells and _threads() > self.threads) and time.monotonic() < until:
+            time.sleep(ENDING / 20)
+        if left:
             abandon(f"{whose} left a thread running, which may change anything")
         _called.append(whose)
         return found
-
-    def _left_a_thread(self) -> bool:
-        """Whether more threads run than before, those of `_thread` too."""
-        until = time.monotonic() + ENDING
-        while _threads() > self.threads:
-            if time.monotonic() > until:
-                return True
-            time.sleep(ENDING / 20)
-        return False
 
 
 def _threads() -> int:
@@ -123,19 +276,15 @@ def abandon(reason: str) -> None:
 
 def broken() -> list[str]:
     """Why this process must not judge anybody else any more; empty where all is well. Asked after the calls of each party."""
-    if _called and not _as_before():
+    same = False
+    with contextlib.suppress(Exception):  # an operation that raises since is none that still computes the same
+        same = not _called or arithmetic() == _reference[0]
+    if not same:
         abandon(f"operations of torch compute something else since {_called[-1]} was called")
     if _called and (name := bindings.recoded()):
         abandon(f"{name} has other code since {_called[-1]} was called")
     _called.clear()
     return list(_broken)
-
-
-def _as_before() -> bool:
-    try:
-        return arithmetic() == _reference[0]
-    except Exception:  # an operation that raises since is none that still computes the same
-        return False
 
 
 def _key(whose: str) -> str:
@@ -161,9 +310,7 @@ def belongs(id: str, file: str) -> None:
 
 def its_own(whose: str) -> Snapshot | None:
     """Put in force what `whose` file or library patched when it was imported; the state then, None where that is nothing.
-
-    The caller restores the one that it had before.
-    """
+    The caller restores the one that it had before."""
     names, states = _kept.get(_key(whose), ([], {}))
     for owner, name, _, value in names:
         bindings.put(owner, name, value)

@@ -1,7 +1,5 @@
 """Side effects (the protocol gate) and exact relations: what a call must not change, and identities without tolerance."""
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -20,16 +18,16 @@ from parity.judge.protocol import Values
 from parity.protocol.call import backward, differentiated, execute, forward, fresh, gradients, guarded, surroundings
 from parity.protocol.exceptions import Outcome
 
+TWICE = frozenset({"logprobs", "divergence", "preference"})
+"""Families without a stop-gradient, whose first derivative moves where autograd's second does not; a teacher that has the
+student's head is one too."""
+
 
 def left_again(implementation: Implementation, inputs: Inputs, leaks: list[str]) -> list[str]:
-    """Those of the leaks of a first call that the second shows too: a first one imports and caches.
-
-    What was rebound with nothing imported counts at once.
-    """
+    """Those of the leaks of a first call that the second shows too (a first one imports and caches), and all rebound names."""
     again = execute(implementation, inputs).leaks
-    return [leak for leak in leaks if leak in again or leak.startswith("rebound")] + [
-        leak for leak in again if leak.startswith("rebound") and leak not in leaks
-    ]
+    kept = [leak for leak in leaks if leak in again or leak.startswith("rebound")]
+    return kept + [leak for leak in again if leak.startswith("rebound") and leak not in leaks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +63,15 @@ class AdapterCalls(protocol.Calls[Inputs]):
     def on_leaves(self, x: Inputs, leaves: Mapping[str, torch.Tensor]) -> Inputs:
         return x.replace(**leaves)
 
-    def upstream(self, x: Inputs, outputs: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        return differentiated(x, outputs)
-
-    def backward(self, x: Inputs, outputs: Mapping[str, torch.Tensor], retain_graph: bool = False) -> list[str]:
-        return backward(x, outputs, retain_graph)
-
-    def gradients(self, x: Inputs) -> dict[str, torch.Tensor | None]:
-        return gradients(x)
+    upstream = staticmethod(differentiated)
+    backward = staticmethod(backward)
+    gradients = staticmethod(gradients)
 
     def differ(self, values: Values, expected: Values) -> list[str]:
         found = [n for n, v in values.items() if not _close_bits(v, expected[n])]
         return [] if found and self.agree(Outcome("ran", dict(values))) else found
 
-    def held(self, part: Callable[[AdapterCalls], list[str]], fails: str) -> list[str]:
+    def held(self, part: Callable[["AdapterCalls"], list[str]], fails: str) -> list[str]:
         """What a part of the protocol finds, or how the calls end that it makes; `fails` names them."""
         found: list[str] = []
 
@@ -109,10 +102,8 @@ def _write(x: Inputs, values: Inputs, through_data: bool = False) -> None:
 def unrecorded(
     implementation: Implementation, inputs: Inputs, first: Outcome, agree: Callable[[Outcome], bool]
 ) -> list[str]:
-    """Under no_grad and inference_mode the outputs are those of a training call, or `agree` with the definition too.
-
-    A loss that takes its gradients in the forward pass cannot be called under inference_mode, and torch says so.
-    """
+    """Under no_grad and inference_mode the outputs are those of a training call, or `agree` with the definition too. A
+    loss that takes its gradients in the forward pass cannot be called under inference_mode, and torch says so."""
     if inputs.context == "compile":  # each mode compiles anew, for seconds
         return []
     calls = AdapterCalls(implementation, inputs, inputs, agree)
@@ -126,11 +117,6 @@ def interleaved(implementation: Implementation, inputs: Inputs, other: Inputs, f
     calls, others = AdapterCalls(implementation, inputs, other), 1 + share(inputs.case, "forwards") % 4
     fails = "a second forward before the backward of the first: "
     return calls.held(lambda c: protocol.interleaved(c, first.quantities, others), fails)
-
-
-TWICE = frozenset({"logprobs", "divergence", "preference"})
-"""Families without a stop-gradient, whose first derivative moves where autograd's second does not; a teacher that has the
-student's head is one too."""
 
 
 def ways(

@@ -1,7 +1,5 @@
 """Which drawn cases an implementation gets, by what it declares to take (nothing is run to find out) and by what it costs."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import statistics
@@ -9,8 +7,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from parity.case.case import Case
-from parity.case.covering import covering
+from parity.case.case import Case, covering
 from parity.case.family import Family
 from parity.compare.one_case import skip_reason
 from parity.errors import UsageError
@@ -39,6 +36,17 @@ TOGETHER = 2
 """Settings that go beside others together where neither goes alone, at most."""
 TRIED = 3
 """Cases with one of two settings, and values of the other, of which a case with both is made, where no draw has both."""
+SECONDS_PER_CASE = 0.5
+"""Of a user's function whose calls take longer, a case costs this on average: it gets fewer of them."""
+SECOND_PASS = 4
+"""One in so many plain float32 cases is run with tf32 products too, where there are such."""
+VOCABULARIES = (128_256, 151_936, 262_144)
+"""Llama 3, Qwen 2.5 and Gemma 3."""
+REAL, TOKENS, HIDDEN = 20, 8, 4
+"""One in so many cases of at most TOKENS tokens has such a vocabulary too, at most HIDDEN wide: half a GB of replicas."""
+PEAKED = 12.0
+"""Standard deviation of the logits in half of them: where a few tokens carry the gradient, a sum of a thousand blocks in 16 bits
+errs by less than a percent; where all do, by several, and a wrong factor of 1.1 is within that."""
 
 
 def refusal(implementation: Implementation, case: Case, device: str) -> str | None:
@@ -67,17 +75,13 @@ def _nearest(implementation: Implementation, case: Case, device: str) -> Case | 
     if refusal(implementation, case, device) is None:
         return case
     family = loss_family(case.family)
+    sizes = {n: v for n, v in case.settings.items() if _is_size(family, n, v)}
     for dtype in dict.fromkeys((case.dtype, "fp32", "fp16", "bf16")):
-        for start in _starts(family, case, dtype):
+        for kept, base in itertools.product((sizes, {}), ({}, *BASES.get(family.name, ()))):
+            start = _settled(family, case.seed, dtype, {**base, **kept})
             if refusal(implementation, start, device) is None:
                 return _with_more(implementation, start, case, device)
     return None
-
-
-def _starts(family: Family, case: Case, dtype: str) -> Iterator[Case]:
-    sizes = {n: v for n, v in case.settings.items() if _is_size(family, n, v)}
-    for kept, base in itertools.product((sizes, {}), ({}, *BASES.get(family.name, ()))):
-        yield _settled(family, case.seed, dtype, {**base, **kept})
 
 
 def _with_more(implementation: Implementation, found: Case, case: Case, device: str) -> Case:
@@ -177,25 +181,10 @@ def _joined(implementation: Implementation, cases: Sequence[Case], device: str) 
                     break
 
 
-SECONDS_PER_CASE = 0.5
-"""Of a user's function whose calls take longer, a case costs this on average: it gets fewer of them."""
-SECOND_PASS = 4
-"""One in so many plain float32 cases is run with tf32 products too, where there are such."""
-VOCABULARIES = (128_256, 151_936, 262_144)
-"""Llama 3, Qwen 2.5 and Gemma 3."""
-REAL, TOKENS, HIDDEN = 20, 8, 4
-"""One in so many cases of at most TOKENS tokens has such a vocabulary too, at most HIDDEN wide: half a GB of replicas."""
-PEAKED = 12.0
-"""Standard deviation of the logits in half of them: where a few tokens carry the gradient, a sum of a thousand blocks in 16 bits
-errs by less than a percent; where all do, by several, and a wrong factor of 1.1 is within that."""
-
-
 def second_pass(case: Case, device: str, long: bool = False) -> Iterator[Case]:
     """On CUDA a case once more: a share of the plain float32 ones under `torch.set_float32_matmul_precision("high")`, as
-    trainers set it, and in `long` profiles a share of the small ones with a real vocabulary.
-
-    Judged with tf32 recipes. A case of its own in results and replays; a finding of it is not minimised.
-    """
+    trainers set it, and in `long` profiles a share of the small ones with a real vocabulary. Judged with tf32 recipes. A
+    case of its own in results and replays; a finding of it is not minimised."""
     fam = loss_family(case.family)
     number = zlib.crc32(f"vocabulary/{case.id}".encode())
     if device == "cuda" and long and "V" in fam.settings and number % REAL == 0:
@@ -211,17 +200,17 @@ def second_pass(case: Case, device: str, long: bool = False) -> Iterator[Case]:
 
 
 def selected(implementation: Implementation, case: Case, cost: int, device: str) -> bool:
-    """Whether a drawn case is among those that a costly implementation gets: by the case's id, the same on every run.
-
-    Of the cases near the defaults it gets twice as many: kernels have few parameters, and refuse most of the others.
-    """
+    """Whether a drawn case is among those that a costly implementation gets: by the case's id, the same on every run. Of
+    the cases near the defaults it gets twice as many: kernels have few parameters, and refuse most of the others."""
     if implementation.seeks & case.settings.keys():
         return True
     if implementation.every == 1 and not implementation.interpreted:
         return True
     known = loss_family(case.family)
     every = implementation.every * cost if implementation.every > 1 else 1
-    every = -(-every // 2) if _near(known, case) else every
+    names, s = DECIDING.get(known.name, ()), vars(known.full_settings(case))
+    moved = sum(s[name] != known.settings[name].default for name in names)
+    every = -(-every // 2) if moved <= len(names) // 4 else every  # near: a quarter of what decides what is computed
     if implementation.interpreted:
         every = int(every * price(implementation, case, device)) if device == "cpu" else 1
     return zlib.crc32(f"{implementation.id}/{case.id}".encode()) % every == 0
@@ -234,13 +223,6 @@ def price(implementation: Implementation, case: Case, device: str) -> float:
     family = loss_family(case.family)
     rows, length = family.sizes(family.full_settings(case))
     return 1 + rows * (1 + length // 256) / 16
-
-
-def _near(family: Family, case: Case) -> bool:
-    """Whether a case moves no more than a quarter of the settings that decide what is computed."""
-    names = DECIDING.get(family.name, ())
-    s = vars(family.full_settings(case))
-    return sum(s[name] != family.settings[name].default for name in names) <= len(names) // 4
 
 
 def left_out(implementation: Implementation, case: Case) -> str:
@@ -260,8 +242,6 @@ def _one_in(implementation: Implementation) -> int:
 
 def repeated(implementation: Implementation, case: Case, one_in: int) -> bool:
     """Whether an implementation gets the repeated calls on a drawn case; costly and slow ones sixteen times as rarely.
-
-    Not by the lowest bits, as `selected`: a CRC is linear, so those of one share decide those of the other.
-    """
+    Not by the lowest bits, as `selected`: a CRC is linear, so those of one share decide those of the other."""
     one_in = one_in * 16 if implementation.every > 1 or _one_in(implementation) > 1 else one_in
     return (zlib.crc32(f"thorough/{implementation.id}/{case.id}".encode()) >> 8) % one_in == 0

@@ -15,10 +15,8 @@ from parity.trainers import catalogue
 
 
 def followed(ids: Sequence[str], found_with: str | None, case: Case) -> tuple[str, ...]:
-    """Whom a case is run through: those named on the command line, else the one that its file names, else all ().
-
-    Raises UsageError where the case's file names a Python file. Data never says what code is loaded.
-    """
+    """Whom a case is run through: those named on the command line, else the one that its file names, else all (). Raises
+    UsageError where the case's file names a Python file. Data never says what code is loaded."""
     if ids or not found_with:
         return tuple(ids)
     if ".py:" in found_with:
@@ -30,11 +28,8 @@ def followed(ids: Sequence[str], found_with: str | None, case: Case) -> tuple[st
 
 
 def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
-    """A case by file, by the id of a ledger entry, or by the id of a case in reports/ (or that results file) or a folder of it;
-    with the implementation it names.
-
-    Raises UsageError when nothing has this name.
-    """
+    """A case by file, by the id of a ledger entry, or by the id of a case in reports/ (or that results file) or a folder
+    of it; with the implementation it names. Raises UsageError when nothing has this name."""
     path = Path(name)
     if path.suffix == ".json" or _there(path):
         found = Frozen.load(path)
@@ -46,11 +41,8 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
     folder = reports.parent if reports.is_file() else reports
     folders = [folder, *sorted(file.parent for file in folder.glob("*/results.ndjson"))]
     recorded = sorted((data.cases_dir() / "history").glob("*.json"))
-    for file in [
-        *data.frozen_cases(),
-        *recorded,
-        *(f for r in folders for f in sorted((r / "findings").glob("*.json"))),
-    ]:
+    findings = [f for r in folders for f in sorted((r / "findings").glob("*.json"))]
+    for file in [*data.frozen_cases(), *recorded, *findings]:
         found = Frozen.load(file)
         if name in (found.case.id, file.stem):
             return found.case, found.implementation
@@ -59,12 +51,12 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
             return case, f"{case.family}.released"
     files = [folder / "results.ndjson" for folder in folders]
     for file in [reports, *files] if reports.is_file() else files:
-        if (drawn := _from_rows(name, file)) is not None:
+        rows = read(file)[1] if file.exists() else ()
+        if drawn := next((case_of(row) for row in rows if row.case == name and row.seed is not None), None):
             return drawn, None
     known = [e.id for e in ledger.entries]
-    hint = (
-        meant(name, known) if difflib.get_close_matches(name, known, 1, 0.75) else "parity findings names the entries"
-    )
+    close = difflib.get_close_matches(name, known, 1, 0.75)
+    hint = meant(name, known) if close else "parity findings names the entries"
     place = reports if reports.is_file() else folder / "results.ndjson"
     raise UsageError(
         f"case {name[:200]!r}: no such file, entry of the ledger or case in {place} (another: --reports); {hint}"
@@ -76,13 +68,6 @@ def _there(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # too long for a file, or with a zero byte
         return False
-
-
-def _from_rows(name: str, path: Path) -> Case | None:
-    """Rebuild a case from its rows: they carry its seed and settings."""
-    if not path.exists():
-        return None
-    return next((case_of(row) for row in read(path)[1] if row.case == name and row.seed is not None), None)
 
 
 def case_of(row: Row) -> Case | None:

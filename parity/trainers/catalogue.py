@@ -21,18 +21,8 @@ from parity.trainers.check import CHECKS, PATHS, Check, CheckCall, Quantity
 from parity.trainers.specs import TRAINERS
 
 MODULES = (
-    "step_one",
-    "gradient_flow",
-    "config_values",
-    "advantages",
-    "twins",
-    "losses",
-    "metrics",
-    "variations",
-    "twin_windows",
-    "twin_processes",
-    "distillation",
-)
+    "step_one gradient_flow config_values advantages twins losses metrics variations twin_windows distillation"
+).split()
 
 
 def load() -> dict[str, Check]:
@@ -56,7 +46,6 @@ class TrainerFamily:
 
     @property
     def checks(self) -> dict[str, Check]:
-        """The checks of this trainer, by name."""
         return {c.name: c for c in load().values() if self.name in c.trainers}
 
     @property
@@ -69,11 +58,8 @@ class TrainerFamily:
         return out
 
     def full_settings(self, case: Case) -> SimpleNamespace:
-        """Every setting of the case's check, defaults filled in.
-
-        Raises UsageError for a check that this trainer does not have, a setting that the check does not have, or a value
-        outside its choices.
-        """
+        """Every setting of the case's check, defaults filled in. Raises UsageError for a check that this trainer does not
+        have, a setting that the check does not have, or a value outside its choices."""
         found = self.check(case)
         if case.tensors:
             raise UsageError(f"case {case.id}: a check of a trainer does not store tensors")
@@ -102,12 +88,10 @@ class TrainerFamily:
 
 
 def is_trainer(name: str) -> bool:
-    """Whether a family name is a trainer's."""
     return name in TRAINERS
 
 
 def names() -> tuple[str, ...]:
-    """The trainers that have a check."""
     used = {t for c in load().values() for t in c.trainers}
     return tuple(t for t in TRAINERS if t in used)
 
@@ -131,10 +115,8 @@ def implementations() -> dict[str, Implementation]:
 
 
 def of_user(kind: type, id: str) -> Implementation:
-    """The checks of the nearest TRL trainer that `kind` extends, on `kind`, FILE.py:NAME.
-
-    Raises UsageError where it extends no trainer that has checks.
-    """
+    """The checks of the nearest TRL trainer that `kind` extends, on `kind`, FILE.py:NAME. Raises UsageError where it
+    extends no trainer that has checks."""
     families = {upstream: name for name, upstream in TRAINERS.items()}
     extended = (b.__name__ for b in kind.__mro__ if b.__module__.startswith("trl."))
     name = next((families[n] for n in extended if n in families), None)

@@ -16,8 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from parity.case.case import Case
-from parity.case.covering import covering
+from parity.case.case import Case, covering
 from parity.case.inputs import Setting
 from parity.errors import Unsupported, UsageError
 from parity.judge.gates import Judgement
@@ -35,6 +34,9 @@ PATHS = {
     "fixed": "the same after parity.fixes.apply(trainer)",
 }
 EVERY_PATH = tuple(PATHS)
+_SHARED: dict[tuple[str, str], Any] = {}
+CheckCase = tuple[str, Mapping[str, Any]]
+"""A case of a check as it is listed: the trainer, and the settings away from their default."""
 
 
 class Definition(Protocol):
@@ -77,8 +79,6 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class YesNo:
-    """What holds, or does not; `exact` is shown."""
-
     answer: bool
     gate: str
     exact: float | None
@@ -88,7 +88,6 @@ class YesNo:
 
 
 def summed(quantity: str, value: float, terms: Sequence[float], message: str = "") -> Quantity:
-    """A sum of numbers."""
     oracle = Problem(lambda terms: {quantity: terms.sum()}, {"terms": torch.tensor(terms)}, {}, ()).oracle
     return Quantity(quantity, value, Entry(oracle, quantity), message)
 
@@ -101,7 +100,6 @@ def holds(
     value: float | None = None,
     exact: float | None = None,
 ) -> Quantity:
-    """A yes-or-no quantity."""
     return Quantity(quantity, value, YesNo(condition, gate, exact), message)
 
 
@@ -128,11 +126,7 @@ class CheckCall:
 
     @property
     def spec(self) -> TrainerSpec:
-        """What there is to know of the trainer."""
         return SPECS[self.case.family]
-
-
-_SHARED: dict[tuple[str, str], Any] = {}
 
 
 def shared(call: CheckCall, name: str, make: Callable[[], Made]) -> Made:
@@ -143,10 +137,6 @@ def shared(call: CheckCall, name: str, make: Callable[[], Made]) -> Made:
             del _SHARED[other]
         _SHARED[key] = make()
     return _SHARED[key]
-
-
-CheckCase = tuple[str, Mapping[str, Any]]
-"""A case of a check as it is listed: the trainer, and the settings away from their default."""
 
 
 def every_value(cases: Iterable[CheckCase], listed: Sequence[CheckCase] = ()) -> Iterator[CheckCase]:
@@ -177,8 +167,6 @@ def always(case: CheckCase) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A registered check."""
-
     name: str  # as in the setting `check`
     trainers: tuple[str, ...]  # families of `TRAINERS` it is about
     settings: Mapping[str, Setting]  # its dimensions with their defaults
@@ -201,7 +189,6 @@ class Check:
         return (self.run.__doc__ or "").strip().partition("\n")[0]
 
     def listed(self, profile: str, seed: int) -> Iterable[CheckCase]:
-        """Its cases in a profile."""
         if profile == "pr":
             return [*self.pr, *every_value(filter(self.covered, self.cases(seed)), self.pr)]
         return self.quick if profile == "quick" else self.cases(seed)
@@ -217,10 +204,8 @@ def check(
     cases: Callable[[int], Iterable[CheckCase]],
     **more: Any,
 ) -> Callable[[Callable[[CheckCall], Iterator[Quantity]]], Callable[[CheckCall], Iterator[Quantity]]]:
-    """Register a function as `Check(name, …)`; `more`: further attributes of it.
-
-    Raises UsageError for a trainer or a path that does not exist, or a name that is taken by another module.
-    """
+    """Register a function as `Check(name, …)`; `more`: further attributes of it. Raises UsageError for a trainer or a
+    path that does not exist, or a name that is taken by another module."""
     wanted = tuple(trainers)
     for one, known in [*((t, TRAINERS) for t in wanted), *((w, PATHS) for w in more.get("paths", ()))]:
         if one not in known:

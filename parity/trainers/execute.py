@@ -50,9 +50,7 @@ def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iter
     base = empty_row(family(call.case.family), call.case, implementation.id, call.device, **about)
     missing = implementation.missing()
     if implementation.user_class and not found.drives:
-        missing = (
-            f"check {found.name} does not drive the trainer's class in this process: it cannot drive yours instead"
-        )
+        missing = f"check {found.name} does not drive the trainer's class in this process: it cannot drive yours"
     if missing:
         yield replace(base, message=missing)
         return
@@ -80,9 +78,8 @@ def attempt(call: CheckCall, implementation: Implementation) -> tuple[Outcome, l
 def judge(quantity: Quantity) -> Judgement:
     """Hold what a check measured against its definition."""
     j = quantity.definition.judge(quantity.value)
-    if j.agrees:
-        return j
-    return dataclasses.replace(j, message="; ".join(filter(None, [j.message, quantity.message])))
+    message = "; ".join(filter(None, [j.message, quantity.message]))
+    return j if j.agrees else dataclasses.replace(j, message=message)
 
 
 def _row(base: Row, quantity: Quantity, j: Judgement, unsteady: bool) -> Row:

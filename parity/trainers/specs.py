@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class TrainerSpec:
-    """What checks and the rig have to know of a trainer."""
-
     upstream: str  # class in TRL
     # what its dataset has: prompts alone, with completions, with completions and labels, or with pairs of them
     data: Literal["prompts", "completions", "labels", "pairs"] = "prompts"
@@ -144,5 +142,4 @@ def having(field: str) -> tuple[str, ...]:
 
 
 def spec_of(upstream: str) -> TrainerSpec:
-    """The trainer of a class in TRL."""
     return next(spec for spec in SPECS.values() if spec.upstream == upstream)

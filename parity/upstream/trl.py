@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import io
+import itertools
 import logging
 import os
 import pkgutil
@@ -65,29 +66,24 @@ def triton_taken(*modules: str) -> Iterator[None]:
 
 @functools.cache
 def class_named(name: str) -> type:
-    """A class of the installed TRL, in `trl` or wherever in `trl.experimental` it lives.
-
-    Raises Unsupported when the installed version has none, or when the module that defines it does not import; with why.
-    """
+    """A class of the installed TRL, in `trl` or wherever in `trl.experimental` it lives. Raises Unsupported when the
+    installed version has none, or when the module that defines it does not import; with why."""
     import trl
 
-    failed: list[Exception] = []
-    try:
-        return getattr(trl, name)
-    except AttributeError:
-        pass
-    except (ImportError, RuntimeError) as error:  # a lazy module of TRL: the name is there, its import fails
-        failed.append(error)
-    for module in _experimental(name):
+    failed: BaseException | None = None
+    for module in itertools.chain(["trl"], _experimental(name)):
         try:
             return getattr(importlib.import_module(module), name)
         except AttributeError:
             pass
-        except (ImportError, RuntimeError) as error:
-            failed.append(error)
-    if failed:
-        raise Unsupported(f"trl {trl.__version__}: {name} does not import: {_innermost(failed[-1])}")
-    raise Unsupported(f"trl {trl.__version__} has no {name}")
+        except (ImportError, RuntimeError) as error:  # a lazy module of TRL: the name is there, its import fails
+            failed = error
+    if failed is None:
+        raise Unsupported(f"trl {trl.__version__} has no {name}")
+    while failed.__cause__ is not None:
+        failed = failed.__cause__
+    said = f"{type(failed).__name__}: {str(failed).strip().partition(chr(10))[0][:200]}"
+    raise Unsupported(f"trl {trl.__version__}: {name} does not import: {said}")
 
 
 def _experimental(name: str) -> Iterator[str]:
@@ -99,13 +95,6 @@ def _experimental(name: str) -> Iterator[str]:
             files = sorted(root.glob("**/*.py")) if info.ispkg else [root.with_suffix(".py")]
             if any(re.search(rf"^class {name}\b", f.read_text(), re.MULTILINE) for f in files):
                 yield f"trl.experimental.{info.name}"
-
-
-def _innermost(error: BaseException) -> str:
-    """The innermost cause, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def config_class(trainer: type, config: type) -> Any:
@@ -126,10 +115,8 @@ def fields(config: type) -> Mapping[str, Any]:
 
 
 def configured(config: type, device: str, wanted: Mapping[str, Any], needed: tuple[str, ...] = ()) -> Any:
-    """A config with `QUIET` and `wanted`, without the fields that the version lacks; prompts are never cut.
-
-    Raises Unsupported for a field in `needed` that the version has not.
-    """
+    """A config with `QUIET` and `wanted`, without the fields that the version lacks; prompts are never cut. Raises
+    Unsupported for a field in `needed` that the version has not."""
     known = fields(config)
     for name in needed:
         if name not in known:
@@ -142,9 +129,7 @@ def configured(config: type, device: str, wanted: Mapping[str, Any], needed: tup
 
 def liger(config: type) -> dict[str, Any]:
     """The arguments that turn the version's fused loss on. `use_liger_kernel` would exchange the model's layers as well.
-
-    Raises Unsupported where there is no fused path beside the plain one (TRL since 1.15 fuses for everyone).
-    """
+    Raises Unsupported where there is no fused path beside the plain one (TRL since 1.15 fuses for everyone)."""
     known = fields(config)
     if known.get("use_liger_loss") is False:
         return {"use_liger_loss": True}
@@ -177,14 +162,13 @@ def accepts(kind: type, name: str) -> bool:
 
 @functools.cache
 def mentions(text: str, kind: Any = None) -> bool:
-    """Whether the source of GRPOTrainer's losses has this text: what a version reads, it can be given.
-
-    Of a subclass `kind` its own losses count too, and those that they override.
-    """
-    bases = (kind or class_named("GRPOTrainer")).__mro__
-    methods = [
-        vars(base).get(name) for base in bases for name in ("compute_loss", "_compute_loss", "compute_liger_loss")
-    ]
+    """Whether the source of GRPOTrainer's losses has this text: what a version reads, it can be given. Of a subclass
+    `kind` its own losses count too, and those that they override."""
+    bases, losses = (
+        (kind or class_named("GRPOTrainer")).__mro__,
+        ("compute_loss", "_compute_loss", "compute_liger_loss"),
+    )
+    methods = [vars(base).get(name) for base in bases for name in losses]
     return any(text in inspect.getsource(method) for method in methods if method is not None)
 
 
@@ -270,33 +254,26 @@ def collecting_little() -> Iterator[None]:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """transformers seeds every generator when a trainer is made: not the loss's doing."""
+    """transformers seeds every generator when a trainer is made: not the loss's doing.
+
+    A seed reaches the CPU's alone where no GPU is in use; torch would keep it for each kind of device that may be used one day,
+    every time with a stack trace that takes longer than what it seeds.
+    """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 the global one is meant
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    devices, kept = [], (torch.manual_seed, torch.cuda.manual_seed_all)
+    if torch.cuda.is_initialized():
+        devices = torch.cuda.get_rng_state_all()
+    else:
+        torch.manual_seed, torch.cuda.manual_seed_all = torch.default_generator.manual_seed, lambda seed: None
     try:
-        with _seeding_this_device():
-            yield
+        yield
     finally:
+        torch.manual_seed, torch.cuda.manual_seed_all = kept
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
         torch.set_rng_state(states[2])
         if devices:
             torch.cuda.set_rng_state_all(devices)
-
-
-@contextlib.contextmanager
-def _seeding_this_device() -> Iterator[None]:
-    """Within it a seed reaches the CPU's generator alone where no GPU is in use; torch would keep it for each kind of device
-    that may be used one day, every time with a stack trace that takes longer than what it seeds."""
-    if torch.cuda.is_initialized():
-        yield
-        return
-    kept = torch.manual_seed, torch.cuda.manual_seed_all
-    torch.manual_seed, torch.cuda.manual_seed_all = torch.default_generator.manual_seed, lambda seed: None
-    try:
-        yield
-    finally:
-        torch.manual_seed, torch.cuda.manual_seed_all = kept
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from cases.selftest.controls.correct import control
 from parity.implementations.implementation import Implementation
 from parity.protocol import bindings, process_state
 from parity.protocol.call import execute
-from parity.protocol.switches import WATCHES
+from parity.protocol.process_state import WATCHES
 from parity.registry import family, from_file, run_case
 
 LOGPROBS = family("logprobs")

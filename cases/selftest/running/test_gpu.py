@@ -15,7 +15,7 @@ from parity.case.profiles import SHARDS, SHARDS_CUDA
 from parity.errors import Unsupported
 from parity.protocol import process_state
 from parity.protocol.call import execute
-from parity.protocol.switches import matmul_precision
+from parity.protocol.process_state import matmul_precision
 from parity.registry import family, oracle_of
 from parity.running import gpu, one_kernel, outcome, run, supervisor
 from parity.running.outcome import NOTHING

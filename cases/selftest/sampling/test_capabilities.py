@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from parity.case.case import Case
-from parity.case.covering import covering
+from parity.case.case import Case, covering
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, streams
 from parity.errors import HarnessError

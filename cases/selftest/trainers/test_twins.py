@@ -8,7 +8,7 @@ import torch
 from cases.selftest.trainers.asked import rows
 from parity.errors import Unsupported
 from parity.fixes.accumulation import divide_by_accumulation
-from parity.trainers.checks import twin_processes, twin_windows, twins
+from parity.trainers.checks import twin_windows, twins
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.training_step import Parameters, exact_step
 from parity.trainers.rig import ranks, recorder, stored_window, twin_runs
@@ -25,7 +25,7 @@ def verdicts(found):
 
 
 def test_the_fix_of_the_accumulation_looks_before_it_divides():
-    plain = twin_processes.settings("sft-trainer")
+    plain = twins.of_processes("sft-trainer")
     for trainer, changed in (("online-dpo-trainer", True), ("sft-trainer", False)):
         run = twin_runs.build(trainer, plain)
         original = run.accelerator.backward
@@ -81,7 +81,7 @@ def test_a_lost_tool_mask(monkeypatch):
 @pytest.mark.filterwarnings("ignore:compare_heads")  # the policy is moved away from its reference on purpose
 def test_the_uneven_window_of_online_dpo_by_hand():
     """With our fix (g₁ + g₂)/2 of a micro-batch of two prompts and one of one; as released g₁ + g₂; right is (2g₁ + g₂)/3."""
-    trainer, s = "online-dpo-trainer", twin_processes.settings("online-dpo-trainer")
+    trainer, s = "online-dpo-trainer", twins.of_processes("online-dpo-trainer")
     s.split, rows = "2x2", Window.of(trainer).rows[:7]
     epoch = {"max_steps": -1, "num_train_epochs": 1, "dataloader_drop_last": False}
     for path, factor in (("fixed", 0.5), ("released", 1.0)):
@@ -105,7 +105,7 @@ def two_ranks(monkeypatch):
         own = recorder.sequences_of(run.steps.batches)
         taken = [{n: g.clone() for n, g in run.steps.gradients[0].items()} for _ in range(2)]
         found = [ranks.Rank(taken[i], list(half), **rank) for i, half in enumerate((own[:4], own[4:]))]
-        monkeypatch.setattr(twin_processes, "_launched", lambda *args: {"sft-trainer": found})
+        monkeypatch.setattr(twins, "_launched", lambda *args: {"sft-trainer": found})
         return found
 
     return launched

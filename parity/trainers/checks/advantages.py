@@ -39,25 +39,17 @@ SETTINGS = {
     "scale_rewards": Setting("group", "GRPO: by what spread rewards are divided", ("group", "batch", "none")),
     "normalize": Setting(False, "RLOO: normalize_advantages", (False, True)),
 }
+PR = [("grpo-trainer", {"rewards": "weighted"})]
+BOTH = ("grpo-trainer", "rloo-trainer")
 
 
 def cases(seed: int) -> Iterator[CheckCase]:
-    """Every table with every scale."""
     for rewards in REWARDS:
         yield from (("grpo-trainer", {"rewards": rewards, "scale_rewards": s}) for s in ("group", "batch", "none"))
         yield from (("rloo-trainer", {"rewards": rewards, "normalize": normalize}) for normalize in (False, True))
 
 
-@check(
-    "advantages",
-    ("grpo-trainer", "rloo-trainer"),
-    SETTINGS,
-    cases,
-    pr=[("grpo-trainer", {"rewards": "weighted"})],
-    covered=always,
-    paths=("released",),
-    moves=True,
-)
+@check("advantages", BOTH, SETTINGS, cases, pr=PR, covered=always, paths=("released",), moves=True)
 def advantages(call: CheckCall) -> Iterator[Quantity]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
     rewards, weights = table(call.settings.rewards)
@@ -70,11 +62,9 @@ def advantages(call: CheckCall) -> Iterator[Quantity]:
 
 
 def definition(call: CheckCall, rewards: Tensor, weights: list[float]) -> Oracle:
-    """The advantages (completions,) of rewards (completions, functions), NaN where a function does not score.
-
-    The reward less the mean of its group, over a standard deviation + 1e-4; or less the mean of the group's others. 0 for a
-    completion without a reward, and for one alone in its group.
-    """
+    """The advantages (completions,) of rewards (completions, functions), NaN where a function does not score. The reward
+    less the mean of its group, over a standard deviation + 1e-4; or less the mean of the group's others. 0 for a
+    completion without a reward, and for one alone in its group."""
     s, by = call.settings, ~rewards.isnan()
     seen = by.any(1).view(-1, 1 if s.rewards == "group-of-one" else GROUP)
     seen = seen & (seen.shape[1] > 1)

@@ -2,8 +2,6 @@
 applies them; a trainer that multiplies hidden states by `lm_head.weight` itself has to find each one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -40,6 +38,12 @@ PR: tuple[CheckCase, ...] = (("grpo-trainer", {"model": "gemma4"}), ("sft-traine
 """One nested softcap, and one head that is not what it seems."""
 KINDS = {frozenset(a.changes_logits) - {"tied head"}: name for name, a in models.ARCHITECTURES.items()}
 """What changes a model's logits -> a model of it, with a nested config if there is such a one."""
+BETA = 0.5
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"targets": (*models.PROJECTIONS, "lm_head")},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+}
+"""Head -> the LoRA that makes it."""
 
 
 def _in_pr(case: CheckCase) -> bool:
@@ -52,7 +56,6 @@ def _in_pr(case: CheckCase) -> bool:
 
 
 def cases(seed: int) -> Iterator[CheckCase]:
-    """Every model and every head."""
     yield from PR
     for trainer in TRAINERS:
         for name in models.ARCHITECTURES:
@@ -112,14 +115,6 @@ class Batch:
         return (logps * self.cotangent.to(logps)).sum()
 
 
-BETA = 0.5
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "lora": {"targets": (*models.PROJECTIONS, "lm_head")},
-    "modules_to_save": {"modules_to_save": ["lm_head"]},
-}
-"""Head -> the LoRA that makes it."""
-
-
 def _built(call: CheckCall, **wanted: Any) -> Any:
     head = call.settings.head
     adapter = trl.lora(**ADAPTERS[head]) if head in ADAPTERS else None
@@ -131,10 +126,8 @@ def _built(call: CheckCall, **wanted: Any) -> Any:
 
 
 def _model(call: CheckCall) -> Any:
-    """The model that a trainer is given: its head quantised, where that is asked for before any trainer sees it.
-
-    With our fix the values of a nested text config also at the top, where some code reads them.
-    """
+    """The model that a trainer is given: its head quantised, where that is asked for before any trainer sees it. With our
+    fix the values of a nested text config also at the top, where some code reads them."""
     model = models.model(call.settings.model)
     quantised_heads.quantise(model, call.settings.head)
     if call.path == "fixed":

@@ -26,30 +26,26 @@ from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import Sample
 
 ARCHITECTURE, TEACHER = "llama", "qwen2"
+COMMON = {"lmbda": 0.0, "temperature": 1.0, "max_length": 32}
 SAMPLES = {"ragged": ((2, 5), (4, 2)), "equal": ((3, 5), (3, 2))}
 """Tokens of prompt and completion, by what the prompts are; ragged ones shift the offsets within a batch."""
 SETTINGS = {
     "beta": Setting(1.0, "teacher's weight in the divergence: 0 forward KL, 1 reverse KL", (0.0, 0.5, 1.0)),
     "split": Setting("2x1", "batch x accumulation", ("1x2", "2x1")),
 }
-PROMPTS = {"prompts": Setting("equal", "lengths of the prompts", tuple(SAMPLES))}
+RAGGED = SETTINGS | {"prompts": Setting("equal", "lengths of the prompts", tuple(SAMPLES))}
 LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
 SHORT: list[CheckCase] = [("server-distillation-trainer", s) for s in ({"beta": 0.0}, LEAKED)]
-SHORT_CONTROL: list[CheckCase] = [("gkd-trainer", {**LEAKED, "prompts": "ragged"})]
+SHORT_GKD: list[CheckCase] = [("gkd-trainer", {**LEAKED, "prompts": "ragged"})]
 
 
-def cases(seed: int) -> Iterator[CheckCase]:
-    """Every beta with every split."""
-    yield from (("server-distillation-trainer", settings) for settings in pairwise(SETTINGS, seed))
+SERVER, GKD = "server-distillation-trainer", "gkd-trainer"
 
 
-def control_cases(seed: int) -> Iterator[CheckCase]:
-    """Every pair of values."""
-    yield from (("gkd-trainer", settings) for settings in pairwise(SETTINGS | PROMPTS, seed))
-
-
-@check("teacher-server", ("server-distillation-trainer",), SETTINGS, cases, quick=SHORT, pr=SHORT)
+@check(
+    "teacher-server", (SERVER,), SETTINGS, lambda n: ((SERVER, s) for s in pairwise(SETTINGS, n)), quick=SHORT, pr=SHORT
+)
 def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     """Distillation from a teacher on a server on ragged completions: finite, and by the definition."""
     s = call.settings
@@ -77,10 +73,8 @@ def _averaged(
 
 
 def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float) -> Tensor:
-    """The divergence at each token on the support that a server gives, completed by a tail bucket, (T,).
-
-    beta 0: the teacher's likeliest token; 1: the token that is there; between: both, once where they are the same.
-    """
+    """The divergence at each token on the support that a server gives, completed by a tail bucket, (T,). beta 0: the
+    teacher's likeliest token; 1: the token that is there; between: both, once where they are the same."""
     top = answer.argmax(-1, keepdim=True)
     actual = tokens.unsqueeze(-1)
     support = top if beta == 0.0 else actual if beta == 1.0 else torch.cat([top, actual], -1)
@@ -109,12 +103,8 @@ class Teacher:
                 logits = self.model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1]
             logps = self.answers[tuple(ids)] = torch.log_softmax(logits.double() / temperature, -1).float()
             top, there = logps.topk(top_logprobs, -1), torch.tensor(ids[start:]).unsqueeze(-1)
-            found = {
-                "logprobs": top.values,
-                "logprob_token_ids": top.indices,
-                "actual_logprobs": logps.gather(-1, there),
-                "actual_token_ids": there,
-            }
+            found = {"logprobs": top.values, "logprob_token_ids": top.indices}
+            found |= {"actual_logprobs": logps.gather(-1, there), "actual_token_ids": there}
             for name, value in found.items():
                 out.setdefault(name, []).append(value.tolist())
         return out
@@ -123,11 +113,9 @@ class Teacher:
 def upstream() -> str:
     """The class of the installed release whose teacher may be a server. Raises Unsupported when it has none."""
     for name in ("ServerDistillationTrainer", "DistillationTrainer"):
-        try:
+        with contextlib.suppress(Unsupported):
             if hasattr(drive.trl_class(name), "_get_teacher_token_logprobs_from_server"):
                 return name
-        except Unsupported:
-            pass
     raise Unsupported("the installed version has no distillation from a teacher server")
 
 
@@ -142,16 +130,8 @@ def samples(prompts: str = "ragged") -> list[Sample]:
 def served(teacher: Teacher, split: str, beta: float) -> Any:
     """A trainer over a tiny student; `split` is "batch x accumulation"."""
     name = upstream()
-    wanted = recorder.plain(split) | {
-        "num_generations": 1,
-        "teacher_model_server_url": "http://127.0.0.1",
-        "use_teacher_server": True,
-        "lmbda": 0.0,
-        "max_length": 32,
-        "temperature": 1.0,
-        "loss_top_k": 1,
-        "beta": beta,
-    }
+    wanted = recorder.plain(split) | COMMON | {"beta": beta, "num_generations": 1, "loss_top_k": 1}
+    wanted |= {"teacher_model_server_url": "http://127.0.0.1", "use_teacher_server": True}
     generates = hasattr(drive.trl_class(name), "_generate_single_turn")
     data = stored_window.dataset(samples(), "prompts" if generates else "turns")
     from trl.generation import vllm_client
@@ -166,20 +146,15 @@ def served(teacher: Teacher, split: str, beta: float) -> Any:
     return made
 
 
-@check(
-    "ragged-control",
-    ("gkd-trainer",),
-    SETTINGS | PROMPTS,
-    control_cases,
-    quick=SHORT_CONTROL,
-    pr=SHORT_CONTROL,
-    paths=("released",),
-    moves=True,
-)
+def control_cases(seed: int) -> Iterator[CheckCase]:
+    return ((GKD, s) for s in pairwise(RAGGED, seed))
+
+
+@check("ragged-control", (GKD,), RAGGED, control_cases, quick=SHORT_GKD, pr=SHORT_GKD, paths=("released",), moves=True)
 def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
     s = call.settings
-    wanted = recorder.plain(s.split) | {"lmbda": 0.0, "beta": s.beta, "temperature": 1.0, "max_length": 32}
+    wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta}
     data = stored_window.dataset(samples(s.prompts), "turns")
     given = {"teacher_model": models.model(TEACHER), "train_dataset": data}
     trainer = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)

@@ -33,7 +33,6 @@ PR: tuple[CheckCase, ...] = (("grpo-trainer", {"trained": "frozen-embeddings"}),
 
 
 def cases(seed: int) -> Iterator[CheckCase]:
-    """Everything."""
     for trainer in TRAINERS:
         for checkpointing in SETTINGS["checkpointing"].choices or ():
             yield from ((trainer, {"checkpointing": checkpointing, "trained": trained}) for trained in TRAINED)

@@ -123,9 +123,7 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
 
 def offered(trainer: str, name: str, value: str) -> Any:
     """`value` as the field `name` of the trainer's config has it: of its enum where its default is of one (trl <= 0.27).
-
-    Raises Unsupported where neither the enum nor the choices that the field documents have it.
-    """
+    Raises Unsupported where neither the enum nor the choices that the field documents have it."""
     field = next(f for f in dataclasses.fields(drive.config(trainer)) if f.name == name)
     kind = type(field.default)
     if issubclass(kind, enum.Enum):
@@ -138,10 +136,8 @@ def offered(trainer: str, name: str, value: str) -> Any:
 
 
 def _options(call: CheckCall) -> dict[str, Any]:
-    """The config's fields; of settings at their default only those that the installed version has.
-
-    Raises Unsupported where it lacks one that is away from its default.
-    """
+    """The config's fields; of settings at their default only those that the installed version has. Raises Unsupported
+    where it lacks one that is away from its default."""
     s, known = call.settings, trl.fields(drive.config(call.trainer))
     fields = {name: field for name, (field, _) in OPTIONS.items()}
     fields |= {"smoothing": "label_smoothing_factor"} if call.spec.data == "completions" else {}

@@ -32,6 +32,8 @@ COUNTED = ("rewards/accuracies", "completions/mean_length", "reward", "objective
 """Metrics that are a count, or made of what is exact in float32."""
 
 Values = dict[str, Tensor]
+TRAINERS = tuple(t for t in SPECS if t in LOSSES and SPECS[t].given != "teacher_model")
+"""Those that log more than their loss."""
 
 
 def define(window: Window, s: SimpleNamespace, model: Any) -> Values:
@@ -78,13 +80,14 @@ def _of_sides(loss: Loss, model: Any) -> Values:
     if spec.generates:
         scores, kl = stored_window.rewards(batch.window).flatten(), batch.ratios
         out |= {"objective/kl": kl.mean(), "objective/non_score_reward": -beta * kl.mean()}
-        out |= {"objective/rlhf_reward": (scores - beta * kl).mean(), "objective/scores": scores.mean()}
-        return out | {"objective/entropy": -batch.sums.mean()}
+        out |= {"objective/rlhf_reward": (scores - beta * kl).mean(), "objective/entropy": -batch.sums.mean()}
+        return out | {"objective/scores": scores.mean()}
     if spec.given:
+        out |= {"entropy": batch.entropy}
         for name, side in (("chosen", chosen), ("rejected", ~chosen)):  # the vocabulary's mean, then that of all tokens
             kept = [z.mean(-1) for z, there in zip(batch.logits, side, strict=True) if there]
             out |= {f"logits/{name}": torch.cat(kept).mean()}
-        return out | {"entropy": batch.entropy} | ({} if spec.paired else {"kl": kl_of_others(loss, model)})
+        return out | ({} if spec.paired else {"kl": kl_of_others(loss, model)})
     if spec.loss == "orpo":
         odds = log_odds(batch)
         odds = odds[chosen] - odds[~chosen]
@@ -94,17 +97,12 @@ def _of_sides(loss: Loss, model: Any) -> Values:
     return out | {"nll_loss": -torch.cat(batch.tokens[: len(sides[0])]).mean()}
 
 
-TRAINERS = tuple(t for t in SPECS if t in LOSSES and SPECS[t].given != "teacher_model")
-"""Those that log more than their loss."""
-
-
 def _in_pr(case: CheckCase) -> bool:
     """Every model of GRPO and KTO, one of the others."""
     return "model" not in case[1] or case[0] in ("kto-trainer", "grpo-trainer")
 
 
 def cases(seed: int) -> Iterator[CheckCase]:
-    """Every trainer with every model."""
     for trainer in TRAINERS:
         for model in MODELS:
             yield trainer, {"model": model}

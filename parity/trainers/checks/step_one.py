@@ -44,6 +44,8 @@ A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
     *((trainer, {"checkpointing": drive.CUSTOM}) for trainer in TRAINERS),
     *((trainer, {"model": "gemma2"}) for trainer in ("grpo-trainer", "rloo-trainer")),  # softcap on attention scores
 )
+Policies = SimpleNamespace
+"""Log-probs (B, T) by the `policy`, the `reference` and the `old` policy, which generated; what is `counted`, (B, T), 1 or 0."""
 
 
 def cases(seed: int) -> Iterator[CheckCase]:
@@ -75,9 +77,7 @@ class FirstStep:
     ids: Tensor  # what the model was given, (B, P + T)
     mask: Tensor
     completion: Tensor  # 1 where a position belongs to a completion, (B, P + T)
-    policy: Tensor | None = (
-        None  # log-probs of the tokens of the last T positions, where the trainer has them apart, (B, T)
-    )
+    policy: Tensor | None = None  # log-probs (B, T) of the tokens of the last positions, where the trainer has them
     reference: Tensor | None = None
     loss: float = math.nan  # of the one micro-batch
     log: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the trainer's own log entry
@@ -122,11 +122,8 @@ def _watch_scores(trainer: Any) -> FirstStep:
 
     drive.spied(trainer, drive.scorer(trainer), scored)
     step, batch = _watched(trainer)
-    step.policy, step.reference, step.advantages = (
-        seen.get("policy"),
-        batch.get("ref_per_token_logps"),
-        batch["advantages"],
-    )
+    step.policy, step.advantages = seen.get("policy"), batch["advantages"]
+    step.reference = batch.get("ref_per_token_logps")
     if step.reference is None and "reference" not in seen:
         raise Unsupported("the trainer computed no reference log-probs, so there is no KL")
     if step.reference is None:
@@ -155,15 +152,10 @@ def _watch_pairs(trainer: Any, online: bool) -> FirstStep:
 
 
 def _watched(trainer: Any) -> tuple[FirstStep, dict[str, Any]]:
-    """One step, and its batch."""
     with drive.seeded():
         steps = recorder.train(trainer)
     batch = steps.batches[0]
     return FirstStep(*recorder.parts(batch)[0], loss=steps.losses[0], log=drive.logged(trainer)), batch
-
-
-Policies = SimpleNamespace
-"""Log-probs (B, T) by the `policy`, the `reference` and the `old` policy, which generated; what is `counted`, (B, T), 1 or 0."""
 
 
 def definition(call: CheckCall, step: FirstStep) -> Oracle:

@@ -34,34 +34,29 @@ ADAPTERS = {
 }
 REFERRED = tuple(t for t in TWINS if SPECS[t].rewarded or SPECS[t].given == "ref_model")
 """Trainers that have a reference."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Adapter:
-    """What `twin_runs.build` asks for: the model, its peft_config, and the adapter moved after construction."""
-
-    kind: str
-
-    def model(self, architecture: str) -> Any:
-        """What is handed to the trainer."""
-        base = models.model(architecture)
-        return stored_window.adapted(base, stored_window.HANDED_OVER) if self.kind == "existing" else base
-
-    def config(self) -> Any:
-        """The trainer's peft_config."""
-        return None if self.kind == "existing" else trl.lora(**self._saved)
-
-    def policy(self, architecture: str) -> Any:
-        base = models.model(architecture, torch.float64)
-        return stored_window.adapted(base, stored_window.TRAINED, **self._saved).train()
-
-    def reference(self, architecture: str) -> str:
-        """What `stored_window.reference` knows the reference by."""
-        return architecture + (stored_window.ADAPTED if self.kind == "existing" else "")
-
-    @property
-    def _saved(self) -> dict[str, Any]:
-        return {"modules_to_save": ["lm_head"]} if self.kind == "saved-head" else {}
+MAX_LENGTH = 10
+"""At it four of the window's eight sequences are too long, every prompt keeps a token of its completion at either end."""
+MODES_OF_TRUNCATION = ("keep_start", "keep_end")
+MODE = Setting("keep_start", "truncation_mode; KTO and later releases keep the start", MODES_OF_TRUNCATION)
+CUT = {"mode": MODE, "split": SPLIT}
+CUT_IN_PR: list[CheckCase] = [("dpo-trainer", {})]
+EXPERTS, BALANCED = "qwen3_moe", "router_aux_loss_coef"
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+SAMPLER = {
+    "mode": Setting("sequence_mask", "vllm_importance_sampling_mode", MODES),
+    "low": Setting(None, "vllm_importance_sampling_clip_min", (None, 0.5)),
+    "high": Setting(2.0, "vllm_importance_sampling_clip_max, in older releases _cap", (2.0, 30.0)),
+    "correction": Setting(True, "vllm_importance_sampling_correction", (True, False)),
+    "loss": Setting("dapo", "loss type", ("dapo", "grpo", "dr_grpo")),
+    "beta": Setting(0.0, "weight of the KL", (0.0, 0.04)),
+    "split": Setting("8x1", SPLIT.doc, ("8x1", "2x4")),
+    "tools": Setting(False, "some completion tokens are a tool's: the sampler reports 0 for them", (False, True)),
+    "missing": Setting(False, "the sampler has no log-prob for one token of each completion", (False, True)),
+}
+APART = 0.6
+"""Spread of a token's log-prob at the sampler around the trainer's, nats: no ratio is near a bound."""
+FIELDS = {"mode": "vllm_importance_sampling_mode", "low": "vllm_importance_sampling_clip_min"}
+SAMPLED = [("grpo-trainer", s) for s in ({"mode": "token_truncate"}, {"tools": True, "split": "2x4"}, {"tools": True})]
 
 
 def adapter_cases(seed: int) -> Iterator[CheckCase]:
@@ -101,16 +96,18 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
     more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
     more |= {"loss_type": "kto"} if s.kl else {}
     drive.needs(call.trainer, *more)
-    adapter, settings = Adapter(s.adapter), twin(trainer, beta=0.04)
-    run = Run(trainer, settings, call.path, adapter=adapter, **more)
+    settings, existing = twin(trainer, beta=0.04), s.adapter == "existing"
+    saved = {"modules_to_save": ["lm_head"]} if s.adapter == "saved-head" else {}
+
+    def handed() -> tuple[Any, Any]:
+        base = models.model(settings.model)
+        return (stored_window.adapted(base, stored_window.HANDED_OVER), None) if existing else (base, trl.lora(**saved))
+
+    run = Run(trainer, settings, call.path, adapter=handed, **more)
     told = SimpleNamespace(**vars(settings) | ({"loss": "kto"} if s.kl else {}))
-    loss = Loss(run.window, told, adapter.reference(settings.model))
-    yield from judged(call, run, loss, adapter.policy(settings.model))
-
-
-MAX_LENGTH = 10
-"""At it four of the window's eight sequences are too long, every prompt keeps a token of its completion at either end."""
-MODES_OF_TRUNCATION = ("keep_start", "keep_end")
+    loss = Loss(run.window, told, settings.model + (stored_window.ADAPTED if existing else ""))
+    base = models.model(settings.model, torch.float64)
+    yield from judged(call, run, loss, stored_window.adapted(base, stored_window.TRAINED, **saved).train())
 
 
 def truncation_cases(seed: int) -> Iterator[CheckCase]:
@@ -119,18 +116,7 @@ def truncation_cases(seed: int) -> Iterator[CheckCase]:
             yield from ((trainer, {"mode": mode, "split": split}) for split in ("8x1", "1x8"))
 
 
-@check(
-    "truncation",
-    having("max_length"),
-    {
-        "mode": Setting("keep_start", "truncation_mode; KTO and later releases keep the start", MODES_OF_TRUNCATION),
-        "split": SPLIT,
-    },
-    truncation_cases,
-    pr=[("dpo-trainer", {})],
-    covered=always,
-    paths=EVERY_PATH,
-)
+@check("truncation", having("max_length"), CUT, truncation_cases, pr=CUT_IN_PR, covered=always, paths=EVERY_PATH)
 def truncation(call: CheckCall) -> Iterator[Quantity]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
     s, known = call.settings, trl.fields(drive.config(call.trainer))
@@ -147,8 +133,6 @@ def truncation(call: CheckCall) -> Iterator[Quantity]:
 
 @dataclasses.dataclass(frozen=True)
 class Cut(Window):
-    """A window whose sequences are cut."""
-
     mode: str = "keep_start"
 
     def _of(self, name: str) -> Sequences:
@@ -162,9 +146,6 @@ def cut(window: Sequences, mode: str) -> Sequences:
         gone = max(0, len(tokens) - MAX_LENGTH) if mode == "keep_end" else 0
         out.append((tokens[gone : gone + MAX_LENGTH], max(0, start - gone)))
     return out
-
-
-EXPERTS, BALANCED = "qwen3_moe", "router_aux_loss_coef"
 
 
 @check(
@@ -191,10 +172,8 @@ def experts(call: CheckCall) -> Iterator[Quantity]:
 
 def balance(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     """E·Σ_i f_i·P_i over all tokens of the sequences in all layers, 0-dim (Switch Transformer, arXiv 2101.03961, 4 to 6).
-
     E: experts; f_i: how often expert i is among the k chosen, per token (Σ f = k; no gradient); P_i: the mean of its
-    probability. 1 for k = 1 where every expert gets the same.
-    """
+    probability. 1 for k = 1 where every expert gets the same."""
     batch = rows(sequences)
     counted = batch["attention_mask"].flatten().bool()
     found = model.base_model(**batch, use_cache=False, output_router_logits=True).router_logits
@@ -202,23 +181,6 @@ def balance(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     chosen = p.topk(model.config.get_text_config().num_experts_per_tok, -1).indices
     f = torch.nn.functional.one_hot(chosen, p.shape[-1]).sum((0, 1)) / len(p)
     return p.shape[-1] * (f * p.mean(0)).sum()
-
-
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-SAMPLER = {
-    "mode": Setting("sequence_mask", "vllm_importance_sampling_mode", MODES),
-    "low": Setting(None, "vllm_importance_sampling_clip_min", (None, 0.5)),
-    "high": Setting(2.0, "vllm_importance_sampling_clip_max, in older releases _cap", (2.0, 30.0)),
-    "correction": Setting(True, "vllm_importance_sampling_correction", (True, False)),
-    "loss": Setting("dapo", "loss type", ("dapo", "grpo", "dr_grpo")),
-    "beta": Setting(0.0, "weight of the KL", (0.0, 0.04)),
-    "split": Setting("8x1", SPLIT.doc, ("8x1", "2x4")),
-    "tools": Setting(False, "some completion tokens are a tool's: the sampler reports 0 for them", (False, True)),
-    "missing": Setting(False, "the sampler has no log-prob for one token of each completion", (False, True)),
-}
-APART = 0.6
-"""Spread of a token's log-prob at the sampler around the trainer's, nats: no ratio is near a bound."""
-FIELDS = {"mode": "vllm_importance_sampling_mode", "low": "vllm_importance_sampling_clip_min"}
 
 
 def sampler_cases(seed: int) -> Iterator[CheckCase]:
@@ -230,15 +192,7 @@ def sampler_cases(seed: int) -> Iterator[CheckCase]:
             yield from (("grpo-trainer", {"mode": mode, name: value}) for value in SAMPLER[name].choices or ())
 
 
-@check(
-    "sampler",
-    ("grpo-trainer",),
-    SAMPLER,
-    sampler_cases,
-    pr=[("grpo-trainer", s) for s in ({"mode": "token_truncate"}, {"tools": True, "split": "2x4"}, {"tools": True})],
-    covered=always,
-    paths=EVERY_PATH,
-)
+@check("sampler", ("grpo-trainer",), SAMPLER, sampler_cases, pr=SAMPLED, covered=always, paths=EVERY_PATH)
 def sampler(call: CheckCall) -> Iterator[Quantity]:
     """Loss and every gradient by exp(log π - log π_sampler), truncated or masked as the mode says."""
     s, trainer = call.settings, call.case.family
@@ -252,10 +206,8 @@ def sampler(call: CheckCall) -> Iterator[Quantity]:
 
 
 def _options(call: CheckCall) -> dict[str, Any]:
-    """The config's fields of the correction.
-
-    Raises Unsupported where the installed version has none, or lacks a setting that is not at its default.
-    """
+    """The config's fields of the correction. Raises Unsupported where the installed version has none, or lacks a setting
+    that is not at its default."""
     s, known = call.settings, trl.fields(drive.config(call.trainer))
     if "vllm_importance_sampling_correction" not in known:
         raise Unsupported("the installed version does not correct for the sampler's log-probs")
@@ -264,12 +216,8 @@ def _options(call: CheckCall) -> dict[str, Any]:
     if s.low is not None and FIELDS["low"] not in known:
         raise Unsupported(f"the installed version has no {FIELDS['low']}")
     newer = "vllm_importance_sampling_clip_max" in known
-    wanted = {
-        "vllm_importance_sampling_correction": s.correction,
-        FIELDS["mode"]: s.mode,
-        FIELDS["low"]: s.low,
-        f"vllm_importance_sampling_{'clip_max' if newer else 'cap'}": s.high,
-    }
+    wanted = {"vllm_importance_sampling_correction": s.correction, FIELDS["mode"]: s.mode, FIELDS["low"]: s.low}
+    wanted |= {f"vllm_importance_sampling_{'clip_max' if newer else 'cap'}": s.high}
     return {k: v for k, v in wanted.items() if k in known}
 
 

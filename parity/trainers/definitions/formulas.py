@@ -45,6 +45,10 @@ OPTIONS = {
 """Setting of a loss -> the field of the trainer's config, and its values."""
 PLAIN = {"beta": 0.0, "tools": False} | {name: setting.default for name, (_, setting) in OPTIONS.items()}
 """Settings of a loss that are not told."""
+ONLINE = {"sigmoid": DPO["sigmoid"], "ipo": lambda p: (p.d - 1 / (2 * p.s.beta)) ** 2}
+"""Loss type of OnlineDPOTrainer -> loss of each pair; ipo of whole completions."""
+MIXED = {"mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}}
+"""Name of ours -> loss types of DPOTrainer and their weights; MPO (arXiv 2411.10442, equation 2)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +59,6 @@ class Generation:
     old: Any
     steps: int
 
-    def of(self, window: Sequences, values: Tensor) -> Tensor:
-        """The values of the window's sequences out of those of the whole generation."""
-        return values[[self.whole.index(sequence) for sequence in window]]
-
 
 @dataclasses.dataclass
 class Loss:
@@ -67,15 +67,12 @@ class Loss:
     window: Window  # what it is a mean over
     s: SimpleNamespace  # `loss`, `beta`, `model`, and what else of `PLAIN` is away from it; distillation's `teacher`
     reference: str = ""  # where it is not the saved model of `s`
-    generation: Generation | None = (
-        None  # what the window is a part of, where ratios are to another policy than the model
-    )
+    generation: Generation | None = None  # what it is a part of, where ratios are to another policy than the model
     earned: Tensor | None = None  # rewards, where they are not the window's
     # more settings of family `policy`; `epsilon` and `epsilon_high` of every clipped ratio
     policy: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    ratio: Callable[[Tensor, Tensor], Tensor] | None = (
-        None  # log-probs (N, T) and mask -> the sampler's importance ratio
-    )
+    # log-probs (N, T) and mask -> the sampler's importance ratio
+    ratio: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.s = SimpleNamespace(**PLAIN | vars(self.s))
@@ -89,11 +86,9 @@ class Loss:
         return Scored(model, self.window.sequences if window is None else window, self.reference)
 
     def sides(self, model: Any) -> list[Scored]:
-        """The chosen and the rejected completions."""
         return [self.scored(model, side) for side in self.window.pair(self.s.penalty)]
 
     def clip(self, default: float) -> tuple[float, float]:
-        """ε and ε_high."""
         return self.policy.get("epsilon", default), self.policy.get("epsilon_high", default)
 
     def counted(self, tokens: Tensor) -> Tensor:
@@ -107,7 +102,7 @@ class Loss:
 
     def of_window(self, values: Tensor) -> Tensor:
         """The values of the window's sequences out of those of all that was generated together."""
-        return values if self.generation is None else self.generation.of(self.window.sequences, values)
+        return values[[self.whole.index(sequence) for sequence in self.window.sequences]] if self.generation else values
 
     def old(self, tokens: list[Tensor]) -> list[Tensor]:
         """Log-probs by the policy that generated: the model itself, whose are `tokens`, or an older one."""
@@ -118,11 +113,9 @@ class Loss:
 
 
 def sft(a: Loss, model: Any) -> Tensor:
-    """-Σ log p / N over the N completion tokens, `whole`: of all tokens but the first.
-
-    dft: -Σ p·log p / N, p without gradient (arXiv 2508.05629). Smoothed: -(1 - ε) log p(token) - ε·mean over the vocabulary of
-    log p (arXiv 1512.00567).
-    """
+    """-Σ log p / N over the N completion tokens, `whole`: of all tokens but the first. dft: -Σ p·log p / N, p without
+    gradient (arXiv 2508.05629). Smoothed: -(1 - ε) log p(token) - ε·mean over the vocabulary of log p (arXiv
+    1512.00567)."""
     window = [(tokens, 1) for tokens, _ in a.window.sequences] if a.s.whole else a.window.sequences
     scored, e = Scored(model, window), a.s.smoothing
     if e:
@@ -143,15 +136,8 @@ def _summed(sides: Sequence[Sequence[Tensor]], ld_alpha: float) -> list[Tensor]:
     if ld_alpha == 1.0:
         return [torch.stack([t.sum() for t in side]) for side in sides]
     shared = [min(len(a), len(b)) for a, b in zip(*sides, strict=True)]
-    return [
-        torch.stack([t[:n].sum() + ld_alpha * t[n:].sum() for t, n in zip(side, shared, strict=True)]) for side in sides
-    ]
-
-
-ONLINE = {"sigmoid": DPO["sigmoid"], "ipo": lambda p: (p.d - 1 / (2 * p.s.beta)) ** 2}
-"""Loss type of OnlineDPOTrainer -> loss of each pair; ipo of whole completions."""
-MIXED = {"mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}}
-"""Name of ours -> loss types of DPOTrainer and their weights; MPO (arXiv 2411.10442, equation 2)."""
+    pairs = [zip(side, shared, strict=True) for side in sides]
+    return [torch.stack([t[:n].sum() + ld_alpha * t[n:].sum() for t, n in side]) for side in pairs]
 
 
 def dpo(a: Loss, model: Any) -> Tensor:
@@ -183,17 +169,14 @@ def log_odds(side: Scored) -> Tensor:
 
 def orpo(a: Loss, model: Any) -> Tensor:
     """-Σ log p / N over the N tokens of chosen prompts and completions, less β·mean of log σ(log odds_w - log odds_l).
-
     odds = p/(1 - p), log p the mean over a completion's tokens (arXiv 2403.07691, equations 3 to 7; its authors' code
-    takes the likelihood of the prompt too).
-    """
+    takes the likelihood of the prompt too)."""
     sides = a.sides(model)
     whole = torch.cat(completion_logps(model, [(tokens, 1) for tokens, _ in sides[0].window]))
     return -whole.mean() - a.s.beta * logsigmoid(log_odds(sides[0]) - log_odds(sides[1])).mean()
 
 
 def kto(a: Loss, model: Any) -> Tensor:
-    """The mean of `preference_losses.unpaired`."""
     ratios = a.scored(model).ratios
     z = kl_of_others(a, model) if a.s.loss == "kto" else None
     return unpaired(ratios, torch.tensor(a.window.labels), a.s, z).mean()
@@ -213,10 +196,8 @@ def mismatched(window: Sequences) -> Sequences:
 
 
 def rloo(a: Loss, model: Any) -> Tensor:
-    """-mean of min(ρA, clip(ρ)A), ρ = π/π_old, A the reward minus the mean of the group's others (arXiv 2402.14740).
-
-    The reward is less β(log π_old - log π_ref) of the whole completion.
-    """
+    """-mean of min(ρA, clip(ρ)A), ρ = π/π_old, A the reward minus the mean of the group's others (arXiv 2402.14740). The
+    reward is less β(log π_old - log π_ref) of the whole completion."""
     logps = sums(model, a.window.sequences)
     r = stored_window.rewards(a.whole) if a.earned is None else a.earned
     with torch.no_grad():
@@ -231,10 +212,8 @@ def rloo(a: Loss, model: Any) -> Tensor:
 
 def gmpo(a: Loss, model: Any) -> Tensor:
     """-mean of A·exp(mean over the tokens of d), d = log π/π_old, at most ε_high for A > 0, at least -ε for the others.
-
     arXiv 2507.20673, equation 4; plus β times GRPO's KL, its mean over each completion. One all of whose tokens are a
-    tool's has ratio 1.
-    """
+    tool's has ratio 1."""
     scored, (low, high) = a.scored(model), a.clip(0.4)
     old = a.old(scored.tokens)
     base = scored.base.tokens if a.s.beta else old
@@ -250,10 +229,8 @@ def gmpo(a: Loss, model: Any) -> Tensor:
 
 
 def beyond(a: Loss, model: Any) -> dict[str, Tensor]:
-    """Shares of the tokens (RLOO: sequences) with ρ < 1 - ε and A < 0, and with ρ > 1 + ε_high and A > 0, as they are logged.
-
-    Means over the window, the least and the largest of a sequence. GMPO's bounds are those of log ρ.
-    """
+    """Shares of the tokens (RLOO: sequences) with ρ < 1 - ε and A < 0, and with ρ > 1 + ε_high and A > 0, as they are
+    logged. Means over the window, the least and the largest of a sequence. GMPO's bounds are those of log ρ."""
     with torch.no_grad():
         new = completion_logps(model, a.window.sequences)
         d = [n - o for n, o in zip(new, a.old(new), strict=True)]
@@ -311,16 +288,10 @@ def policy_tensors(window: Sequences, model: Any) -> dict[str, Any]:
     mask = padded([torch.ones(n, dtype=torch.int64) for n in counts]).double()
     head = model.get_output_embeddings()
     absent = "old_logps ref_logps sampling_logps importance_sampling_ratio top_entropy_quantile tool_mask lora_a lora_b"
-    return {
-        "hidden": padded(pieces),
-        "weight": head.weight,
-        "bias": head.bias,
-        "ids": padded([torch.tensor(t[start:]) for t, start in window]),
-        "mask": mask,
-        "completion_mask": mask,
-        "num_items_in_batch": torch.tensor(float(sum(counts))),
-        **dict.fromkeys(absent.split()),
-    }
+    given = {"hidden": padded(pieces), "weight": head.weight, "bias": head.bias}
+    given |= {"ids": padded([torch.tensor(t[start:]) for t, start in window])}
+    given |= {"mask": mask, "completion_mask": mask, "num_items_in_batch": torch.tensor(float(sum(counts)))}
+    return dict.fromkeys(absent.split()) | given
 
 
 def padded(pieces: list[Tensor]) -> Tensor:

@@ -29,9 +29,7 @@ def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
 
 class Scored:
     """What is asked of it is computed once, of N sequences with T_i tokens in their completions; vocabulary V.
-
-    `reference`: the saved model that log-ratios are to.
-    """
+    `reference`: the saved model that log-ratios are to."""
 
     def __init__(self, model: Any, window: Sequences, reference: str = "", temperature: float = 1.0):
         self.model, self.window, self.reference, self.temperature = model, window, reference, temperature

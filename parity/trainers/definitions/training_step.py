@@ -28,6 +28,9 @@ FARTHEST = 0.05
 LOSS = "loss"
 Loss = Callable[[Any], Tensor]
 """Model -> loss of one optimizer window, 0-dim, differentiable."""
+SHOWN = 5
+PREFIX = gradient_name("")
+Given = Mapping[str, Tensor | None]
 
 
 class AutocastRounding(AnyOperation):
@@ -70,11 +73,9 @@ def _problem(
 
 
 def measured(model: Any, define: Callable[[Any], Mapping[str, Tensor]], counted: Collection[str] = ()) -> Oracle:
-    """Numbers and tensors of a model by their definition, forward alone; `model` as of `exact_step`.
-
-    `define`: model -> name -> a tensor whose entries are judged one by one, or 0-dim; `counted`: those that are counts, shares,
-    or made of what is exact in float32.
-    """
+    """Numbers and tensors of a model by their definition, forward alone; `model` as of `exact_step`. `define`: model ->
+    name -> a tensor whose entries are judged one by one, or 0-dim; `counted`: those that are counts, shares, or made of
+    what is exact in float32."""
     oracle = _problem(model, define)
 
     def kind(name: str, found: Mapping[str, Tensor]) -> dict[str, bool]:
@@ -111,11 +112,6 @@ def exact_step(model: Any, loss: Loss, rounding: type[AnyOperation] = AnyOperati
     return dataclasses.replace(oracle, draw=draw)
 
 
-SHOWN = 5
-PREFIX = gradient_name("")
-Given = Mapping[str, Tensor | None]
-
-
 def first_step(step: Oracle, steps: Steps) -> Iterator[Quantity]:
     """Loss and gradients of the one optimizer step of a run: finite, and the definition's."""
     yield window_loss(step, sum(steps.losses))
@@ -134,16 +130,13 @@ def logged(oracle: Oracle, log: Mapping[str, Any], message: str = "") -> Iterato
 
 
 def gradients(step: Oracle, found: Given, quantity: str = "gradient") -> Quantity:
-    """Every parameter's gradient, in one row."""
     return Quantity(quantity, found, Parameters(step))
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """The gradient of every parameter of a step; each gate's headroom is that of its worst parameter.
-
-    The message names the first parameter, in the order of the forward pass, that disagrees: where the two part.
-    """
+    """The gradient of every parameter of a step; each gate's headroom is that of its worst parameter. The message names
+    the first parameter, in the order of the forward pass, that disagrees: where the two part."""
 
     step: Oracle
 

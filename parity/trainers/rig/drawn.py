@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+from unittest import mock
 
 from torch import Tensor
 
@@ -25,15 +26,8 @@ def seed() -> int:
 @contextlib.contextmanager
 def of_case(number: int) -> Iterator[None]:
     """Within it values are those of this seed."""
-    before = os.environ.get(SEED)
-    os.environ[SEED] = str(number)
-    try:
+    with mock.patch.dict(os.environ, {SEED: str(number)}):
         yield
-    finally:
-        if before is None:
-            del os.environ[SEED]
-        else:
-            os.environ[SEED] = before
 
 
 def _named(name: str) -> str:

@@ -17,6 +17,13 @@ from parity.upstream import trl
 REENTRANT, NON_REENTRANT, CUSTOM, OFF = "reentrant", "non-reentrant", "custom", "off"
 PROMPTS, COMPLETION = 2, 8
 _USER_CLASS: ContextVar[type | None] = ContextVar("_USER_CLASS", default=None)
+BASE: dict[str, Any] = (
+    {"per_device_train_batch_size": 2 * PROMPTS, "gradient_accumulation_steps": 1, "max_steps": 1, "logging_steps": 1}
+    | {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 1e9}
+    | {"num_generations": 2, "max_completion_length": COMPLETION, "max_new_tokens": COMPLETION, "top_k": 0}
+    | {"dataloader_pin_memory": False, "seed": 3407, "disable_dropout": True}
+)
+"""Arguments of one step that every version reads alike: their defaults moved between releases."""
 
 
 @contextlib.contextmanager
@@ -30,10 +37,8 @@ def using(user_class: type) -> Iterator[None]:
 
 
 def trl_class(name: str) -> type:
-    """A class of the installed TRL by name, or the user's trainer that extends it.
-
-    Raises Unsupported when the installed version has none, or when the module that defines it does not import; with why.
-    """
+    """A class of the installed TRL by name, or the user's trainer that extends it. Raises Unsupported when the installed
+    version has none, or when the module that defines it does not import; with why."""
     released, user_class = trl.class_named(name), _USER_CLASS.get()
     return user_class if user_class is not None and issubclass(user_class, released) else released
 
@@ -49,26 +54,6 @@ def needs(trainer: str, *fields: str) -> None:
     missing = [name for name in fields if name not in trl.fields(config(trainer))]
     if missing:
         raise Unsupported(f"{trainer} of the installed version has no {', '.join(missing)}")
-
-
-BASE: dict[str, Any] = {
-    "per_device_train_batch_size": 2 * PROMPTS,
-    "gradient_accumulation_steps": 1,
-    "max_steps": 1,
-    "logging_steps": 1,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "optim": "sgd",
-    "max_grad_norm": 1e9,
-    "dataloader_pin_memory": False,
-    "seed": 3407,
-    "num_generations": 2,
-    "max_completion_length": COMPLETION,
-    "max_new_tokens": COMPLETION,
-    "top_k": 0,
-    "disable_dropout": True,
-}
-"""Arguments of one step that every version reads alike: their defaults moved between releases."""
 
 
 def checkpointing(kind: str) -> dict[str, Any]:
@@ -87,12 +72,9 @@ def build(
     peft_config: Any = None,
     **more: Any,
 ) -> Any:
-    """A real trainer over `model` with the data that its kind takes.
-
-    Its config has `BASE` and `wanted`, without the fields that the version lacks; `more` goes to its constructor. Raises
-    Unsupported for a field in `needed` that the version has not, and where the release has another trainer under this name
-    (RLOO before 0.21 is a PPO trainer).
-    """
+    """A real trainer over `model` with the data that its kind takes. Its config has `BASE` and `wanted`, without the
+    fields that the version lacks; `more` goes to its constructor. Raises Unsupported for a field in `needed` that the
+    version has not, and where the release has another trainer under this name (RLOO before 0.21 is a PPO trainer)."""
     kind = trl_class(trainer)
     args = trl.configured(config(trainer), device, {**BASE, **wanted}, tuple(needed))
     if not trl.accepts(kind, "model"):
@@ -119,12 +101,9 @@ def build(
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
     """Generation draws the same numbers every time: torch's state is set, and put back."""
-    state = torch.random.get_rng_state()
-    torch.manual_seed(3407)
-    try:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(3407)
         yield
-    finally:
-        torch.random.set_rng_state(state)
 
 
 def logged(trainer: Any) -> dict[str, Any]:

@@ -25,20 +25,12 @@ SOFTCAP, LOGIT_SCALE = 3.0, 0.25
 LOGITS = 4.0
 """Root mean square of the logits before a softcap: beyond it often enough that losing it changes every log-prob."""
 
-_SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-    "pad_token_id": PAD,
-    "eos_token_id": EOS,
-    "bos_token_id": BOS,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-}
+_SIZES = (
+    {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    | {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    | {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
+    | {"attention_dropout": 0.0, "tie_word_embeddings": False}
+)
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -52,6 +44,7 @@ _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 1
 _GEMMA4_TOKENS = (
     "image_token_id boi_token_id eoi_token_id video_token_id audio_token_id boa_token_id eoa_token_index"
 ).split()
+PROJECTIONS = ("q_proj", "v_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,20 +192,16 @@ def write(given: Any, folder: Path) -> None:
 
 
 def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A fresh model, loaded from `saved(name)` as a trainer loads its reference, with written-out attention.
-
-    Whatever float64 or rounding mode is in force does not reach it: its constants are those of every other model.
-    Attention is not the subject here, and the fused one leaves out Gemma-2's softcap on attention scores in some releases.
-    """
+    """A fresh model, loaded from `saved(name)` as a trainer loads its reference, with written-out attention. Whatever
+    float64 or rounding mode is in force does not reach it: its constants are those of every other model. Attention is not
+    the subject here, and the fused one leaves out Gemma-2's softcap on attention scores in some releases."""
     import transformers
 
     folder = saved(name)
     kind = getattr(transformers, ARCHITECTURES[name].model)
     with trl.quiet(), outside():
         out = kind.from_pretrained(folder, torch_dtype=dtype, attn_implementation="eager")
-    if hasattr(
-        out, "set_experts_implementation"
-    ):  # the grouped product of transformers 5 knows no float64, vmap no loop
+    if hasattr(out, "set_experts_implementation"):  # transformers' grouped product knows no float64, vmap no loop
         out.set_experts_implementation("batched_mm" if dtype == torch.float64 else "eager")
     return out
 
@@ -249,7 +238,8 @@ def _scale_head(model: Any) -> None:
             for parameter in head.parameters():
                 parameter.mul_(LOGITS / size)
             return
-        weight = _final_norm(model).weight
+        norms = ("norm", "final_norm", "final_layernorm")
+        weight = [m for n, m in model.named_modules() if n.rpartition(".")[2] in norms][-1].weight
         weight.mul_(LOGITS / size)
         if abs(_uncapped(model) / LOGITS - 1) > 0.01:  # Gemma's norms multiply by 1 + weight
             weight.mul_(size / LOGITS).add_(1.0).mul_(LOGITS / size).sub_(1.0)
@@ -269,11 +259,6 @@ def _uncapped(model: Any) -> float:
     return size
 
 
-def _final_norm(model: Any) -> Any:
-    found = [m for n, m in model.named_modules() if n.rpartition(".")[2] in ("norm", "final_norm", "final_layernorm")]
-    return found[-1]
-
-
 @functools.cache
 def tokenizer(pad: str = "<pad>") -> Any:
     """Words w3 … w55 besides <pad>, <eos> and <bos>, split at spaces, with a chat template; `pad` fills rows up."""
@@ -285,19 +270,11 @@ def tokenizer(pad: str = "<pad>") -> Any:
     words = {"<pad>": PAD, "<eos>": EOS, "<bos>": BOS, **{f"w{i}": i for i in range(3, VOCABULARY)}}
     inner = Tokenizer(WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = Whitespace()
-    out = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token=pad,
-        eos_token="<eos>",
-        bos_token="<bos>",
-        model_input_names=["input_ids", "attention_mask"],
-        padding_side="left",
-    )
+    tokens = {"pad_token": pad, "eos_token": "<eos>", "bos_token": "<bos>"}
+    names = ["input_ids", "attention_mask"]
+    out = PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names, padding_side="left", **tokens)
     out.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
     return out
-
-
-PROJECTIONS = ("q_proj", "v_proj")
 
 
 def targets(name: str) -> str:
@@ -307,5 +284,4 @@ def targets(name: str) -> str:
 
 
 def words(seed: int, name: str, length: int) -> str:
-    """`length` words by hash, none of them special."""
     return " ".join(f"w{3 + n}" for n in drawn.words(seed, name, length))

@@ -1,7 +1,6 @@
 """Several processes that train together: torchrun starts `python -m parity.trainers.rig.ranks PLAN.json` in each.
 
-The ranks talk through gloo on loopback. Each writes the gradients that it hands to
-its optimizer, after the reduction, and the sequences that it was given.
+They talk through gloo on loopback, and write the gradients, after the reduction, and the sequences that they were given.
 """
 
 import contextlib
@@ -29,6 +28,8 @@ from parity.trainers.rig import recorder
 TIMEOUT = 300.0
 JOINING = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets in the environment of each process."""
+FULL_SHARD: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
+"""What turns FSDP2 on in a config, each decoder layer a unit of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,22 +43,15 @@ class Rank:
 
 
 def launch(trainers: Mapping[str, Mapping[str, Any]], sharding: str, ranks: int) -> dict[str, list[Rank]]:
-    """Train a twin of each trainer in `ranks` processes, one launch for all of them.
-
-    `trainers`: family -> settings of the twin, as `twins.SETTINGS`; `sharding`: "none" or "fsdp2". Raises Unsupported when
-    a process fails or takes longer than `TIMEOUT` seconds, with the last error.
-    """
+    """Train a twin of each trainer in `ranks` processes, one launch for all of them. `trainers`: family -> settings of
+    the twin, as `twins.SETTINGS`; `sharding`: "none" or "fsdp2". Raises Unsupported when a process fails or takes longer
+    than `TIMEOUT` seconds, with the last error."""
     with tempfile.TemporaryDirectory(prefix="parity-ranks-") as name:
         plan, written = Path(name, "plan.json"), Path(name, "log")
         plan.write_text(json.dumps([trainers, sharding]))
         torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
-        torchrun += [
-            "--rdzv-endpoint=127.0.0.1:0",
-            "--local-addr=127.0.0.1",
-            "-m",
-            "parity.trainers.rig.ranks",
-            str(plan),
-        ]
+        torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+        torchrun += ["-m", "parity.trainers.rig.ranks", str(plan)]
         env = os.environ | environment("cpu", 1) | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
         with (
             open(written, "wb") as log,
@@ -76,11 +70,10 @@ def launch(trainers: Mapping[str, Mapping[str, Any]], sharding: str, ranks: int)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the plan as one rank."""
     from parity.process import prepare
 
     prepare("cpu", 1)
-    from parity.trainers.rig import models
+    from parity.trainers.rig import models, twin_runs
 
     joining = {name: os.environ.pop(name) for name in JOINING}  # with them transformers saves a model on one rank alone
     for architecture in ("llama", "qwen2"):
@@ -90,34 +83,24 @@ def main(argv: Sequence[str]) -> int:
     trainers, sharding = json.loads(path.read_text())
     with sharding_on_any_device() if sharding == "fsdp2" else contextlib.nullcontext():
         for trainer, settings in trainers.items():
-            found = _trained(trainer, settings, FULL_SHARD if sharding == "fsdp2" else {})
+            more = FULL_SHARD if sharding == "fsdp2" else {}
+            try:
+                steps = recorder.train(twin_runs.build(trainer, SimpleNamespace(**settings), **more))
+                gradients = {n: g for n, g in steps.gradients[0].items() if g is not None}
+                found = Rank(gradients, recorder.sequences_of(steps.window(0)), steps.sharded)
+            except Exception as error:  # on every rank alike, or the others wait for this one until the launch gives up
+                traceback.print_exc()
+                said = str(error).strip().partition("\n")[0][:300]
+                found = Rank({}, [], failure=f"{type(error).__name__}: {said}")
             torch.save(dataclasses.asdict(found), path.parent / f"{trainer}-{os.environ['RANK']}")
     return 0
 
 
-def _trained(trainer: str, settings: Mapping[str, Any], more: Mapping[str, Any]) -> Rank:
-    from parity.trainers.rig import twin_runs
-
-    try:
-        steps = recorder.train(twin_runs.build(trainer, SimpleNamespace(**settings), **more))
-    except Exception as error:  # on every rank alike, or the others wait for this one until the launch gives up
-        traceback.print_exc()
-        return Rank({}, [], failure=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}")
-    gradients = {n: g for n, g in steps.gradients[0].items() if g is not None}
-    return Rank(gradients, recorder.sequences_of(steps.window(0)), steps.sharded)
-
-
-FULL_SHARD: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
-"""What turns FSDP2 on in a config, each decoder layer a unit of its own."""
-
-
 @contextlib.contextmanager
 def sharding_on_any_device() -> Iterator[None]:
-    """Within it accelerate shards over gloo on the CPU too, with its own code.
-
-    `AcceleratorState` takes an FSDP plugin into account for GPUs and their like alone; with several processes on the CPU
-    it leaves it aside without a word. Everything behind that (torch's fully_shard, the reduction) runs on the CPU.
-    """
+    """Within it accelerate shards over gloo on the CPU too, with its own code. `AcceleratorState` takes an FSDP plugin
+    into account for GPUs and their like alone; with several processes on the CPU it leaves it aside without a word.
+    Everything behind that (torch's fully_shard, the reduction) runs on the CPU."""
     from accelerate import state
     from accelerate.utils import DistributedType
 

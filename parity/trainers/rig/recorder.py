@@ -15,6 +15,8 @@ from parity.upstream import trl
 Sequences = list[tuple[list[int], int]]
 """Token ids of prompt and completion, and the length of the prompt."""
 SIDES = ("chosen", "rejected")
+LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+"""Arguments with which each step is logged all the same."""
 
 
 def sequences_of(batches: Iterable[Mapping[str, Any]]) -> Sequences:
@@ -30,9 +32,7 @@ def sequences_of(batches: Iterable[Mapping[str, Any]]) -> Sequences:
 
 def parts(batch: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Token ids, attention mask, and 1 where a token is in the loss, each (N, T): of a batch, or of each part of it.
-
-    Raises Unsupported for a layout that is not known.
-    """
+    Raises Unsupported for a layout that is not known."""
     if "prompt_ids" in batch:
         return [_joined(batch, "prompt", "completion", "ids", "mask")]
     if "chosen_labels" in batch:  # CPO, ORPO: completions stand behind their prompts
@@ -81,23 +81,12 @@ class Steps:
         return self.batches[self.windows[step - 1] if step else 0 : self.windows[step]]
 
 
-PLAIN = trl.QUIET | {
-    "learning_rate": 0.0,
-    "max_grad_norm": 0.0,
-    "gradient_checkpointing": False,
-    "logging_strategy": "no",
-}
-"""Arguments of a step that changes nothing and clips nothing: the gradients are what is looked at."""
-
-
 def plain(split: str) -> dict[str, Any]:
-    """`PLAIN`, and a window cut as "batch x accumulation"."""
+    """Arguments of a step that changes nothing and clips nothing, its window cut as "batch x accumulation"."""
     batch, accumulation = map(int, split.split("x"))
-    return PLAIN | {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
-
-
-LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
-"""Arguments with which each step is logged all the same."""
+    nothing = {"learning_rate": 0.0, "max_grad_norm": 0.0, "gradient_checkpointing": False, "logging_strategy": "no"}
+    cut = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    return trl.QUIET | nothing | cut
 
 
 def train(trainer: Any, **options: Any) -> Steps:
@@ -106,19 +95,21 @@ def train(trainer: Any, **options: Any) -> Steps:
 
     steps = Steps()
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
-    scored = _scores_in_forward(trainer)
+    online = any(base.__name__ == "OnlineDPOTrainer" for base in type(trainer).__mro__)
+    scored: Any = getattr(trainer, "_forward", None) if online else None  # its training step calls no `compute_loss`
+
+    def record(batch: Mapping[str, Any], items: Any = None) -> None:
+        steps.batches.append({k: v.detach().clone() if torch.is_tensor(v) else v for k, v in batch.items()})
+        steps.items.append(None if items is None else float(items))
 
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-            steps.batches.append({name: _kept(value) for name, value in zip(names, args, strict=False)})
-            steps.items.append(None)
+            record(dict(zip(names, args, strict=False)))
         return scored(model, *args, **kwargs)
 
     def recording(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        steps.batches.append({k: _kept(v) for k, v in inputs.items()})
-        items = kwargs.get("num_items_in_batch")
-        steps.items.append(None if items is None else float(items))
+        record(inputs, kwargs.get("num_items_in_batch"))
         return compute_loss(model, inputs, *args, **kwargs)
 
     def stepping(*args: Any, **kwargs: Any) -> Tensor:
@@ -146,17 +137,7 @@ def train(trainer: Any, **options: Any) -> Steps:
     return steps
 
 
-def _scores_in_forward(trainer: Any) -> Any:
-    """The method in which online DPO scores completions, inside a training step that calls no `compute_loss`; else None."""
-    online = any(base.__name__ == "OnlineDPOTrainer" for base in type(trainer).__mro__)
-    return getattr(trainer, "_forward", None) if online else None
-
-
 def _whole(tensor: Any) -> Tensor:
     """A copy, put together from all ranks where each holds a shard (a DTensor)."""
     found: Tensor = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
     return found
-
-
-def _kept(value: Any) -> Any:
-    return value.detach().clone() if torch.is_tensor(value) else value

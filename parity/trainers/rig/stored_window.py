@@ -33,11 +33,9 @@ GENERATIONS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A sample as words: a prompt, a completion, and another completion of the same prompt.
-
-    `counted`: in the loss; `ended`: with `end`, where a model generates the completion (a dataset's always end so);
-    `limit`: tokens after which generation is cut off.
-    """
+    """A sample as words: a prompt, a completion, and another completion of the same prompt. `counted`: in the loss;
+    `ended`: with `end`, where a model generates the completion (a dataset's always end so); `limit`: tokens after which
+    generation is cut off."""
 
     prompt: str
     completion: str
@@ -63,22 +61,19 @@ def rows(prompts: int = 8) -> list[Sample]:
 
 def brief() -> list[Sample]:
     """Eight prompts of unequal lengths, each with two completions: what a trainer is given that brings no window of its own."""
-    return [
-        Sample(
+    out = []
+    for i in range(8):
+        prompt, chosen = (
             models.words(7, f"prompt {i}", 2 + 3 * (i % 3)) + " ",
             models.words(7, f"chosen {i}", 3 + i % 4),
-            models.words(7, f"rejected {i}", 5 - i % 3),
-            label=True,
         )
-        for i in range(8)
-    ]
+        out.append(Sample(prompt, chosen, models.words(7, f"rejected {i}", 5 - i % 3), label=True))
+    return out
 
 
 def dataset(chosen: Sequence[Sample], columns: str) -> Any:
-    """The samples as a dataset of "prompts", or with "completions", with "labels" besides, or with "pairs".
-
-    "messages" are conversations of a prompt alone, "turns" such that end with the completion.
-    """
+    """The samples as a dataset of "prompts", or with "completions", with "labels" besides, or with "pairs". "messages"
+    are conversations of a prompt alone, "turns" such that end with the completion."""
     from datasets import Dataset
 
     prompts, completions = [r.prompt for r in chosen], [r.completion for r in chosen]
@@ -106,7 +101,6 @@ def external(tokens: Tensor) -> Tensor:
 
 
 def ids(text: str) -> list[int]:
-    """Token ids of words."""
     found: list[int] = models.tokenizer()(text, add_special_tokens=False)["input_ids"]
     return found
 
@@ -125,12 +119,10 @@ class Window:
 
     @property
     def spec(self) -> TrainerSpec:
-        """The trainer."""
         return SPECS[self.trainer]
 
     @property
     def labels(self) -> list[bool]:
-        """Whether each row is desirable."""
         return [row.label for row in self.rows]
 
     @functools.cached_property
@@ -144,10 +136,8 @@ class Window:
         return self.sequences + self._of("other") if self.spec.paired else self.sequences
 
     def pair(self, penalty: float = 0.0) -> tuple[Sequences, Sequences]:
-        """The chosen and the rejected sequences: the dataset's, or those of the higher and the lower reward.
-
-        `penalty`: what a generated completion without an end loses.
-        """
+        """The chosen and the rejected sequences: the dataset's, or those of the higher and the lower reward. `penalty`:
+        what a generated completion without an end loses."""
         sides = self.sequences, self._of("other")
         if not self.spec.generates:
             return sides
@@ -173,12 +163,10 @@ class Window:
     def found_in(self, micro_batches: Iterable[Mapping[str, Any]]) -> "Window":
         """The rows whose completion is among the sequences of these micro-batches."""
         seen = [tokens for tokens, _ in recorder.sequences_of(micro_batches)]
-        return Window(
-            self.trainer, [row for row, (ids, _) in zip(self.rows, self.sequences, strict=True) if ids in seen]
-        )
+        pairs = zip(self.rows, self.sequences, strict=True)
+        return Window(self.trainer, [row for row, (ids, _) in pairs if ids in seen])
 
     def dataset(self) -> Any:
-        """The window as the dataset that the trainer takes."""
         rows, spec = list(self.rows), self.spec
         if spec.grouped:
             rows = list({row.prompt: row for row in rows}.values())

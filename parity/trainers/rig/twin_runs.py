@@ -19,12 +19,10 @@ from parity.trainers.rig.stored_window import Sample, Window
 from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
-PACKED = 48
-"""Tokens of a row of packed sequences: the window fills two, no sequence is cut."""
 PADDINGS: Mapping[str, Mapping[str, Any]] = {
     "extra": {"pad_to_multiple_of": 16},
     "none": {"padding_free": True, "max_length": None},
-    "packed": {"packing": True, "max_length": PACKED},
+    "packed": {"packing": True, "max_length": 48},  # the window fills two rows, no sequence is cut
 }
 """A twin's padding -> fields of the config, without the first of which it would be the same run twice."""
 
@@ -51,13 +49,13 @@ def build(
     s: SimpleNamespace,
     path: str = "released",
     rows: Sequence[Sample] | None = None,
-    adapter: Any = None,
+    adapter: Callable[[], tuple[Any, Any]] | None = None,
     ends: Sequence[int] = (),
     **more: Any,
 ) -> Any:
     """The trainer over the window or some rows, on a path of `check.PATHS`; `more` goes to its config.
 
-    With an `adapters.Adapter` it trains that one instead of the whole model; `ends`: the tokens that end a completion.
+    `adapter`: gives a model and its peft_config, and the LoRA is trained; `ends`: the tokens that end a completion.
 
     "fused" and "fixed" take the version's fused path; "fixed" goes without where there is none, or where no fix of ours
     replaces it. Raises Unsupported when the installed version lacks the trainer or what the twin needs of its config.
@@ -71,14 +69,14 @@ def build(
             if path == "fused":
                 raise
     masked = {} if all(r.counted for r in window.rows) else {"mask_truncated_completions": True}
-    policy = stored_window.policy(s.model) if adapter is None else adapter.model(s.model)
+    policy, peft_config = adapter() if adapter else (stored_window.policy(s.model), None)
     if ends:
         policy.generation_config.eos_token_id = list(ends)
     conversing = spec.given == "teacher_model" and not hasattr(drive.trl_class(spec.upstream), "_generate_single_turn")
     data = stored_window.dataset(window.rows, "messages") if conversing else window.dataset()
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
     if adapter is not None:
-        given["peft_config"] = adapter.config()
+        given["peft_config"] = peft_config
     elif spec.given == "ref_model":
         given["ref_model"] = models.model(s.model)
     if spec.given == "teacher_model":
@@ -112,11 +110,9 @@ def train(trainer: Any, path: str, **options: Any) -> recorder.Steps:
 
 
 class Run:
-    """A run of a trainer (`trainer`: its family) over a window, built and trained when that is asked for.
-
-    `s`: settings of the twin; `path`: of `check.PATHS`; `plain`: whether "fixed" patches the plain path of the trainer, also
-    where there is a fused one; `options`: more of what `build` takes.
-    """
+    """A run of a trainer (`trainer`: its family) over a window, built and trained when that is asked for. `s`: settings
+    of the twin; `path`: of `check.PATHS`; `plain`: whether "fixed" patches the plain path of the trainer, also where
+    there is a fused one; `options`: more of what `build` takes."""
 
     def __init__(
         self,
@@ -137,7 +133,6 @@ class Run:
 
     @functools.cached_property
     def built(self) -> Any:
-        """The one that is trained."""
         return self.build()
 
     @functools.cached_property
@@ -162,7 +157,6 @@ def _hand_out(trainer: Any, rows: Sequence[Sample]) -> None:
     for row in rows:
         completion = stored_window.ids(row.completion) + ([row.end] if row.ended else [])
         stored.setdefault(tuple(stored_window.ids(row.prompt)), []).append(completion)
-
     if original is None:
         trainer._local_teacher_tokenizer_matches_student = True  # it has one vocabulary, and no files to be read from
         generate_in_model(trainer, stored)
@@ -203,10 +197,8 @@ def generate_in_model(
 
 
 def handed_names(generate: Any) -> list[str]:
-    """The names of what a trainer's method of generation returns.
-
-    Raises Unsupported where it does not return completion_ids by that name.
-    """
+    """The names of what a trainer's method of generation returns. Raises Unsupported where it does not return
+    completion_ids by that name."""
     source = ast.parse(textwrap.dedent(inspect.getsource(generate)))
     for returned in (node.value for node in ast.walk(source) if isinstance(node, ast.Return)):
         parts = returned.elts if isinstance(returned, ast.Tuple) else [returned]
