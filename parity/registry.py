@@ -2,7 +2,6 @@
 
 import difflib
 import fnmatch
-import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -26,7 +25,6 @@ NAMES = ("logprobs", "policy", "divergence", "preference")
 LIBRARIES = (
     "trl trl_trainer cce pytorch liger liger_grpo trl_divergence liger_divergence liger_preference trl_preference unsloth fixes"
 ).split()
-ENTRY_POINTS, FAMILY_ENTRY_POINTS = "parity.implementations", "parity.families"
 _ADDED: dict[str, Family] = {}
 
 
@@ -41,16 +39,8 @@ def add_family(family: Family) -> Family:
     return family
 
 
-@functools.cache
-def _installed() -> None:
-    """Add the families of installed packages: entry points of `parity.families`, each a `Family`."""
-    for entry in importlib.metadata.entry_points(group=FAMILY_ENTRY_POINTS):
-        add_family(entry.load())
-
-
 def loss_families() -> tuple[str, ...]:
     """The names of the loss families, the trainers' checks left out."""
-    _installed()
     return (*NAMES, *_ADDED)
 
 
@@ -85,11 +75,9 @@ def loss_family(name: str) -> Family:
 
 
 def load() -> dict[str, Implementation]:
-    """Every implementation of the package and of installed packages with an entry point of `parity.implementations`."""
+    """Every implementation of the package."""
     for name in LIBRARIES:
         importlib.import_module(f"parity.implementations.{name}")
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        entry.load()
     return REGISTRY | catalogue.implementations()
 
 

@@ -7,8 +7,7 @@ import torch
 
 from parity import data
 from parity.running import supervisor
-from parity.running.events import Judged, Lost
-from parity.running.plan import Shard
+from parity.running.plan import Judged, Lost, Shard
 from parity.running.shard_queue import ShardQueue
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

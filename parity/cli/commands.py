@@ -1,16 +1,18 @@
 """The commands of `parity` and their options. What each does is in the module that it calls; exit codes: `parity.cli.group`."""
 
+import collections
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from parity.cli import nightly, options, rollouts, versions
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
 from parity.cli.ledger_commands import ledger_command
 from parity.cli.progress import Shown
-from parity.cli.show import Detail, detail, findings, report, text
+from parity.cli.show import VERBOSE, findings, report
 from parity.errors import UsageError
 
 
@@ -24,18 +26,12 @@ def main() -> None:
 
 
 @main.command("run", epilog="Example: parity run --profile quick --family policy")
-@click.option(
-    "--profile",
-    default="pr",
-    show_default=True,
-    help="how much to do: quick, pr, nightly or soak",
-    shell_complete=options.values("profiles"),
-)
+@options.option("--profile", "how much to do: quick, pr, nightly or soak", "pr", into="profiles")
 @options.FAMILIES
 @options.IMPLEMENTATIONS
 @options.several("--dtype", "dtypes", "fp32, fp16 or bf16")
 @options.DEVICE
-@click.option("--seed", type=int, default=None, help="of the drawn cases; default: fixed in quick and pr, else new")
+@options.option("--seed", "of the drawn cases; default: fixed in quick and pr, else new", type=int)
 @options.with_versions
 @click.option("--require", multiple=True, metavar="ID[:cpu|cuda]", help="exit code 3 unless this was compared")
 @options.LEDGER
@@ -46,8 +42,8 @@ def main() -> None:
 @click.option("--minimise/--no-minimise", default=True, help="look for smaller cases of new findings at the end")
 @options.path("--resume", "continue the run that wrote this file", metavar="RESULTS")
 @options.time("--max-time", "stop after 2h, 90m or the like, and report what was done")
-@detail
-def run_command(detail: Detail, **options: Any) -> None:
+@VERBOSE
+def run_command(verbose: bool, **options: Any) -> None:
     """Run every implementation on many cases, judge, and report.
 
     Exit code: 0 nothing new, 1 a new finding, 3 nothing was compared, 4 a known finding no longer happens.
@@ -55,10 +51,10 @@ def run_command(detail: Detail, **options: Any) -> None:
     from parity.running.run import Options, execute
 
     with Shown() as progress:
-        result = execute(Options(**options), progress, (lambda line: None) if detail.quiet else progress.say)
+        result = execute(Options(**options), progress, progress.say)
     done = result.options
     whole = not (done.families or done.implementations or done.dtypes or options["max_time"])
-    report(result.header, result.rows, done.file, done.reports, result.reasons, result.exit_code, detail, keep=whole)
+    report(result.header, result.rows, done.file, done.reports, result.reasons, result.exit_code, verbose, keep=whole)
     sys.exit(result.exit_code)
 
 
@@ -89,15 +85,10 @@ def init_command(loss: str | None) -> None:
 
 @main.command("list", epilog="Example: parity list --family policy")
 @options.FAMILIES
-@click.option(
-    "--settings",
-    metavar="FAMILY|RESULTS",
-    help="the settings of this family; or of a results file, what agreed with each",
-    shell_complete=options.values("families"),
+@options.option(
+    "--settings", "its settings; of a results file, what agreed with each", metavar="FAMILY|RESULTS", into="families"
 )
-@click.option(
-    "--checks", metavar="TRAINER", help="the checks of this trainer", shell_complete=options.values("trainers")
-)
+@options.option("--checks", "the checks of this trainer", metavar="TRAINER", into="trainers")
 def list_command(families: tuple[str, ...], **sections: Any) -> None:
     """Show implementations; or settings, checks.
 
@@ -105,12 +96,10 @@ def list_command(families: tuple[str, ...], **sections: Any) -> None:
     """
     from parity.cli import listing
 
-    chosen = [(name, value) for name, value in sections.items() if value]
-    if len(chosen) + bool(families) > 1:
+    chosen = {name: value for name, value in {"implementations": families, **sections}.items() if value}
+    if len(chosen) > 1:
         raise UsageError("list: use one of --family, --settings, --checks")
-    if not chosen:
-        listing.implementations(families, console())
-    for name, value in chosen:
+    for name, value in (chosen or {"implementations": ()}).items():
         getattr(listing, name)(value, console())
 
 
@@ -162,21 +151,21 @@ def findings_command(
         from parity.results.report import render
 
         click.echo(render.ledger_page(known, page == "mended"), nl=False)
-    elif config:
+        return
+    stack, unknown, found = Stack.here(known), dict[str, str](), False
+    title = f"{stack.named}: {stack.defects}"
+    if config:
         from parity.tools.settings_check import check
 
         advice = check(config, trainer, known)
+        stack, title, found = advice.stack, advice.title, bool(advice)
         unknown = {f.entry.id: f.unless_known for f in advice.findings}
-        if as_json:
-            click.echo(text([one | {"cannot_tell": unknown[one["id"]]} for one in records(advice.stack.entries)]))
-        else:
-            findings(advice.title, advice.stack, unknown)
-        sys.exit(int(bool(advice)))
-    elif as_json:
-        click.echo(text(records(Stack.here(known).entries)))
+    if as_json:
+        told = [one | ({"cannot_tell": unknown[one["id"]]} if config else {}) for one in records(stack.entries)]
+        click.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
     else:
-        stack = Stack.here(known)
-        findings(f"{stack.named}: {stack.defects}", stack, {})
+        findings(title, stack, unknown)
+    sys.exit(int(found))
 
 
 @main.command("upstream", epilog="Example: parity upstream liger-luspo-padding")
@@ -198,40 +187,40 @@ def upstream_command(ids: tuple[str, ...], every: bool, ledger: Path | None, rep
 
     if bool(ids) == every:
         raise UsageError("upstream: name entries of the ledger, or --all")
-    done = []
+    ends = collections.Counter[str]()
     for found in upstream(ids, ledger or data.ledger_file(), reports / "upstream", workers):
-        done.append(found)
+        ends["wrong" if not found.right else "not run" if found.done is None else "right"] += 1
         click.echo(f"{found.entry.id}: {'' if found.right else 'WRONG: '}{found.outcome}")
-    wrong, idle = sum(not found.right for found in done), sum(found.right and found.done is None for found in done)
-    click.echo(f"{len(done)} entries: {len(done) - wrong - idle} right, {wrong} wrong, {idle} not run")
-    sys.exit(int(wrong > 0))
+    told = ", ".join(f"{ends[end]} {end}" for end in ("right", "wrong", "not run"))
+    click.echo(f"{ends.total()} entries: {told}")
+    sys.exit(int(ends["wrong"] > 0))
 
 
 @main.command("report", epilog="Example: parity report nightly/results.ndjson -v")
 @click.argument("file", default="reports/results.ndjson", type=options.PATH, metavar="[RESULTS]")
 @options.path("--reports", "folder for reports; default: where the results file is")
 @options.path("--against", "print what changed since the run of this results file, as Markdown", metavar="BASE")
-@detail
-def report_command(file: Path, reports: Path | None, against: Path | None, detail: Detail) -> None:
+@VERBOSE
+def report_command(file: Path, reports: Path | None, against: Path | None, verbose: bool) -> None:
     """Report a results file again, by default that of the last run."""
     from parity.results import memory
-    from parity.results.header import End
     from parity.results.report.rows import read
+    from parity.results.row import End
 
     header, rows = read(file)
     if against:
-        from parity.versions.against import comment
+        from parity.versions.row_diff import comment
 
         click.echo(comment(read(against), (header, rows)), nl=False)
         return
-    end = header.end if isinstance(header.end, End) else None
-    stopped = end.exit_code in (NOTHING, INTERRUPTED, TERMINATED) if end else header.interrupted is True
+    end = header.end.exit_code if isinstance(header.end, End) else None
+    stopped = header.interrupted is True if end is None else end in (NOTHING, INTERRUPTED, TERMINATED)
     code = NOTHING if stopped else 0
-    ended = end.exit_code if end else code or int(any(row.new for row in rows))
-    past = memory.runs(file.parent / "history", options.warn)
+    ended = (code or int(any(row.new for row in rows))) if end is None else end
+    past = memory.runs(file.parent / "history", lambda line: options.say(f"parity: {line}"))
     kept = next((run for run in past if run.id == header.run), None)  # a night may be graver
-    ended, reasons = (kept.exit_code, kept.reasons) if kept else (ended, ())
-    report(header, rows, file, reports or file.parent, list(reasons), ended, detail)
+    ended, reasons = (kept.exit_code, kept.reasons) if kept else (ended, [])
+    report(header, rows, file, reports or file.parent, reasons, ended, verbose)
     sys.exit(code)
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from parity.cli import demo_losses
 from parity.cli.group import FAULT
 from parity.cli.progress import Shown
-from parity.cli.show import Detail, report
+from parity.cli.show import report
 from parity.results.report import render, wording
 from parity.results.row import Row
 from parity.running.run import Options, execute
@@ -18,6 +18,11 @@ INTRODUCTION = """Two policy losses in {file}:
   right          PPO's clipped loss with the importance ratio π/π_old
   ratio_dropped  the same with a ratio of 1: π_old is never read, and the value looks plausible
 Each runs on drawn cases, forward and backward, and is compared with its definition in float64."""
+NEXT = """
+{card}
+How to read it: docs/reading-a-report.md. The page of this run: {page}
+Your own loss:         parity run --implementation my_loss.py:NAME --profile quick
+A test of your kernel: parity init"""
 
 
 def demo(folder: Path, console: Console) -> int:
@@ -38,7 +43,7 @@ def demo(folder: Path, console: Console) -> int:
     )
     with Shown() as progress:
         result = execute(options, progress)
-    report(result.header, result.rows, options.file, folder, result.reasons, result.exit_code, Detail(quiet=True))
+    report(result.header, result.rows, options.file, folder, result.reasons, result.exit_code, None)
     of = {name: [row for row in result.rows if row.implementation == id and row.judged] for name, id in names.items()}
     for name, rows in of.items():
         failed = {row.case for row in rows if row.failing}
@@ -50,14 +55,6 @@ def demo(folder: Path, console: Console) -> int:
     case = max(found.values(), key=lambda rows: sum(row.new for row in rows.values()), default={})
     if not any(row.new for row in case.values()) or any(row.failing for row in of[RIGHT]):
         return FAULT
-    render.show(_finding([*case.values()], console, folder), console)
+    card = render.text_of([*case.values()], console.width)
+    render.show(NEXT.format(card=card, page=folder / "index.html"), console)
     return 0
-
-
-def _finding(rows: list[Row], console: Console, folder: Path) -> str:
-    """The card of one case, and what to do next."""
-    return f"""
-{render.text_of(rows, console.width)}
-How to read it: docs/reading-a-report.md. The page of this run: {folder / "index.html"}
-Your own loss:         parity run --implementation my_loss.py:NAME --profile quick
-A test of your kernel: parity init"""

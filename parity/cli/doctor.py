@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 
+import torch
 from rich.console import Console
 
 from parity import recording
@@ -38,7 +39,14 @@ def diagnose(console: Console) -> bool:
         else:
             ready.append(item)
     part("installed", ", ".join(f"{k} {v}" for k, v in versions().items()))
-    part("device", f"{device}: {_device_text(device)}", *filter(None, problems))
+    if device == "cuda":
+        it = torch.cuda.get_device_properties(0)
+        about = f"{it.name}, {it.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    else:
+        built = "torch was built without CUDA" if torch.version.cuda is None else "torch has CUDA but sees no device"
+        here = f"{os.cpu_count()} cores, Python {sys.version.split()[0]}"
+        about = f"{here}; {built}, Triton kernels run in its interpreter"
+    part("device", f"{device}: {about}", *filter(None, problems))
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     part("C++ compiler", compiler or "none: torch.compile paths crash (Debian: apt-get install g++)")
     can = [f"{len(ready)} can run here, {sum(map(len, blocked.values()))} cannot"]
@@ -58,9 +66,7 @@ def diagnose(console: Console) -> bool:
 
 def unsafe_lock() -> str | None:
     """Whether cut-cross-entropy's kernels, as Triton compiles them, release a lock too early; None where they do not.
-
-    With cut-cross-entropy 25.1.1 they do under Triton 3.2 to 3.8, and not under 3.9.
-    """
+    With cut-cross-entropy 25.1.1 they do under Triton 3.2 to 3.8, and not under 3.9."""
     for name in ("triton", "cut_cross_entropy"):
         if importlib.util.find_spec(name) is None:
             return None
@@ -69,23 +75,11 @@ def unsafe_lock() -> str | None:
             return None
     except (TimeoutError, ChildProcessError) as error:
         return f"cut-cross-entropy's locks were not looked at: {error}"
-    triton, cce = installed("triton"), installed("cut-cross-entropy")
-    return (
-        f"cut-cross-entropy {cce} compiled by Triton {triton} releases its locks before all stores are done: on CUDA its "
-        "gradients and log-probs may lose additions; Triton 3.9 compiles it rightly"
-    )
+    which = f"cut-cross-entropy {installed('cut-cross-entropy')} compiled by Triton {installed('triton')}"
+    harm = "on CUDA its gradients and log-probs may lose additions; Triton 3.9 compiles it rightly"
+    return f"{which} releases its locks before all stores are done: {harm}"
 
 
 def released_in_time(order: str) -> bool:
     """Whether every release (x) waits (|) for the stores (s) before it; letters of `parity.upstream.cce_lock`."""
     return re.search("s[^|]*x", order) is None and "s" in order and "x" in order
-
-
-def _device_text(device: str) -> str:
-    import torch
-
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    built = "torch was built without CUDA" if torch.version.cuda is None else "torch has CUDA but sees no device"
-    return f"{os.cpu_count()} cores, Python {sys.version.split()[0]}; {built}, Triton kernels run in its interpreter"

@@ -5,23 +5,18 @@ import io
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
 
 from parity.errors import UsageError
 from parity.process import Terminated, tell, under_watch
 from parity.versions.client import EnvironmentUnusable
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED, TERMINATED = 2, 3, 70, 125, 130, 143
 """Exit codes beside those of a command itself. `replay` answers NO_JUDGEMENT for USAGE, NOTHING and FAULT: it is what
 `git bisect run` skips. FAULT (EX_SOFTWARE of sysexits.h): an error of the harness, which says nothing about any loss."""
-IN_PROCESS = frozenset({"replay"})
-"""Commands that run implementations in their own process, and so in a child whose end is watched."""
-
 REMOVED: dict[str, str] = {
     "case": "`parity replay CASE` runs a case and shows its settings where it disagrees",
     "history-of": "`parity notify` says since when each finding is seen; kept runs are JSON in reports/history/",
@@ -39,20 +34,19 @@ REMOVED: dict[str, str] = {
 """Commands of earlier versions, and the sentence that says how to do their work today."""
 
 
-NARROWEST = 20
-"""Columns below which COLUMNS says nothing: some terminals give 0."""
+NARROWEST = 20  # columns below which COLUMNS says nothing: some terminals give 0
 
 
-def console() -> "Console":
-    """The terminal, or a page of 110 columns (COLUMNS) where the output is no terminal; if its reader goes away, the rest is not
-    printed, and nothing else changes."""
-    from rich.console import Console
+class Quiet(Console):
+    """Prints no more once its reader has gone away, and nothing else changes."""
 
-    class Quiet(Console):
-        def on_broken_pipe(self) -> None:
-            self.quiet = True
-            silence()
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        silence()
 
+
+def console() -> Console:
+    """The terminal, or a page of 110 columns (COLUMNS) where the output is none."""
     asked = os.environ.get("COLUMNS", "")
     width = None if sys.stdout.isatty() else int(asked) if asked.isdecimal() and int(asked) >= NARROWEST else 110
     return Quiet(width=width, soft_wrap=False, highlight=False)
@@ -83,7 +77,7 @@ class Group(Commands):
         """The command line itself; calls from Python go through `main` and stay in their process."""
         words = sys.argv[1:]
         other = any(word == "--with" or word.startswith("--with=") for word in words)  # watched in its environment
-        if words[:1] and words[0] in IN_PROCESS and not other and not {"-h", "--help"} & set(words):
+        if words[:1] == ["replay"] and not other and not {"-h", "--help"} & set(words):
             sys.exit(_watched(words))
         return super().__call__(*args, **kwargs)
 
@@ -96,14 +90,14 @@ class Group(Commands):
             return super().invoke(ctx)
         except (SystemExit, click.exceptions.Exit) as error:
             code = error.code if isinstance(error, SystemExit) else error.exit_code
-            _flushed()
+            try:
+                sys.stdout.flush()
+            except BrokenPipeError:
+                silence()
             sys.exit(_of(ctx, code) if isinstance(code, int) else code)
-        except UsageError as error:
+        except (UsageError, EnvironmentUnusable) as error:
             click.echo(f"parity: {error}", err=True)
-            sys.exit(_of(ctx, USAGE))
-        except EnvironmentUnusable as error:
-            click.echo(f"parity: {error}", err=True)
-            sys.exit(_of(ctx, NOTHING))
+            sys.exit(_of(ctx, USAGE if isinstance(error, UsageError) else NOTHING))
         except click.ClickException as error:
             error.show()
             sys.exit(_of(ctx, error.exit_code))
@@ -130,26 +124,17 @@ def _of(ctx: click.Context, code: int) -> int:
     return NO_JUDGEMENT if ctx.invoked_subcommand == "replay" and code in (USAGE, NOTHING, FAULT) else code
 
 
-def _flushed() -> None:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        silence()
-
-
 def _watched(words: list[str]) -> int:
-    """The command in a child, whose end record alone is believed: a loss may end its process with any code, 0 too."""
+    """`replay` in a child, whose end record alone is believed: a loss may end its process with any code, 0 too."""
     from parity.running.child import Ended, call
 
-    fault = NO_JUDGEMENT if words[0] == "replay" else FAULT
     try:
-        code: int = call("parity.cli.group:inside", words)
+        return int(call("parity.cli.group:inside", words))
     except Ended as error:
         click.echo(f"parity: {error}", err=True)
-        return USAGE if error.importing and fault == FAULT else fault
+        return NO_JUDGEMENT
     except KeyboardInterrupt:
         return INTERRUPTED
-    return code
 
 
 def inside(*words: str) -> int:
@@ -161,7 +146,5 @@ def inside(*words: str) -> int:
     try:
         main.main(args=list(words), prog_name="parity")
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        tell(answer=code)
-        return code
+        tell(answer=error.code if isinstance(error.code, int) else int(error.code is not None))
     return 0

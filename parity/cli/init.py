@@ -55,11 +55,8 @@ LEDGER = "# What is known to be wrong with our losses, besides the shipped ledge
 
 
 def init(folder: Path, loss: str | None) -> None:
-    """Write what is not there yet, and say which; `loss`: FILE.py:NAME, which a pull request is then judged by.
-
-    Raises:
-        UsageError: where `folder` is no repository, cannot be written, or has no such loss.
-    """
+    """Write what is not there yet, and say which; `loss`: FILE.py:NAME, which a pull request is then judged by. Raises
+    UsageError where `folder` is no repository, cannot be written, or has no such loss."""
     if not (folder / ".git").exists():
         raise UsageError(f"{folder}: no git repository; run `parity init` in the folder that holds .git")
     if loss is not None:

@@ -1,10 +1,11 @@
 """`parity ledger add` and `measure`: entries, and what frozen cases give, written from what a run found."""
 
+import dataclasses
 import datetime
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,11 +16,9 @@ from parity.cli.progress import Shown
 from parity.errors import UsageError
 
 if TYPE_CHECKING:
-    from parity.results.header import Header
-    from parity.results.row import Row
+    pass
 
-MONTH = 30 * 24 * 3600.0
-"""Seconds."""
+MONTH = 30 * 24 * 3600.0  # seconds
 _LEDGER = options.path("--ledger", "your own; default: that of the run, else the shipped one")
 
 
@@ -30,9 +29,7 @@ def ledger_command() -> None:
 
 @ledger_command.command("add", epilog="Example: parity ledger add policy-3f2a --reason 'drops a mask' --link trl:loss")
 @click.argument("case", required=False, metavar="CASE")
-@click.option(
-    "--all", "every", is_flag=True, help="all new findings of the run, as a baseline, each marked as unexplained"
-)
+@click.option("--all", "every", is_flag=True, help="all new findings of the run, as a baseline: each is unexplained")
 @click.option("--implementation", default=None, metavar="ID", help="which one, if several fail on CASE")
 @click.option("--reason", help="what is wrong, in one or two sentences")
 @click.option("--link", help="an issue, or file and function of a release")
@@ -53,8 +50,12 @@ def add_command(
 
     That on CASE, with --reason and --link; or --all.
     """
+    from parity.registry import family, load
+    from parity.results import recorded
+    from parity.results.ledger_edit import append, entry
     from parity.results.report.rows import read
     from parity.results.report.summary import summarise
+    from parity.sampling.find import find
 
     if every == (case is not None):
         raise UsageError("ledger add: name a CASE, or --all")
@@ -62,9 +63,7 @@ def add_command(
     found = list(summarise(header, rows).findings)
     if every:
         if header.interrupted is True:
-            raise UsageError(
-                f"{run}: the run did not finish, so findings may be missing: first parity run --resume {run}"
-            )
+            raise UsageError(f"{run}: did not finish, so findings may be missing: first parity run --resume {run}")
         reason, link, expires = f"Unexplained: accepted from run {header.run}.", "", expires or MONTH
     elif not (reason and link):
         raise UsageError("ledger add CASE: say what is wrong and where, with --reason and --link")
@@ -77,7 +76,16 @@ def add_command(
         click.echo(f"{run}: no new findings")
         return
     until = None if expires is None else datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=expires)
-    for id in _write(found, header, rows, run, ledger, reason, link, until and until.date()):
+    libraries = {i.id: i.library for i in load().values()}
+    entries, asked = [], header.header.asked.ledger if header.header.asked else None
+    for finding in (f for f in found if f.lead.settings):  # one about the whole run has no case
+        of, _ = find(finding.lead.case, run.parent)
+        sizes, library = [*family(of.family).shapes, "lengths"], libraries.get(finding.implementation, "")
+        new = entry(of, finding, library, reason, link, until and until.date(), sizes)
+        its = [r for r in rows if (r.case, r.implementation) == (of.id, finding.implementation)]
+        gave = recorded.of(its, finding.lead.device, header.header.versions, entered=True)
+        entries.append((new, of, gave))
+    for id in append(ledger or (Path(asked) if asked else data.ledger_file()), entries, again=every):
         click.echo(f"entered {id}")
 
 
@@ -102,21 +110,14 @@ def measure_command(names: tuple[str, ...], implementations: tuple[str, ...], de
     book = Ledger.known(ledger)
     files, entries = frozen_files(book), book.entries
     known = {Path(name).stem: name for name in files} | {entry.id: Path(entry.case).name for entry in entries}
-    if odd := [name for name in names if name not in known]:
-        raise UsageError(
-            f"{odd[0]!r} is no entry of {book.own or book.path} and no frozen case, {meant(odd[0], known)}"
-        )
-    mine = {
-        Path(e.case).name
-        for e in entries
-        if book.own and (book.folder / e.case).is_relative_to(book.own.parent.resolve())
-    }
+    if odd := next((name for name in names if name not in known), ""):
+        raise UsageError(f"{odd!r} is no entry of {book.own or book.path} and no frozen case, {meant(odd, known)}")
+    own = book.own.parent.resolve() if book.own else None
+    mine = {Path(e.case).name for e in entries if own and (book.folder / e.case).is_relative_to(own)}
     chosen = tuple(sorted({known[name] for name in names} or mine or files))
+    asked = Options(implementations=implementations, device=device, ledger=ledger, only=chosen)
     with tempfile.TemporaryDirectory() as folder, Shown() as progress:
-        asked = Options(
-            implementations=implementations, device=device, ledger=ledger, reports=Path(folder), only=chosen
-        )
-        run = execute(asked, progress, progress.say)
+        run = execute(dataclasses.replace(asked, reports=Path(folder)), progress, progress.say)
     about = run.header.header
     loose = {e.id for e in entries if "nondeterministic" in e.verdicts}
     for name in chosen:
@@ -126,32 +127,5 @@ def measure_command(names: tuple[str, ...], implementations: tuple[str, ...], de
         new = sorted({r.implementation for r in rows if r.new})
         click.echo(f"{name}: {state}{', left out as it is new: ' + ', '.join(new) if new else ''}")
     for line in run.lost:
-        options.warn(f"a worker was lost: {line}")
+        options.say(f"parity: a worker was lost: {line}")
     sys.exit(NOTHING if run.lost or not any(r.judged for r in run.rows) else 0)
-
-
-def _write(
-    findings: list[Any],
-    header: "Header",
-    rows: "list[Row]",
-    results: Path,
-    ledger: Path | None,
-    reason: str,
-    link: str,
-    until: datetime.date | None,
-) -> list[str]:
-    from parity.registry import family, load
-    from parity.results import recorded
-    from parity.results.ledger_edit import append, entry
-    from parity.sampling.find import find
-
-    libraries = {i.id: i.library for i in load().values()}
-    entries, asked = [], header.header.asked.ledger if header.header.asked else None
-    for finding in (f for f in findings if f.lead.settings):  # one about the whole run has no case
-        case, _ = find(finding.lead.case, results.parent)
-        shapes = [*family(case.family).shapes, "lengths"]
-        library = libraries.get(finding.implementation, "")
-        its = [r for r in rows if (r.case, r.implementation) == (case.id, finding.implementation)]
-        gave = recorded.of(its, finding.lead.device, header.header.versions, entered=True)
-        entries.append((entry(case, finding, library, reason, link, until, shapes), case, gave))
-    return append(ledger or (Path(asked) if asked else data.ledger_file()), entries, again=not link)

@@ -18,11 +18,7 @@ from parity.trainers import catalogue
 
 
 def implementations(families: Iterable[str], console: Console) -> None:
-    """A table for each family, references first: id, role, and the library's version or why it cannot run.
-
-    Raises:
-        UsageError: for a family that does not exist.
-    """
+    """A table for each family, references first: id, role, and the library's version or why it cannot run."""
     chosen = tuple(map(resolved, families)) or (*loss_families(), *catalogue.names())
     every = [i for i in load().values() if i.family in chosen]
     every.sort(key=lambda i: (chosen.index(i.family), i.role != "reference", i.id))
@@ -55,11 +51,9 @@ def settings(name: str, console: Console) -> None:
 
 
 def _judged(rows: Iterable[Row], console: Console) -> None:
-    """For each implementation and setting: on how many cases that move it the implementation was compared, and the answers.
-
-    A case moves a setting only where that has an effect (`Family.canonical`). Not taken: no case with it was compared, but
-    another implementation of the family had one.
-    """
+    """For each implementation and setting: on how many cases that move it the implementation was compared, and the
+    answers. A case moves a setting only where that has an effect (`Family.canonical`). Not taken: no case with it was
+    compared, but another implementation of the family had one."""
     by_case = collections.defaultdict[tuple[str, str, str], list[Row]](list)
     for row in rows:
         by_case[row.family, row.implementation, row.case].append(row)
@@ -75,36 +69,24 @@ def _judged(rows: Iterable[Row], console: Console) -> None:
         for setting in sorted({s for (other, _), found in moved.items() if other == name for s in found}):
             wrong = [case for case in cases.get(setting, ()) if any(row.failing for row in case)]
             new, count = sum(any(row.new for row in case) for case in wrong), len(cases.get(setting, ()))
-            if wrong:
-                told.setdefault("disagree", []).append(
-                    f"{setting} {len(wrong)} of {count}" + f" ({new} new)" * bool(new)
-                )
-            elif count:
-                told.setdefault("agree", []).append(f"{setting} {count}")
-            else:
-                told.setdefault("not taken", []).append(setting)
+            said, answer = setting, "disagree" if wrong else "agree" if count else "not taken"
+            if count:
+                said += f" {len(wrong)} of {count}" + f" ({new} new)" * bool(new) if wrong else f" {count}"
+            told.setdefault(answer, []).append(said)
         for answer in sorted(told):
             console.print(Text(f"  {answer}: {', '.join(told[answer])}"))
 
 
 def checks(name: str, console: Console) -> None:
-    """The checks of a trainer.
-
-    Raises:
-        UsageError: for what is no trainer.
-    """
+    """The checks of a trainer. Raises UsageError for what is no trainer."""
     if not catalogue.is_trainer(name):
         raise UsageError(f"trainer {name!r} is unknown, {meant(name, catalogue.TRAINERS)}")
     profiles = ("quick", "pr", "nightly")
     counted = [[c.settings["check"] for c in catalogue.cases(name, profile, 0)] for profile in profiles]
-    rows = [
-        (
-            one.name,
-            *(names.count(one.name) for names in counted),
-            _with(one.doc, run_as=one.paths, settings=one.settings),
-        )
-        for one in catalogue.family(name).checks.values()
-    ]
+    rows = []
+    for one in catalogue.family(name).checks.values():
+        meaning = _with(one.doc, run_as=one.paths, settings=one.settings)
+        rows.append((one.name, *(names.count(one.name) for names in counted), meaning))
     _show(f"checks of {name}", ("name", *profiles, "meaning"), rows, console)
 
 

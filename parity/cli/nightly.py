@@ -10,16 +10,17 @@ import click
 from parity.cli import options
 from parity.cli.progress import Shown
 from parity.cli.show import report
+from parity.decoding import write
 from parity.errors import UsageError
 
 
 @click.command("nightly", epilog="Example: parity nightly --max-time 2h")
 @options.time("--max-time", "for everything: 6h, 90m, 1h30m", "6h")
-@click.option("--profile", default="nightly", show_default=True, help="how much the long run does")
+@options.option("--profile", "how much the long run does", "nightly")
 @options.FAMILIES
 @options.IMPLEMENTATIONS
 @options.DEVICE
-@click.option("--seed", type=int, default=None, help="default: a new one, which is printed")
+@options.option("--seed", "default: a new one, which is printed", type=int)
 @options.LEDGER
 @click.option("--skip", multiple=True, metavar="NAME", help="leave out history, mutants, upstream or unsloth")
 @click.option("--with", "specs", multiple=True, metavar="PKG==VER", help="judge this release too")
@@ -53,46 +54,41 @@ def nightly_command(skip: tuple[str, ...], specs: tuple[str, ...], **options: An
 
 @click.command("notify", epilog="Example: parity notify --out issue.md")
 @options.time("--stale", "red if the last run is older than this", "36h")
-@click.option("--profile", default="nightly", show_default=True, help="only runs of this profile count")
+@options.option("--profile", "only runs of this profile count", "nightly")
 @click.option("--page", default="", metavar="LINK", help="address of the report, for the text")
 @options.path("--out", "file for the text of the issue")
-@click.option(
-    "--trend", "over_time", type=options.PATH, metavar="FILE.html", help="write findings by release over time"
-)
+@options.path("--trend", "write findings by release over time", metavar="FILE.html")
 @options.REPORTS
-def notify_command(
-    stale: float, profile: str, page: str, out: Path | None, over_time: Path | None, reports: Path
-) -> None:
+def notify_command(stale: float, profile: str, page: str, out: Path | None, trend: Path | None, reports: Path) -> None:
     """Write the text of an issue about the last night.
 
     Prints its title. Exit code: 0 green, close the issue; 1 red, open or update it; 3 no run within --stale, or the last
     night died.
     """
     from parity.nightly.journal import standing
-    from parity.results import memory, notify, trend
+    from parity.results import memory, notify
+    from parity.results import trend as trends
 
-    past = [run for run in memory.runs(reports / "history", options.warn) if run.profile == profile]
+    past = memory.runs(reports / "history", lambda line: options.say(f"parity: {line}"))
+    past = [run for run in past if run.profile == profile]
     under_way, lost = standing(reports, profile, {run.id for run in past})
     past = [run for run in past if run.id != under_way]
-    late = trend.stale(past, datetime.timedelta(seconds=stale), datetime.datetime.now(datetime.UTC))
+    late = trends.stale(past, datetime.timedelta(seconds=stale), datetime.datetime.now(datetime.UTC))
     if lost or late:
         text = f"parity: no night: {lost or late.replace('such run', f'run of profile {profile}')}"
         body = f"**{text}**\n\n" + ("" if lost else "The machine, its timer or its runner is down.\n")
         code = 3
     else:
-        changed = trend.change(past[-1], past[:-1])
+        changed = trends.change(past[-1], past[:-1])
         text, body, code = notify.title(changed), notify.body(changed, page), 0 if changed.run.green else 1
     if out is not None:
         out.write_text(body, encoding="utf-8")
-    if over_time is not None and past:
-        from parity.decoding import write
+    if trend is not None and past:
         from parity.results.ledger import Ledger
         from parity.results.report.render import trend_page
 
-        write(over_time, trend_page([r for r in past if r.device == past[-1].device], Ledger.known(), page))
-    click.echo(text)
-    if out is None:
-        click.echo(body)
+        write(trend, trend_page([r for r in past if r.device == past[-1].device], Ledger.known(), page))
+    click.echo(text if out is not None else f"{text}\n{body}")
     sys.exit(code)
 
 
@@ -112,8 +108,6 @@ def upgrade_check_command(spec: str, config: Path | None, max_time: float, devic
 
     folder, spec = reports / "upgrade", upgrade.resolved(spec)
     found, parts = upgrade.check(spec, config, folder, options.say, device, max_time)
-    from parity.decoding import write
-
     write(folder / "upgrade.md", upgrade.page(spec, parts))
     for part in parts:
         click.echo(f"{part.name}: {part.verdict}: {part.summary}")

@@ -22,11 +22,6 @@ def say(line: str) -> None:
     click.echo(line, err=True)
 
 
-def warn(line: str) -> None:
-    """A line beside the output that says who says it."""
-    say(f"parity: {line}")
-
-
 def known(kind: str) -> Iterable[str]:
     """The names of a kind; `cases`: what `replay` takes by name, ledger entries and frozen cases."""
     if kind in ("dtypes", "devices"):
@@ -53,20 +48,26 @@ def values(kind: str) -> Callable[[click.Context, click.Parameter, str], list[An
     return complete
 
 
+def option(name: str, help: str | None, default: Any = None, **fields: Any) -> Option:
+    """An option; its default is shown if it has one. The shell completes names of the kind `into`."""
+    if into := fields.pop("into", ""):
+        fields["shell_complete"] = values(into)
+    return click.option(name, default=default, show_default=default is not None, help=help, **fields)
+
+
 def path(name: str, help: str | None = None, default: str | None = None, **fields: Any) -> Option:
-    """An option that takes a file or a folder; its default is shown if it has one."""
-    start = None if default is None else Path(default)
-    return click.option(name, type=PATH, default=start, show_default=default is not None, help=help, **fields)
+    """An option that takes a file or a folder."""
+    return option(name, help, None if default is None else Path(default), type=PATH, **fields)
 
 
 def count(name: str, help: str | None, default: int | None = None) -> Option:
-    """An option that takes a number from 1 on; its default is shown if it has one."""
-    return click.option(name, type=click.IntRange(1), default=default, show_default=default is not None, help=help)
+    """An option that takes a number from 1 on."""
+    return option(name, help, default, type=click.IntRange(1))
 
 
 def choice(name: str, help: str | None, *names: str) -> Option:
     """An option that takes one of some words, by default the first."""
-    return click.option(name, type=click.Choice(names), default=names[0], show_default=True, help=help)
+    return option(name, help, names[0], type=click.Choice(names))
 
 
 def several(name: str, into: str, help: str, metavar: str | None = None) -> Option:
@@ -80,11 +81,7 @@ def several(name: str, into: str, help: str, metavar: str | None = None) -> Opti
 
 
 def seconds(text: str) -> float:
-    """6h, 90m, 1h30m or 45s as seconds.
-
-    Raises:
-        UsageError: for anything else.
-    """
+    """6h, 90m, 1h30m or 45s as seconds. Raises UsageError for anything else."""
     found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
     if found is None or not any(found.groups()):
         raise UsageError(f"time {text!r} cannot be read, write for example 6h, 90m or 1h30m")
@@ -101,8 +98,7 @@ def time(name: str, help: str, default: str | None = None) -> Option:
     def read(ctx: click.Context, option: click.Parameter, value: str | None) -> float | None:
         return seconds(value) if value else None
 
-    shown: dict[str, Any] = {"metavar": "TIME", "show_default": default is not None, "help": help}
-    return click.option(name, default=default, callback=read, **shown)
+    return option(name, help, default, metavar="TIME", callback=read)
 
 
 def device(default: str) -> Option:
@@ -113,13 +109,10 @@ def device(default: str) -> Option:
 
         return resolve_device(value)
 
-    more: dict[str, Any] = {"help": "auto, cpu or cuda", "shell_complete": values("devices")}
-    return click.option("--device", default=default, callback=there, show_default=True, **more)
+    return option("--device", "auto, cpu or cuda", default, callback=there, into="devices")
 
 
-DEVICE = click.option(
-    "--device", default="auto", show_default=True, help="auto, cpu or cuda", shell_complete=values("devices")
-)
+DEVICE = option("--device", "auto, cpu or cuda", "auto", into="devices")
 FAMILIES = several(
     "--family",
     "families",
@@ -135,9 +128,7 @@ IMPLEMENTATIONS = several(
 LEDGER = path("--ledger", "known findings of your own, besides the shipped ones")
 REPORTS = path("--reports", "folder for reports", "reports")
 JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
-RAY = click.option(
-    "--ray", default=None, metavar="HOST:PORT|auto|local", help="run on this Ray cluster (docs/scale.md)"
-)
+RAY = option("--ray", "run on this Ray cluster (docs/scale.md)", metavar="HOST:PORT|auto|local")
 
 
 def with_versions(command: Callable[..., None]) -> Callable[..., None]:
@@ -149,9 +140,7 @@ def with_versions(command: Callable[..., None]) -> Callable[..., None]:
             command(**given)
             return
         if given.get("ray"):
-            raise UsageError(
-                "--ray and --with cannot be used together: other releases are installed on this machine only"
-            )
+            raise UsageError("--ray and --with cannot be used together: other releases are on this machine alone")
         from parity.process import WITH
         from parity.versions.environment import Environment
 

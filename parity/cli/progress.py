@@ -1,34 +1,26 @@
 """How far a run is: two live lines on a terminal, a line every half minute elsewhere, both on standard error."""
 
-from __future__ import annotations
-
+import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
 
-    from parity.results.row import Row
+from parity.results.row import Row
 
-EVERY = 30.0
-"""Seconds between two lines where there is no terminal."""
+EVERY = 30.0  # seconds between two lines where there is no terminal
 EARLY = 0.03
 """Share of the cases before which nothing is said about the time left: the first, frozen ones, take longest."""
 
 
-class Shown:
-    """Called as `parity.running.run.execute` tells; shown from then until it is left.
-
-    `clock` gives seconds; lines of a pipe come from a thread, so that a hung kernel does not silence them.
-    """
+class Shown(contextlib.AbstractContextManager["Shown"]):
+    """Called as `parity.running.run.execute` tells; shown from then until it is left. `clock` gives seconds; lines of a
+    pipe come from a thread, so that a hung kernel does not silence them."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        from rich.console import Console
-
         self.console = console or Console(stderr=True, highlight=False)
         self.clock = clock
         self.begun = clock()
@@ -86,18 +78,20 @@ class Shown:
         self._stop()
         self.console.print(line, markup=False, soft_wrap=True)
 
-    def __enter__(self) -> Shown:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stop()
 
     def _start(self) -> None:
-        self.ended = threading.Event()
+        ended = self.ended = threading.Event()
+
+        def lines() -> None:
+            while not ended.wait(EVERY):
+                self.console.print(self.line(), markup=False, soft_wrap=True)
+
         if self.live is not None:
             self.live.start()
         else:
-            self.lines = threading.Thread(target=self._lines, args=(self.ended,), daemon=True)
+            self.lines = threading.Thread(target=lines, daemon=True)
             self.lines.start()
 
     def _stop(self) -> None:
@@ -109,7 +103,3 @@ class Shown:
             elif self.lines is not None:
                 self.lines.join()  # a line of it must not come after what is said next
                 self.lines = None
-
-    def _lines(self, ended: threading.Event) -> None:
-        while not ended.wait(EVERY):
-            self.console.print(self.line(), markup=False, soft_wrap=True)

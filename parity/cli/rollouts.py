@@ -7,6 +7,7 @@ import click
 from parity.cli import options
 from parity.cli.group import Commands
 from parity.data import rollouts_dir
+from parity.process import prepare
 
 
 @click.group("rollouts", cls=Commands)
@@ -15,9 +16,7 @@ def rollouts() -> None:
 
 
 @rollouts.command("record", epilog="Example: parity rollouts record --model tiny-llama --engine transformers")
-@click.option(
-    "--model", required=True, metavar="DIR|tiny-NAME", help="a folder, or tiny-llama, tiny-qwen2, tiny-gemma2"
-)
+@click.option("--model", required=True, metavar="DIR|tiny-NAME", help="folder, or tiny-llama, tiny-qwen2, tiny-gemma2")
 @click.option("--engine", required=True, metavar="vllm|transformers|URL", help="URL: an OpenAI completions server")
 @options.choice("--dtype", None, "fp32", "fp16", "bf16")
 @click.option("--temperature", "temperatures", type=float, multiple=True, default=(1.0,), show_default=True)
@@ -35,7 +34,6 @@ def record_command(**given: Any) -> None:
     Writes one recording for each temperature and top-p.
     """
     from parity import recording
-    from parity.process import prepare
     from parity.rollouts.record import RecordingOptions, record
 
     prepare("cpu", 1)
@@ -45,9 +43,7 @@ def record_command(**given: Any) -> None:
 
 @rollouts.command("judge", epilog="Example: parity rollouts judge reports/rollouts/llama-fp32-t1-p1.json")
 @click.argument("paths", nargs=-1, metavar="[RECORDING…]")
-@click.option(
-    "--model", default=None, metavar="DIR|tiny-NAME", help="the trainer's model; default: that of the recording"
-)
+@options.option("--model", "the trainer's model; default: that of the recording", metavar="DIR|tiny-NAME")
 @options.path("--adapter", "a PEFT adapter on the trainer's model")
 @options.choice("--support", "tokens over which the trainer normalises; TRL: full", "truncated", "full")
 def judge_command(paths: tuple[str, ...], **given: Any) -> None:
@@ -55,8 +51,6 @@ def judge_command(paths: tuple[str, ...], **given: Any) -> None:
 
     The unit is the trainer's own rounding. Without RECORDING: those that are shipped. Exit code 1 if one disagrees.
     """
-    from parity.process import prepare
-
     prepare("cpu", 1)
     from parity import recording
     from parity.rollouts.judge import judged

@@ -1,62 +1,35 @@
 """What a run writes and prints at its end; tables, and that of known findings, which imports no torch."""
 
-import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
+from rich.table import Table
+from rich.text import Text
 
 from parity.cli.group import console
-from parity.errors import UsageError
+from parity.results.row import Header, Row
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from parity.results.header import Header
     from parity.results.report.stack import Stack
-    from parity.results.row import Row
 
-
-@dataclasses.dataclass(frozen=True)
-class Detail:
-    """How much a command prints of a run."""
-
-    verbose: bool = False
-    quiet: bool = False
-
-
-def detail(command: Any) -> Any:
-    """The options that say how much is printed; the command gets a `Detail`."""
-
-    @functools.wraps(command)
-    def with_detail(verbose: bool, quiet: bool, **options: Any) -> Any:
-        if verbose and quiet:
-            raise UsageError("-v and -q cannot be used together")
-        return command(detail=Detail(verbose, quiet), **options)
-
-    for option in (
-        click.option("-q", "--quiet", is_flag=True, help="print the verdict only"),
-        click.option("-v", "--verbose", is_flag=True, help="print every table and finding"),
-    ):
-        with_detail = option(with_detail)
-    return with_detail
+VERBOSE = click.option("-v", "--verbose", is_flag=True, help="print every table and finding")
 
 
 def report(
-    header: "Header",
-    rows: "list[Row]",
+    header: Header,
+    rows: list[Row],
     results: Path,
     folder: Path,
     reasons: list[str],
     code: int,
-    detail: Detail = Detail(),
+    verbose: bool | None = False,
     keep: bool = False,
 ) -> None:
-    """Write the reports of a run into `folder`, then print it; `keep` it among the runs that later ones are compared with."""
+    """Write the reports of a run into `folder`, and print it, unless `verbose` is None; `keep` it for later ones."""
     from parity.results import memory
-    from parity.results.report import render, wording
+    from parity.results.report import render
     from parity.results.report.summary import summarise
 
     summary = summarise(header, rows)
@@ -67,17 +40,12 @@ def report(
     past = memory.runs(folder / "history", damaged.append)
     ending = render.Ending(code, [*reasons, *damaged], results, folder, past)
     render.write(summary, ending)  # files first: whoever reads the terminal may stop reading
-    screen = console()
-    if detail.quiet:
-        render.show(f"{wording.opening(summary)} · {wording.verdict(summary, code)}", screen)
-    else:
-        render.terminal(summary, screen, ending, full=detail.verbose)
+    if verbose is not None:
+        render.terminal(summary, console(), ending, full=verbose)
 
 
 def findings(title: str, stack: "Stack", unknown: Mapping[str, str]) -> None:
     """A table of a stack's known findings for each severity; `unknown`: id -> what cannot be told and would decide it."""
-    from rich.text import Text
-
     from parity.results.report.stack import APPLY, effect, fix, meaning, releases, where
 
     screen = console()
@@ -93,20 +61,10 @@ def findings(title: str, stack: "Stack", unknown: Mapping[str, str]) -> None:
         screen.print(Text(f"\n{APPLY}"))
 
 
-def table_of(title: str, headings: Sequence[str], show_header: bool = True) -> "Table":
+def table_of(title: str, headings: Sequence[str], show_header: bool = True) -> Table:
     """An empty table."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, pad_edge=False, show_header=show_header, padding=(0, 2, 0, 0))
     table.title, table.title_justify, table.title_style = Text(title), "left", "bold"
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table
-
-
-def text(value: Any) -> str:
-    """The JSON of a structure or of a list of them, indented."""
-    import msgspec
-
-    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()

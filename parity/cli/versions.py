@@ -1,7 +1,5 @@
 """The commands about versions: history, bisect, compare."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path
@@ -40,19 +38,11 @@ def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: st
     sys.exit(history.exit_code(findings))
 
 
-@click.command(
-    "bisect", epilog="Example: parity bisect trl --good 1.13.0 --bad 1.16.0 --case trl-online-dpo-accumulation"
-)
+@click.command("bisect", epilog="Example: parity bisect trl --bad 0.28.0 --good 0.29.1 --find fixed --case is-ratio")
 @click.argument("package", metavar="PKG")
 @click.option("--good", required=True, metavar="VER", help="a release that is right")
 @click.option("--bad", required=True, metavar="VER", help="a release that is wrong")
-@click.option(
-    "--case",
-    "name",
-    required=True,
-    metavar="CASE",
-    help="case file, ledger entry, record of `parity history`, or id of a case",
-)
+@click.option("--case", "name", required=True, metavar="CASE", help="a file, ledger entry, record, or id of a case")
 @options.IMPLEMENTATIONS
 @click.option("--quantity", "quantities", multiple=True, metavar="NAME", help="follow only this quantity")
 @options.choice("--find", "what to find", "broken", "fixed")
@@ -79,7 +69,7 @@ def bisect_command(
     from parity.registry import select
     from parity.sampling.find import find as find_case
     from parity.versions import history
-    from parity.versions.case_check import CaseCheck, only_implementation
+    from parity.versions.look import CaseCheck, only_implementation
     from parity.versions.search import check_ends, search
 
     package = str(canonicalize_name(package))

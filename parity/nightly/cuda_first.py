@@ -35,13 +35,9 @@ def steps() -> dict[str, tuple[str, ...]]:
         words = ("run", "--profile", "quick", "--device", "cuda", "--family", name)
         out[f"quick {name}"] = (*words, "--reports", str(REPORTS / name))
     pytest = ("pytest", "-q", *PLAIN)
-    for file, *part in (
-        ["faults"],
-        ["soak"],
-        *(["large", word] for word in ("vocabularies", "beyond", "lock")),
-        ["contexts"],
-    ):
-        out[" ".join([file, *part])] = (*pytest, f"cases/cuda/test_{file}.py", *(("-k", *part) if part else ()))
+    for name in ("faults", "soak", "large vocabularies", "large beyond", "large lock", "contexts"):
+        file, _, word = name.partition(" ")
+        out[name] = (*pytest, f"cases/cuda/test_{file}.py", *(("-k", word) if word else ()))
     out |= {f"bench {n}": (*pytest, f"cases/bench/test_{n}.py", "--benchmark-only") for n in ("replicas", "losses")}
     return out
 

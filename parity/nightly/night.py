@@ -4,24 +4,26 @@ The exit code is the gravest of its parts: 3 before 1 before 4, as for `parity r
 results.ndjson, night.json (how it stands), issue.md, and one file of sums in history/.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 
 from parity import data
+from parity.case.drawing import cases, draws
+from parity.case.inputs import Inputs
 from parity.errors import UsageError
+from parity.implementations.implementation import Implementation, Outputs
 from parity.nightly import journal, steps
 from parity.nightly.journal import Journal
-from parity.nightly.proof import proof
 from parity.process import prepare
+from parity.registry import NAMES, loss_family, run_case
 from parity.results import memory, notify, trend
 from parity.results.report.summary import Summary, summarise
 from parity.results.report.wording import count
@@ -31,18 +33,15 @@ from parity.running.provenance import resolve_device
 
 UNSLOTH = "2026.10.9"
 """Release of unsloth-zoo that a night judges, in an environment of its own: it does not install beside the newest TRL."""
-Job = tuple[str, tuple[str, ...], float]
-"""Name, words of `parity` or `pytest …`, share of a night."""
+Job = tuple[str, tuple[str, ...], float]  # name, words of `parity` or `pytest …`, share of a night
 COMMANDS: tuple[Job, ...] = (
     ("history", ("history",), 0.12),
     ("mutants", ("pytest", "-q", "-m", "slow", str(data.cases_dir() / "selftest" / "mutants")), 0.09),
     ("upstream", ("upstream", "--all"), 0.06),
     ("unsloth", ("run", "--with", f"unsloth-zoo=={UNSLOTH}", "--implementation", "unsloth"), 0.06),
 )
-CUDA: Job = ("cuda", ("pytest", "-q", str(data.cases_dir() / "cuda")), 0.06)
-"""Faults, real vocabularies, Inductor."""
-LEAST = 0.3
-"""Share of a night that its long run has in any case."""
+CUDA: Job = ("cuda", ("pytest", "-q", str(data.cases_dir() / "cuda")), 0.06)  # faults, real vocabularies, Inductor
+LEAST = 0.3  # share of a night that its long run has in any case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +68,8 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
         if night.resume:
             book, seed = Journal.again(night.reports), night.seed
         else:
-            book = Journal(profile=night.profile, began=time.time())
-            seed = secrets.randbits(31) if night.seed is None else night.seed
+            book, seed = Journal(profile=night.profile, began=time.time()), night.seed
+            seed = secrets.randbits(31) if seed is None else seed
         device = resolve_device(night.device)
         shown = "as it was" if seed is None else seed
         say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {shown} · {device}")
@@ -104,9 +103,14 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
             book.save(night.reports)
 
         keep()
-        for step in _commands(night, book, jobs, {one.name for one in done}, say):
-            done.append(step)
-            keep()
+        ran = {one.name for one in done}
+        for number, (name, words, share) in enumerate(jobs):
+            if name not in ran:
+                left = (night.max_time - book.spent) * share / sum(one[2] for one in jobs[number:])
+                say(f"{name}: at most {max(left, 0.0) / 60:.0f} min")
+                done.append(steps.part(name, words, night.reports, max(left, 0.0)))
+                keep()
+                say(f"{name}: {done[-1].verdict}, {done[-1].seconds / 60:.0f} min")
         changed = _changed(done, past, summary, result)
         memory.keep(changed.run, history)
         (night.reports / "issue.md").write_text(notify.body(changed), encoding="utf-8")
@@ -123,41 +127,23 @@ def _long_run(
     progress: Any,
 ) -> running.RunResult:
     """The run of tonight's seed: begun, gone on with, or where it had ended when the night was killed, read."""
+    path = night.reports / "results.ndjson"
+    shared = ("families", "implementations", "device", "ledger", "reports", "ray")
     options = running.Options(
+        **{name: getattr(night, name) for name in shared},
         profile=book.profile if night.profile == Night.profile else night.profile,
-        families=night.families,
-        implementations=night.implementations,
-        device=night.device,
         seed=seed,
-        ledger=night.ledger,
-        reports=night.reports,
         confirm=True,
-        ray=night.ray,
         max_time=share * max(1.0, night.max_time - book.spent),
-        resume=night.reports / "results.ndjson" if night.resume else None,
+        resume=path if night.resume else None,
     )
     if ended is None:
         return running.execute(options, progress, say)
     running.again(options)  # as it was asked for then
-    path = night.reports / "results.ndjson"
     found = running.read_back(path, ended.exit_code, ended.reasons)
     if found.header.run != ended.id:
         raise UsageError(f"{path}: another run has written it since that night was killed: start a new one")
     return found
-
-
-def _commands(
-    night: Night, book: Journal, jobs: Sequence[Job], done: Set[str], say: Callable[[str], None]
-) -> Iterator[memory.CommandOutcome]:
-    """The other commands that are not done yet, each in its share of the time that is left."""
-    for number, (name, words, share) in enumerate(jobs):
-        if name not in done:
-            left = night.max_time - book.spent
-            limit = max(left * share / sum(one[2] for one in jobs[number:]), 0.0)
-            say(f"{name}: at most {limit / 60:.0f} min")
-            step = steps.part(name, words, night.reports, limit)
-            yield step
-            say(f"{name}: {step.verdict}, {step.seconds / 60:.0f} min")
 
 
 def _changed(
@@ -179,3 +165,51 @@ def worst(codes: Sequence[int]) -> int:
     order = (outcome.NOTHING, outcome.USAGE, outcome.NEW, outcome.STALE)
     others = [c for c in codes if c not in (*order, outcome.AGREE)]
     return others[0] if others else next((c for c in order if c in codes), outcome.AGREE)
+
+
+CASES = 120  # in which the planted mistake must be caught; it needs fewer than ten
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What became of the mistake planted in one family, and of a correct implementation beside it."""
+
+    family: str
+    device: str
+    caught: bool
+    cases: int
+    innocent: bool
+
+    @property
+    def holds(self) -> bool:
+        """Whether the wrong one was caught and the correct one was not."""
+        return self.caught and self.innocent
+
+    def __str__(self) -> str:
+        result = f"caught after {self.cases} cases" if self.caught else f"NOT caught in {self.cases} cases"
+        beside = "" if self.innocent else "; a correct implementation was called wrong"
+        return f"{self.family} on {self.device}: planted gradients 1 % too large: {result}{beside}"
+
+
+def proof(device: str, night: int) -> list[Proof]:
+    """The definition of each family in float32, right and with the mistake, on another stream of cases each night."""
+    return [_proof(name, device, night) for name in NAMES]
+
+
+def _proof(name: str, device: str, night: int) -> Proof:
+    of = loss_family(name)
+
+    def right(x: Inputs) -> Outputs:
+        return {n: v for n, v in of.oracle(x).items() if n in of.outputs and n not in of.optional}
+
+    def wrong(x: Inputs) -> Outputs:  # the same values, and 101 % of their gradients
+        return {n: torch.where(v.isfinite(), v + (v - v.detach()) / 100, v) for n, v in right(x).items()}
+
+    both = [Implementation(call.__name__, name, "candidate", call) for call in (right, wrong)]
+    seen, red = 0, set[str]()
+    for case in draws(cases(of, ("fp32",), "pr"), f"{night}/{name}/0", CASES):
+        seen += 1
+        red |= {row.implementation for row in run_case(case, both, device, thorough=False) if row.failing}
+        if "wrong" in red:
+            break
+    return Proof(name, device, "wrong" in red, seen, "right" not in red)

@@ -1,7 +1,5 @@
 """The commands of a night besides the long run, each in a process of its own with a limit on the clock."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os
@@ -16,28 +14,22 @@ from msgspec.structs import replace
 
 from parity.errors import UsageError
 from parity.process import stopping
-from parity.results.header import Header
 from parity.results.memory import CommandOutcome
 from parity.results.report.rows import read
 from parity.results.report.summary import summarise
 from parity.results.report.wording import count, title
-from parity.results.row import Row
+from parity.results.row import Header, Row
 from parity.running import outcome
 
 COMMAND = (sys.executable, "-P", "-m", "parity")
-GRACE = 10.0
-"""Seconds to end in after SIGTERM."""
-SHARE_OF_RUN = 0.8
-"""Of the time of `parity run`; the rest is for its environment and its report."""
-TAIL = 24
-"""Lines of its output that a step's place in the report shows."""
+GRACE = 10.0  # seconds to end in after SIGTERM
+SHARE_OF_RUN = 0.8  # of the time of `parity run`; the rest is for its environment and its report
+TAIL = 24  # lines of its output that a step's place in the report shows
 
 
 def part(name: str, words: Sequence[str], reports: Path, limit: float) -> CommandOutcome:
-    """One of a night's commands, `parity WORDS` or `pytest …`; its output is in `reports/NAME.log`, rows in `reports/NAME`.
-
-    What a run has looked at counts, although its time is over before its end.
-    """
+    """One of a night's commands, `parity WORDS` or `pytest …`; its output is in `reports/NAME.log`, rows in
+    `reports/NAME`. What a run has looked at counts, although its time is over before its end."""
     since, more = datetime.datetime.now(datetime.UTC), list[str]()
     if words[0] in ("run", "upstream"):
         more += ["--reports", str(reports / name)]
@@ -61,8 +53,7 @@ def of_run(done: CommandOutcome, header: Header, rows: Sequence[Row]) -> Command
     if reached and code in (None, outcome.TERMINATED):
         code = outcome.NEW if any(row.new for row in rows) else outcome.AGREE if any(r.judged for r in rows) else None
     new = [
-        f"new      {one.implementation}: {title(one)}; {count(one.cases, 'case')}; {one.lead.replay}"
-        for one in summary.findings
+        f"new      {f.implementation}: {title(f)}; {count(f.cases, 'case')}; {f.lead.replay}" for f in summary.findings
     ]
     killed = reached and done.exit_code is None
     tail = [*done.tail.splitlines()[-1:], *new] if killed else [*new, *done.tail.splitlines()]
@@ -78,14 +69,13 @@ def run(name: str, words: Sequence[str], log: Path, limit: float) -> CommandOutc
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p and Path(p).is_dir())}
     with log.open("wb") as out, stopping():
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        code: int | None = None
         try:
-            code: int | None = process.wait(max(limit, 1.0))
-        except subprocess.TimeoutExpired:
-            code = None
-            _end(process)
-        except BaseException:
-            _end(process)
-            raise
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(max(limit, 1.0))
+        finally:
+            if code is None:
+                _end(process)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said, seconds = " ".join(words if tests else ["parity", *words]), time.monotonic() - begun
     return CommandOutcome(name, said, code, seconds, "\n".join(lines[-TAIL:]))

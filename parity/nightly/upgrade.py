@@ -1,7 +1,5 @@
 """May we upgrade? Compare and a run of the other release, and a team's own settings first: one page, one verdict."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,18 +16,16 @@ from parity.results.memory import CUT, CommandOutcome
 from parity.results.report import measured
 from parity.results.report.findings import normalised
 from parity.results.report.render import escape
-from parity.results.row import Row
 from parity.results.trend import SHARE
 from parity.tools.settings_check import settings_of
 from parity.versions import compare, releases
 from parity.versions.client import EnvironmentUnusable
-from parity.versions.row_diff import MARKS, Difference
+from parity.versions.row_diff import MARKS
 
 SAFE, CHANGED, NOT_SAFE, UNKNOWN = "safe", "safe, with changes of behaviour", "not safe", "not known"
 CODES = {SAFE: 0, CHANGED: 0, NOT_SAFE: 1, UNKNOWN: 3}
 NEXT, OWN, COMPARE = "NEXT", "your settings", "compare"
-LIMIT = 3600.0
-"""Seconds on the clock for one of the commands."""
+LIMIT = 3600.0  # seconds on the clock for one of the commands
 SEEDS, FACTORS = 3, (0.5, 2.0)
 """Of the cases with exactly a team's settings; by which a number is moved to make its neighbours."""
 SHAPE = {"B": 3, "T": 6, "V": 33, "H": 8, "lengths": [6, 4, 1], "old": "mixed"}
@@ -46,11 +42,7 @@ class Part:
 
 
 def resolved(spec: str) -> str:
-    """PKG==VER with NEXT replaced by the newest release on the index.
-
-    Raises:
-        UsageError: for a spec without a version.
-    """
+    """PKG==VER with NEXT replaced by the newest release. Raises UsageError for a spec without a version."""
     package, sign, version = spec.partition("==")
     if not sign or not version:
         raise UsageError(f"upgrade-check {spec!r}: write PKG==VER, or PKG==NEXT for the newest release")
@@ -60,18 +52,10 @@ def resolved(spec: str) -> str:
 
 
 def check(
-    spec: str,
-    config: Path | None,
-    reports: Path,
-    say: Callable[[str], None],
-    device: str = "cpu",
-    limit: float = LIMIT,
+    spec: str, config: Path | None, reports: Path, say: Callable[[str], None], device: str = "cpu", limit: float = LIMIT
 ) -> tuple[str, list[Part]]:
-    """The verdict and its parts, the team's own settings first; these and each command have `limit` seconds.
-
-    Raises:
-        UsageError: where the package is not installed here, and as `own_settings`.
-    """
+    """The verdict and its parts, the team's own settings first; these and each command have `limit` seconds. Raises
+    UsageError where the package is not installed here, and as `own_settings`."""
     package = spec.partition("==")[0]
     if not (version := installed(package)):
         raise UsageError(f"upgrade-check: {package} is not installed here: there is nothing to upgrade from")
@@ -89,11 +73,8 @@ def check(
 
 
 def own_cases(settings: Mapping[str, Any]) -> Iterator[tuple[str, Case]]:
-    """(label, case): a team's settings of the policy loss in two dtypes and with several seeds, then each neighbour once.
-
-    Raises:
-        UsageError: for a value that the policy family does not accept, naming it.
-    """
+    """(label, case): a team's settings of the policy loss in two dtypes and with several seeds, then each neighbour
+    once. Raises UsageError for a value that the policy family does not accept, naming it."""
     family = loss_family("policy")
 
     def made(dtype: str, seed: int, **moved: Any) -> Case:
@@ -111,11 +92,8 @@ def own_cases(settings: Mapping[str, Any]) -> Iterator[tuple[str, Case]]:
 
 
 def own_settings(before: str, after: str, config: Path, device: str, limit: float = LIMIT) -> Part:
-    """A team's settings and their neighbours through the plain and the fused losses of both releases, in `limit` seconds.
-
-    Raises:
-        UsageError: for a file that cannot be read, or has no setting of the policy loss.
-    """
+    """A team's settings and their neighbours through the plain and the fused losses of both releases, in `limit`
+    seconds. Raises UsageError for a file that cannot be read, or has no setting of the policy loss."""
     given = settings_of(config)
     settings = {name: given[name] for name in CONFIG_FIELDS if name in given}
     if not settings:
@@ -137,10 +115,8 @@ def compared(
     named: Sequence[str] = (),
     asked: Any = None,
 ) -> Part:
-    """What moved between two releases; where a fifth of what is judged in one is not in the other, nothing is known.
-
-    Of a team's own cases those with exactly its settings decide, and what moves with their neighbours is told.
-    """
+    """What moved between two releases; where a fifth of what is judged in one is not in the other, nothing is known. Of
+    a team's own cases those with exactly its settings decide, and what moves with their neighbours is told."""
     try:
         found = compare.compare(([before], [after]), named, asked=asked, device=device, clock=limit)
     except (EnvironmentUnusable, UsageError) as error:
@@ -150,9 +126,17 @@ def compared(
     one, two = (sum(r.judged and (r.case in exactly or not exactly) for r in rows) for rows in found.rows)
     wrong = sum(m.mark == "+" and (m.case.startswith(OWN) or not exactly) for m in found.moved)
     worse, better, other = (sum(m.mark == mark for m in found.moved) for mark in MARKS)
-    lost, why = _lost(found.moved)
-    told = {"worse": worse, "better": better, "otherwise moved": other - lost}
-    moved = [*(f"{n} {text}" for text, n in told.items() if n > 0), *([why] if lost else [])]
+    # Those that were judged before and are not there, though not wrong there either, and why.
+    lost = [
+        m for m in found.moved if m.mark == "~" and m.before and m.before.judged and not (m.after and m.after.judged)
+    ]
+    told = {"worse": worse, "better": better, "otherwise moved": other - len(lost)}
+    moved = [f"{n} {text}" for text, n in told.items() if n > 0]
+    if lost:
+        messages = [(m.after.message if m.after else "") or "not run" for m in lost]
+        shown = {normalised(text): text for text in messages}
+        why = collections.Counter(shown[normalised(text)] for text in messages).most_common(3)
+        moved.append(f"{len(lost)} judged before and not there: {', '.join(f'{text} ({n})' for text, n in why)}")
     moved += [] if exactly else found.notes  # a default of what a team does not set is told under `compare`
     summary, verdict = "; ".join(moved) or "nothing moved", CHANGED if moved else SAFE
     if wrong:
@@ -160,20 +144,6 @@ def compared(
     elif two < SHARE * one:
         summary, verdict = f"{two:,} of {one:,} quantities{which} could be judged there; {summary}", UNKNOWN
     return Part(name, verdict, summary, found.text())
-
-
-def _lost(found: Sequence[Difference]) -> tuple[int, str]:
-    """How many were judged before and are not there, though not wrong there either, and why."""
-    lost = [m for m in found if m.mark == "~" and _judged(m.before) and not _judged(m.after)]
-    messages = [(m.after.message if m.after else "") or "not run" for m in lost]
-    shown = {normalised(text): text for text in messages}
-    why = collections.Counter(shown[normalised(text)] for text in messages)
-    reasons = ", ".join(f"{text} ({n})" for text, n in why.most_common(3))
-    return len(lost), f"{len(lost)} judged before and not there: {reasons}"
-
-
-def _judged(row: Row | None) -> bool:
-    return row is not None and row.judged
 
 
 def part(step: CommandOutcome) -> Part:

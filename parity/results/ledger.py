@@ -13,7 +13,7 @@ import fnmatch
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -27,8 +27,6 @@ from parity.results.row import Class, Row, Verdict
 
 if TYPE_CHECKING:
     from parity.case.case import Case
-from typing import Literal
-
 Severity = Literal["high", "medium", "low", "convention"]
 SEVERITIES: dict[Severity, str] = {
     "high": "default or common settings",
@@ -41,12 +39,10 @@ SEVERITIES: dict[Severity, str] = {
 
 class ForUser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A finding in the terms of a user of the library. An entry that is `part_of` another has no line of its own.
-
     `applies` lists alternatives, each a table of settings of a training run: "trainer" and "loss_type" take lists of
     names, "model", "imports" and "uses" lists of words of which one must occur, the name of a library a version
     specifier, numbers a table with `min`, `max` or `not`; all of a table must hold. What no setting shows is in
-    `only_if`. `rank` orders the lines, `since` is the release that brought it, where that was bisected or read.
-    """
+    `only_if`. `rank` orders the lines, `since` is the release that brought it, where that was bisected or read."""
 
     part_of: str = ""
     when: str = ""
@@ -172,11 +168,8 @@ class Ledger:
 
     @classmethod
     def known(cls, own: Path | None = None) -> Ledger:
-        """The shipped ledger and a user's own, unless that says `alone = true`.
-
-        Raises:
-            UsageError: for a ledger that `load` refuses, and an id that both have.
-        """
+        """The shipped ledger and a user's own, unless that says `alone = true`. Raises UsageError for a ledger that
+        `load` refuses, and an id that both have."""
         shipped = data.ledger_file()
         if own is None or own.resolve() == shipped.resolve():
             return cls.load(shipped)
@@ -185,18 +178,13 @@ class Ledger:
         both, place = cls.load(shipped), own.resolve().parent
         mine = [msgspec.structs.replace(e, case=str(place / e.case)) for e in cls.load(own).entries]
         if double := {e.id for e in both.entries} & {e.id for e in mine}:
-            raise UsageError(
-                f"{own}: the shipped ledger, which it adds to, has {min(double)!r} too: give it another id"
-            )
+            raise UsageError(f"{own}: the shipped ledger, which it adds to, has {min(double)!r} too: rename it")
         return cls((*both.entries, *mine), shipped, own)
 
     @classmethod
     def load(cls, path: Path) -> Ledger:
-        """Read a ledger file, and of `OLDER` beside it the entries that are in force with what is installed.
-
-        Raises:
-            UsageError: for an entry without a mandatory field, with an unknown one, or whose case does not exist.
-        """
+        """Read a ledger file, and of `OLDER` beside it the entries that are in force with what is installed. Raises
+        UsageError for an entry without a mandatory field, with an unknown one, or whose case does not exist."""
         entries = _entries(path)
         entries += [e for e in cls.older(path) if e.in_force()]
         ids = [e.id for e in entries]
@@ -286,18 +274,9 @@ def _entry(raw: dict[str, Any], path: Path) -> Entry:
 
 def stale(entry: Entry, rows: Sequence[Row]) -> bool | None:
     """Whether the rows of an entry's own case all agree where the entry says they do not; None: it was not evaluated."""
-    inside = [
-        r
-        for r in rows
-        if entry.covers_implementation(r.implementation)
-        and any(fnmatch.fnmatchcase(str(r.quantity), p) for p in entry.quantities)
-        and r.verdict in ("agree", *entry.verdicts)
-    ]
-    failing_verdicts = [
-        r for r in rows if entry.covers_implementation(r.implementation) and r.verdict in entry.verdicts
-    ]
-    if not inside and not failing_verdicts:
-        return None
-    if entry.rests_on and not failing_verdicts and all(r.device not in entry.rests_on for r in rows):
-        return None
-    return not failing_verdicts
+    its = [r for r in rows if entry.covers_implementation(r.implementation)]
+    if any(r.verdict in entry.verdicts for r in its):
+        return False
+    agreeing = [str(r.quantity) for r in its if r.verdict == "agree"]
+    elsewhere = entry.rests_on and all(r.device not in entry.rests_on for r in rows)
+    return True if not elsewhere and any(fnmatch.filter(agreeing, p) for p in entry.quantities) else None

@@ -15,8 +15,7 @@ from parity.results.ledger import Ledger
 from parity.results.recorded import Recorded, save
 from parity.results.report.findings import Finding
 
-CASES = "regressions"
-"""Folder beside the ledger for the cases of its entries."""
+CASES = "regressions"  # folder beside the ledger for the cases of its entries
 
 
 def entry(
@@ -28,17 +27,15 @@ def entry(
     expires: datetime.date | None,
     sizes: Iterable[str],
 ) -> dict[str, Any]:
-    """The fields of an entry that covers a finding and no more than its like; `case` is its smallest case.
-
-    Scope: the implementation, the quantities, dtypes and devices in which it fails, the settings not at their default that
-    all its cases share (`sizes` left out), the installed version of `library`, the class where all have one, and the size of
-    the failure where it has one.
-    """
+    """The fields of an entry that covers a finding and no more than its like; `case` is its smallest case. Scope: the
+    implementation, the quantities, dtypes and devices in which it fails, the settings not at their default that all its
+    cases share (`sizes` left out), the installed version of `library`, the class where all have one, and the size of
+    the failure where it has one."""
     first, its = finding.lead, [part.first.settings for part in finding.parts]
     failing = [r for r in finding.rows if r.failing]
     classes = {r.cls for r in failing} if len(finding.classes) == 1 else set()
     out: dict[str, Any] = {
-        "id": _slug(f"{first.implementation}-{first.quantity or first.verdict}-{case.id}"),
+        "id": re.sub(r"[^a-z0-9]+", "-", f"{first.implementation}-{first.subject}-{case.id}".lower()).strip("-"),
         "family": case.family,
         "implementations": [first.implementation],
         "quantities": sorted({str(r.quantity) for r in finding.failing}),
@@ -65,23 +62,16 @@ def entry(
 
 
 def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case, Recorded]], again: bool = False) -> list[str]:
-    """Write entries behind those that a ledger has, each with its case and what that gave; their ids. With `again` those it has
-    are left out.
-
-    The ledger is read again before it replaces the old one: a file that cannot be read is never left behind.
-
-    Raises:
-        UsageError: for an id that the ledger has, or a ledger that could not be read afterwards.
-    """
+    """Write entries behind those that a ledger has, each with its case and what that gave; their ids. With `again` those it
+    has are left out. What cannot be read again never replaces the old one. Raises UsageError for an id that the ledger
+    has."""
     ledger = Ledger.known(path if path.exists() else None)
     known = {e.id for e in ledger.entries}
     gave = [(path.parent / one["case"], record) for one, _, record in entries]
     entries = [new for new in entries if not again or new[0]["id"] not in known]
     for one, case, _ in entries:
         if case.tensors:
-            raise UsageError(
-                f"{path}: case {case.id} has stored tensors: put it and its tensors beside the ledger by hand"
-            )
+            raise UsageError(f"{path}: case {case.id} has stored tensors: put them and it beside the ledger by hand")
         if one["id"] in known:
             raise UsageError(f"{path}: id {one['id']!r} is there already: {ledger.line_of(one['id'])}")
         known.add(one["id"])
@@ -105,19 +95,11 @@ def append(path: Path, entries: Sequence[tuple[dict[str, Any], Case, Recorded]],
 
 def toml(fields: Mapping[str, Any]) -> str:
     """An entry as TOML. Its strings and lists are written as JSON, which TOML reads alike."""
-    lines = ["[[finding]]"]
-    for name, value in fields.items():
-        if value in ({}, [], ""):
-            continue
-        lines.append(f"{name} = {_value(value)}")
-    return "\n".join(lines) + "\n"
+    lines = [f"{name} = {_value(value)}" for name, value in fields.items() if value not in ({}, [], "")]
+    return "\n".join(["[[finding]]", *lines]) + "\n"
 
 
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{json.dumps(k)} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007F")
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

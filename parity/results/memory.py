@@ -4,8 +4,9 @@ A run is kept as sums: what was compared by implementation, family and device, a
 their smallest case. Other rows stay in results.ndjson, cases in `reports/findings/`.
 """
 
+import collections
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -19,19 +20,15 @@ from parity.results.report.wording import wrong
 from parity.results.row import Row, finite
 
 SCHEMA = 2
-SHOWN = 100
-"""New findings whose rows are kept."""
+SHOWN = 100  # new findings whose rows are kept
 
 
 CUT = "its time was over"
 
 
 class CommandOutcome(msgspec.Struct, frozen=True):
-    """One command and what came of it.
-
-    `exit_code`: None where it was stopped before its end and had found nothing. `tail`: the last lines that it printed.
-    `reached`: where its time was over before its end, how far it came.
-    """
+    """One command and what came of it. `exit_code`: None where it was stopped before its end and had found nothing.
+    `tail`: the last lines that it printed. `reached`: where its time was over before its end, how far it came."""
 
     name: str
     command: str
@@ -61,10 +58,8 @@ class CommandOutcome(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """A finding as one run had it; `key` is the same in every run that has it again, whatever the case.
-
-    `wrong`: whose fault it is. `headroom` is None where the failure has no finite size. `rows`: of its smallest case.
-    """
+    """A finding as one run had it; `key` is the same in every run that has it again, whatever the case. `wrong`: whose
+    fault it is. `headroom` is None where the failure has no finite size. `rows`: of its smallest case."""
 
     key: str
     implementation: str
@@ -82,11 +77,9 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A kept run; times are UTC; `counts`: implementation, family, device, cases compared.
-
-    `ended`: it came to its end in order; `whole`: it did all that it had planned, which one whose time is limited need not.
-    `reasons`: why its exit code is not 0; `steps`: of a night, its other commands.
-    """
+    """A kept run; times are UTC; `counts`: implementation, family, device, cases compared. `ended`: it came to its end
+    in order; `whole`: it did all that it had planned, which one whose time is limited need not. `reasons`: why its exit
+    code is not 0; `steps`: of a night, its other commands."""
 
     id: str
     started: datetime.datetime
@@ -112,10 +105,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def compared(self) -> dict[tuple[str, str, str], int]:
         """(implementation, family, device) -> cases."""
-        out: dict[tuple[str, str, str], int] = {}
+        out = collections.Counter[tuple[str, str, str]]()
         for implementation, family, device, cases in self.counts:
-            key = implementation, family, device
-            out[key] = out.get(key, 0) + cases
+            out[implementation, family, device] += cases
         return out
 
 
@@ -124,10 +116,10 @@ def of(
     exit_code: int,
     reasons: Sequence[str] = (),
     ended: bool = True,
-    steps: Sequence[CommandOutcome] = (),
+    steps: Iterable[CommandOutcome] = (),
 ) -> Run:
     """A run as it is kept."""
-    about = summary.header
+    about, new = summary.header, summary.findings[:SHOWN]
     started = datetime.datetime.fromisoformat(about.started or datetime.datetime.now(datetime.UTC).isoformat())
     return Run(
         id=summary.run,
@@ -141,21 +133,15 @@ def of(
         ended=ended and summary.ended,
         whole=not summary.incomplete,
         counts=[(x.implementation, x.family, x.device, x.counts["compared"]) for x in summary.lines],
-        findings=[
-            *(_seen(f, number < SHOWN) for number, f in enumerate(summary.findings)),
-            *(_seen(f, False) for f in summary.known),
-        ],
+        findings=[_seen(f, n < len(new)) for n, f in enumerate((*new, *summary.findings[SHOWN:], *summary.known))],
         reasons=list(reasons),
         steps=list(steps),
     )
 
 
 def keep(run: Run, folder: Path) -> None:
-    """Write a run's file: complete or not at all, and once: a run that is kept again replaces its file.
-
-    Raises:
-        UsageError: when the folder cannot be written.
-    """
+    """Write a run's file: complete or not at all, and once: a run that is kept again replaces its file. Raises
+    UsageError when the folder cannot be written."""
     try:
         save_json(folder / f"{run.started:%Y%m%dT%H%M%S}-{run.id}.json", run)
     except OSError as error:

@@ -1,8 +1,6 @@
 """What frozen cases gave when they were measured. A frozen case is the same in every run, so what it gives can be held against
 that: a known finding that grew threefold there, changed its class or shows in another quantity is a new one."""
 
-from __future__ import annotations
-
 import collections
 import json
 import math
@@ -16,18 +14,16 @@ from packaging.version import Version
 from parity.decoding import convert, json_of, text_of, write
 from parity.process import installed
 from parity.results.ledger import GROWTH, Entry
-from parity.results.row import Class, Row
+from parity.results.row import Class, Row, finite
 
 PACKAGES = "torch transformers trl liger-kernel cut-cross-entropy triton accelerate peft bitsandbytes unsloth-zoo unsloth".split()
 """Their versions decide what a case gives."""
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a frozen case gave on a device with these versions.
-
-    `failing`: implementation -> quantity (or verdict, where there is none) -> its class and headroom, of all that the ledger
-    knew; None: it has none. `agreeing`: the implementations of which it knew nothing there.
-    """
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a frozen case gave on a device with these versions. `failing`: implementation -> quantity (or verdict, where
+    there is none) -> its class and headroom, of all that the ledger knew; None: it has none. `agreeing`: the
+    implementations of which it knew nothing there."""
 
     device: str
     versions: dict[str, str]
@@ -46,10 +42,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return row.device == self.device and row.implementation in self.implementations and newer
 
     def differs(self, row: Row, entry: Entry) -> str:
-        """How a row that the entry covers is not what was recorded, in words; "" where it is.
-
-        Of an entry that allows `nondeterministic` nothing is: what memory held decides what shows, and how large.
-        """
+        """How a row that the entry covers is not what was recorded, in words; "" where it is. Of an entry that allows
+        `nondeterministic` nothing is: what memory held decides what shows, and how large."""
         if "nondeterministic" in entry.verdicts:
             return ""
         before = self.failing.get(row.implementation, {})
@@ -78,10 +72,9 @@ def read(found: Sequence[Mapping[str, Any]], where: str) -> list[Recorded]:
 def of(
     rows: Iterable[Row], device: str, versions: Mapping[str, str], loose: Collection[str] = (), entered: bool = False
 ) -> Recorded:
-    """The record of a case's rows; an implementation of which nothing was judged, or which has a new failure, is left out.
-
-    `loose`: entries that allow `nondeterministic`, of which nothing is recorded; `entered`: what is new is being entered.
-    """
+    """The record of a case's rows; an implementation of which nothing was judged, or which has a new failure, is left
+    out. `loose`: entries that allow `nondeterministic`, of which nothing is recorded; `entered`: what is new is being
+    entered."""
     its = collections.defaultdict[str, list[Row]](list)
     for row in rows:
         its[row.implementation].append(row)
@@ -92,7 +85,7 @@ def of(
             continue
         found = [r for r in found if r.known not in loose]
         if known := [r for r in found if r.failing]:
-            failing[name] = {r.subject: (r.cls, None if r.headroom is None else _rounded(r.headroom)) for r in known}
+            failing[name] = {r.subject: (r.cls, finite(r.headroom, 4)) for r in known}
         elif any(r.judged for r in found):
             agreeing.append(name)
     public = {name: Version(versions[name]).public for name in PACKAGES if name in versions}
@@ -119,7 +112,8 @@ def save(path: Path, now: Recorded) -> bool:
     data = json_of(text, str(path), "readable JSON case")
     if "case" not in data:
         data = {"case": data}
-    found = [_plain(one) for one in merged(read(data.get("recorded", ()), str(path)), now)]
+    whole = merged(read(data.get("recorded", ()), str(path)), now)
+    found: list[dict[str, Any]] = msgspec.json.decode(msgspec.json.encode(whole))
     if found == list(data.get("recorded", ())):
         return False
     data.pop("recorded", None)
@@ -127,15 +121,6 @@ def save(path: Path, now: Recorded) -> bool:
     lines = ",\n".join(_lines(one) for one in found)
     write(path, head.removesuffix("\n}") + (f',\n "recorded": [\n{lines}\n ]' if found else "") + "\n}\n")
     return True
-
-
-def _plain(one: Recorded) -> dict[str, Any]:
-    """As JSON has it: tuples as lists, and no empty list of implementations."""
-    data = {
-        name: value for name, value in msgspec.to_builtins(one).items() if name not in ("failing", "agreeing") or value
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(data, allow_nan=False))
-    return plain
 
 
 def _lines(one: Mapping[str, Any]) -> str:
@@ -148,7 +133,3 @@ def _lines(one: Mapping[str, Any]) -> str:
         else:
             fields.append(f"   {json.dumps(name)}: {json.dumps(value)}")
     return "  {\n" + ",\n".join(fields) + "\n  }"
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")

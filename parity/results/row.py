@@ -1,31 +1,26 @@
-"""The typed row of a results file, its verdicts and their sets: what judging writes, and every report and search reads."""
+"""The rows of a results file: the header, one for each judged quantity with its verdict, the shards that are done, the end."""
 
 import math
 from typing import Any, Literal, get_args
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, field
 
 from parity.process import NOT_INSTALLED
 
-SCHEMA = 2
-"""Version of the results file."""
+SCHEMA = 2  # version of the results file
 
 Verdict = Literal[
     "agree", "disagree", "refused", "unsupported", "crashed", "timed-out", "out-of-memory", "nondeterministic"
 ]
 Class = Literal["logic", "precision"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-DECIDED: tuple[Verdict, ...] = ("agree", "disagree")
-"""Held against the oracle, twice alike."""
-JUDGED: tuple[Verdict, ...] = (*DECIDED, "nondeterministic")
-"""Held against the oracle."""
-STOPPED: tuple[Verdict, ...] = ("crashed", "timed-out", "out-of-memory")
-"""The call did not come to an end."""
+DECIDED: tuple[Verdict, ...] = ("agree", "disagree")  # held against the oracle, twice alike
+JUDGED: tuple[Verdict, ...] = (*DECIDED, "nondeterministic")  # held against the oracle
+STOPPED: tuple[Verdict, ...] = ("crashed", "timed-out", "out-of-memory")  # the call did not come to an end
 FAILING: tuple[Verdict, ...] = ("disagree", "nondeterministic", *STOPPED)
 """Needs an explanation: a ledger entry, or it is a new finding."""
-DECLINED: tuple[Verdict, ...] = ("refused", "unsupported")
-"""Nothing was judged, and nothing is wrong."""
+DECLINED: tuple[Verdict, ...] = ("refused", "unsupported")  # nothing was judged, and nothing is wrong
 
 UNKNOWN, NO_REFERENCE = "whose fault is not known: ", "no reference ran this case"
 """In the message of a row that blames nobody for a call that came to no end, and after it the reason."""
@@ -43,11 +38,8 @@ class Written(msgspec.Struct):
 
 
 class Row(Written, kw_only=True, omit_defaults=True, rename={"cls": "class"}):
-    """One quantity of one implementation on one case; its fields are explained in docs/results.md, `cls` under "class".
-
-    A number that is not finite is None. A field that has its default is left out of a file; those of a later parity than this
-    one are ignored.
-    """
+    """One quantity of one implementation on one case; docs/results.md explains the fields, `cls` under "class". A number
+    that is not finite is None. A field that has its default is left out of a file."""
 
     run: str = ""
     case: str
@@ -127,10 +119,96 @@ def stopped_by(message: str) -> tuple[str, str]:
 
 TOKENS = "0123456789abcdefghij"
 """The error of a token as a sign: 9 the largest or not finite, each less half as large, 0 none; letters: a masked token."""
-SIZE, VALUE = 5, 6
-"""Digits of an error, of a value."""
+SIZE, VALUE = 5, 6  # digits of an error, of a value
 
 
 def finite(value: float | None, digits: int = SIZE) -> float | None:
     """The value to so many digits, or None where it is NaN or infinite: rows are strict JSON."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits - 1}e}")
+
+
+class Asked(msgspec.Struct, kw_only=True):
+    """What a run was asked for, besides profile and seed: a run that goes on asks for the same."""
+
+    families: tuple[str, ...] = ()
+    implementations: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    device: str = "auto"
+    require: tuple[str, ...] = ()
+    ledger: str | None = None
+    files: dict[str, str] = field(default_factory=dict)
+
+
+class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entropy source"}):
+    """What a run must record about where it ran."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    source_hash: str | None = None
+    device: str | None = None
+    device_name: str | None = None
+    driver: str | None = None
+    float32_matmul_precision: str | None = None
+    products: dict[str, Any] | None = None
+    triton: str | None = None
+    profile: str | None = None
+    seed: int | None = None
+    git: str | None = None
+    rollouts: list[str] | None = None
+    started: str | None = None
+    command: str | None = None
+    asked: Asked | UnsetType = UNSET
+    plan: dict[str, int] | UnsetType = UNSET
+    ends: bool | UnsetType = UNSET
+    seconds: float | UnsetType = UNSET
+
+    @property
+    def shards(self) -> dict[str, int]:
+        """The cases of each shard of the plan, where the file has one."""
+        return self.plan if isinstance(self.plan, dict) else {}
+
+
+class End(msgspec.Struct, kw_only=True):
+    """How a run ended."""
+
+    cases: int
+    of: int
+    complete: bool
+    exit_code: int
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """A shard that is done."""
+
+    name: str
+    cases: int
+    seconds: float = 0.0
+    memory: int = 0
+    checked: dict[str, bool | None] = field(default_factory=dict)
+    shown: list[tuple[str, str | None]] | None = None
+
+
+class Parted(Written, kw_only=True):
+    """The row behind those of a shard."""
+
+    part: Part
+    schema: int = SCHEMA
+    run: str = ""
+
+
+class Last(Written, kw_only=True):
+    """The last row."""
+
+    end: End
+    schema: int = SCHEMA
+    run: str = ""
+
+
+class Header(Written, kw_only=True):
+    """The first row. Reading adds `end`, `interrupted` where that is missing or cut, and `parts`, the shards that are done."""
+
+    schema: int = SCHEMA
+    run: str = ""
+    header: About
+    end: End | UnsetType = UNSET
+    interrupted: bool | UnsetType = UNSET
+    parts: list[Part] | UnsetType = UNSET

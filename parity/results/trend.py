@@ -11,12 +11,9 @@ from parity.results.memory import Run, Seen
 from parity.results.report.wording import bisection
 from parity.results.row import STOPPED
 
-STILL_FAILS = "not seen; its implementation still fails"
-"""What is said of a finding in `Change.failing`."""
-NIGHTS = 7
-"""Earlier runs of the same profile and device that a figure is compared with."""
-SHARE = 0.8
-"""Comparisons may fall to this share of the median of those runs."""
+STILL_FAILS = "not seen; its implementation still fails"  # what is said of a finding in `Change.failing`
+NIGHTS = 7  # earlier runs of the same profile and device that a figure is compared with
+SHARE = 0.8  # comparisons may fall to this share of the median of those runs
 RARE = 0.01
 """Chance that a run names an implementation whose comparisons fell by chance, over all that it looks at together."""
 BISECTED = ("trl", "liger-kernel", "transformers", "cut-cross-entropy", "unsloth-zoo")
@@ -48,11 +45,9 @@ class Missing:
 @dataclasses.dataclass(frozen=True)
 class Change:
     """A run beside those before it: the one before of the same profile and device, and the last green one of these.
-
-    `lives`: by key, every finding of this run and of the one before it. Keys: `new`, what this run finds and no ledger entry
-    covers, and the one before had not; `still`, what it had too; `fixed`, what it had and this one compared and did not find.
-    `moved`: package -> (version in the last green run, version now).
-    """
+    `lives`: by key, every finding of this run and of the one before it. Keys: `new`, what this run finds and no ledger
+    entry covers, and the one before had not; `still`, what it had too; `fixed`, what it had and this one compared and
+    did not find. `moved`: package -> (version in the last green run, version now)."""
 
     run: Run
     before: Run | None
@@ -105,7 +100,7 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
         run=run,
         before=before,
         green=green,
-        lives={k: _life(f, [*past, run]) for k, f in {**then, **now}.items()},
+        lives={k: _life(f, [*past, run]) for k, f in (then | now).items()},
         new=tuple(k for k in fresh if k not in then),
         still=tuple(k for k in fresh if k in then),
         fixed=tuple(k for k, f in then.items() if k not in now and _compared(run, f)),
@@ -124,10 +119,9 @@ def _life(finding: Seen, past: Sequence[Run]) -> Life:
 @dataclasses.dataclass(frozen=True)
 class Story:
     """A finding over all runs: a ledger entry, whatever its implementations, or by key one that no entry covers.
-
-    `times` of the `of` runs that compared one of its implementations saw it. `mended`: the first run after it was last seen that
-    compared one. `brought`, `moved`: package -> versions in the runs before and of `first`, before and of `mended`.
-    """
+    `times` of the `of` runs that compared one of its implementations saw it. `mended`: the first run after it was last
+    seen that compared one. `brought`, `moved`: package -> versions in the runs before and of `first`, before and of
+    `mended`."""
 
     name: str
     known: bool
@@ -208,11 +202,9 @@ def _compared(run: Run, finding: Seen) -> bool:
 
 def _missing(run: Run, past: Sequence[Run], green: Run | None) -> Iterable[Missing]:
     """Cases beside those of other nights, where they fell below `SHARE` of the median and chance does not explain it.
-
-    Where one of them had too little time for all, the share of the family's cases counts, and chance is reckoned from `SHARE`
-    of it on: which shards a night came to moves the share itself. What the last green night compared is named at 0, if
-    tonight did all that it had planned.
-    """
+    Where one of them had too little time for all, the share of the family's cases counts, and chance is reckoned from
+    `SHARE` of it on: which shards a night came to moves the share itself. What the last green night compared is named
+    at 0, if tonight did all that it had planned."""
     stopped = {f.implementation for f in run.findings if f.known is None and f.verdict in STOPPED}
     keys = sorted({k for r in past for k in r.compared if k[0] not in stopped})
     whole = [r for r in past if r.whole] if run.whole else []

@@ -18,11 +18,7 @@ PREFIX = "tiny-"
 
 
 def folder_of(model: str) -> Path:
-    """A model's folder: DIR itself, or of the tiny model `tiny-NAME`.
-
-    Raises:
-        UsageError: for what is neither.
-    """
+    """A model's folder: DIR itself, or of the tiny model `tiny-NAME`. Raises UsageError for what is neither."""
     if model.startswith(PREFIX) and model.removeprefix(PREFIX) in TINY:
         return rollouts_dir() / "models" / model.removeprefix(PREFIX)
     if not (Path(model) / "config.json").exists():
@@ -32,10 +28,8 @@ def folder_of(model: str) -> Path:
 
 
 def loaded(folder: Path, dtype: torch.dtype) -> Any:
-    """The causal language model in `folder`, in evaluation mode, in eager attention: the others may be another function.
-
-    transformers 5.19 runs Gemma-2 with sdpa and drops the softcap on its attention scores.
-    """
+    """The causal language model in `folder`, in evaluation mode, in eager attention: the others may be another
+    function. transformers 5.19 runs Gemma-2 with sdpa and drops the softcap on its attention scores."""
     import transformers
 
     with trl.quiet():
@@ -71,18 +65,9 @@ def opened(model: str, dtype: str, max_length: int) -> Callable[[Request], Sampl
             torch.manual_seed(request.seed + row)
             ids = torch.tensor([prompt], device=device)
             with torch.no_grad():
-                out = policy.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    do_sample=True,
-                    temperature=request.temperature,
-                    top_p=request.top_p,
-                    top_k=request.top_k,
-                    max_new_tokens=request.max_tokens,
-                    return_dict_in_generate=True,
-                    output_scores=True,
-                    output_logits=True,
-                )
+                more = {"top_k": request.top_k, "max_new_tokens": request.max_tokens, **request.sampling}
+                more |= dict.fromkeys(("do_sample", "return_dict_in_generate", "output_scores", "output_logits"), True)
+                out = policy.generate(ids, attention_mask=torch.ones_like(ids), **more)
             found = out.sequences[0, len(prompt) :]
             completions.append(found.tolist())
             logps.append(_selected(out.scores, found))

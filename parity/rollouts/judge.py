@@ -5,7 +5,7 @@ The mean ratio judges nothing: by E_s[π/s] = 1 it is 1 for every trainer, right
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,91 @@ from parity.judge.recipe import DTYPES, EAGER, NAMES
 from parity.judge.stages import in_dtype
 from parity.recording import Recording
 from parity.rollouts import engine_models
-from parity.rollouts.trainer_scores import Rows, Sampling, Trainer, predictions
 from parity.trainers.definitions.training_step import measured
+
+Rows = Sequence[tuple[list[int], list[int]]]
+Sampling = tuple[float, float, int]  # temperature, top-p (1: none), top-k (0: none)
+BATCH = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """(B, T) float64 each: log-prob over the whole vocabulary, and the kept mass under top-p and top-k (0: token cut)."""
+
+    full: Tensor
+    kept: Tensor
+
+    @property
+    def truncated(self) -> Tensor:
+        """log p - log K within the kept set, the log-prob of truncated sampling; -inf outside."""
+        return torch.where(self.kept > 0, self.full - self.kept.log(), -torch.inf)
+
+
+def score(model: Any, rows: Rows, width: int, sampling: Sampling) -> Scores:
+    """Log-probs of the completions of `rows` by `model`, zero behind a row's end. Temperature, then top-k, then top-p,
+    as vLLM and transformers have it. Logits leave the model in its own dtype; the log-softmax is taken in float64, so
+    that what differs is the model's own. Raises UsageError where a logit is NaN."""
+    temperature, top_p, top_k = sampling
+    full, kept = torch.zeros(len(rows), width, dtype=torch.float64), torch.ones(len(rows), width, dtype=torch.float64)
+    lengths = torch.tensor([len(completion) for _, completion in rows])
+    with torch.no_grad():
+        for place, ids, logits in predictions(model, rows, torch.arange(width) < lengths[:, None]):
+            broken = logits.isnan().any(-1)
+            if bool(broken.any()):
+                raise UsageError(f"row {int(place[0][broken][0])}: the trainer's logits are NaN")
+            logps = (logits.cpu().double() / temperature).log_softmax(-1)
+            full[place] = logps.gather(-1, ids[:, None])[:, 0]
+            kept[place] = kept_mass(logps, ids, top_p, top_k)
+    return Scores(full, kept)
+
+
+def predictions(model: Any, rows: Rows, wanted: Tensor) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, Tensor]]:
+    """Of the `wanted` tokens of completions (B, T), a batch of rows at a time: place (row and position), ids (n,) and the logits
+    that predict them (n, V). A row stands at the left of its batch, where it needs no mask."""
+    for first in range(0, len(rows), BATCH):
+        part = [p + c for p, c in rows[first : first + BATCH]]
+        ids = torch.zeros(len(part), max(map(len, part)), dtype=torch.long)
+        for i, tokens in enumerate(part):
+            ids[i, : len(tokens)] = torch.tensor(tokens)
+        row, position = wanted[first : first + BATCH].nonzero(as_tuple=True)
+        if len(row):
+            at = torch.tensor([len(p) for p, _ in rows[first : first + BATCH]])[row] + position
+            logits = model(input_ids=ids.to(model.device)).logits
+            yield (row + first, position), ids[row, at], logits[row, at - 1]
+
+
+def kept_mass(logps: Tensor, ids: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Probability that top-k and top-p keep, (T,), from log-probs (T, V); 0 where the token itself is cut. Top-p keeps
+    the fewest likeliest tokens whose mass reaches p, of what top-k left."""
+    order = logps.argsort(dim=-1, descending=True, stable=True)
+    probs = logps.gather(-1, order).exp()
+    if top_k > 0:
+        probs = torch.where(torch.arange(probs.shape[-1]) < top_k, probs, 0.0)
+    mass = probs.sum(-1, keepdim=True)
+    before = (probs / mass).cumsum(-1) - probs / mass
+    keep = (probs > 0) & ((before < top_p) | (top_p >= 1))
+    rank = (order == ids[:, None]).double().argmax(-1, keepdim=True)
+    kept = (probs * keep).sum(-1)
+    return torch.where(keep.gather(-1, rank)[:, 0], kept, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """The model whose log-probs the sampler's are held against. `folder`: where the model lies; `dtype`: of its weights
+    and arithmetic; `change`: what happens to the model after it is loaded: an adapter, a step of training."""
+
+    folder: Path
+    dtype: torch.dtype
+    change: Callable[[Any], Any] = lambda model: model
+
+    def score(self, rows: Rows, width: int, sampling: Sampling) -> Scores:
+        """`score` of the model."""
+        return score(self.change(engine_models.loaded(self.folder, self.dtype)), rows, width, sampling)
+
+    def in_float64(self) -> Any:
+        """The model with the same rounded weights, for arithmetic in float64."""
+        return self.change(engine_models.loaded(self.folder, self.dtype).double())
+
 
 PRODUCTS = 1 << 40
 """Parameters times tokens that are judged, about: of more than that, rows at even distances. Statistics are of all rows."""
@@ -101,7 +184,9 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
     mine = trainer.score(rows, width, asked).truncated
     found = (mine - sampler.double())[mask]
     model = trainer.in_float64()
-    scored = mask & ~sampler.isnan() & (torch.arange(len(rows)) % _every(model, rows) == 0)[:, None]
+    tokens = sum(len(prompt) + len(completion) for prompt, completion in rows)
+    every = math.ceil(tokens * sum(p.numel() for p in model.parameters()) / PRODUCTS)  # one row in so many is judged
+    scored = mask & ~sampler.isnan() & (torch.arange(len(rows)) % every == 0)[:, None]
     if not bool(scored.any()):
         return Verdict(definition, {"log-probs": failed("no token has a log-prob")}, found, {}, None)
     define = _defined(model, rows, scored, asked, sampler[scored].double())
@@ -123,12 +208,6 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
                 explanation = f"as far apart as the arithmetic of {NAMES[dtype]}"
                 return Verdict(definition, judgements, found, fits, explanation)
     return Verdict(definition, judgements, found, fits, None)
-
-
-def _every(model: Any, rows: Rows) -> int:
-    """One row in so many is judged."""
-    tokens = sum(len(prompt) + len(completion) for prompt, completion in rows)
-    return math.ceil(tokens * sum(p.numel() for p in model.parameters()) / PRODUCTS)
 
 
 def _defined(
@@ -211,17 +290,11 @@ def _values(exact: Mapping[str, Tensor], sampler: Tensor, top_p: float) -> dict[
 
 
 def judged(recording: Recording, model: str | None, adapter: Path | None, support: str) -> Verdict:
-    """`judge` with the model by name or folder, and a PEFT adapter on it.
-
-    Raises:
-        UsageError: where there is no such model, or where it is not the recording's own and has other weights.
-    """
+    """`judge` with the model by name or folder, and a PEFT adapter on it. Raises UsageError where there is no such
+    model, or where it is not the recording's own and has other weights."""
     folder = engine_models.folder_of(model or str(recording.facts["model"]))
     if model is None and engine_models.weights_hash(folder) != recording.facts["weights"]:
-        raise UsageError(
-            f"{recording.name}: {folder} has other weights than were recorded; name the trainer's with --model"
-        )
-
+        raise UsageError(f"{recording.name}: {folder} has other weights than recorded; name the trainer's with --model")
     trainer = Trainer(folder, DTYPES[str(recording.facts["dtype"])])
     if adapter is not None:
         from peft import PeftModel
@@ -234,9 +307,7 @@ def explanations(
     recording: Recording, trainer: Trainer, sampling: Sampling, mine: Tensor, capped: bool
 ) -> dict[str, float]:
     """What else the sampler's log-probs may be -> rms against it, best first. `mine` (B, T): what they are not.
-
-    `capped`: whether the model has a softcap on its logits.
-    """
+    `capped`: whether the model has a softcap on its logits."""
     rows, width, mask = recording.rows(), recording.completion_ids.shape[1], recording.mask
     candidates: dict[str, Tensor] = {}
     if sampling != (1.0, 1.0, 0):

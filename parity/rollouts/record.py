@@ -17,8 +17,8 @@ from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
 from parity.recording import Recording
 from parity.rollouts import engine_models, server, vllm_engine
+from parity.rollouts.judge import Trainer
 from parity.rollouts.server import Request, Sampled
-from parity.rollouts.trainer_scores import Trainer
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
@@ -61,11 +61,7 @@ def record(options: RecordingOptions) -> Iterator[Path]:
 
 
 def engine(options: RecordingOptions, folder: Path, max_length: int) -> Callable[[Request], Sampled]:
-    """The engine called for.
-
-    Raises:
-        UsageError: for one that does not exist or is not there.
-    """
+    """The engine called for. Raises UsageError for one that does not exist or is not there."""
     if options.engine == "vllm":
         return vllm_engine.opened(str(folder), options.dtype, max_length)
     if options.engine == "transformers":
@@ -76,19 +72,14 @@ def engine(options: RecordingOptions, folder: Path, max_length: int) -> Callable
 
 
 def read_prompts(options: RecordingOptions, folder: Path) -> list[list[int]]:
-    """Token ids: of the file's lines, each a text or a JSON list of ids; without a file words by hash for a tiny model.
-
-    Raises:
-        UsageError: for a file that cannot be read or has no prompts, and where there is none and the model is not tiny.
-    """
+    """Token ids: of the file's lines, each a text or a JSON list of ids; without a file words by hash, for a tiny model.
+    Raises UsageError for a file that cannot be read, has no prompts, or is needed."""
     if options.prompts is None:
         if not options.model.startswith(engine_models.PREFIX):
             raise UsageError("--prompts FILE is needed: a prompt a line, as text or as a JSON list of token ids")
         lengths = hashes(options.seed, "prompt length", (options.rows,)) % 9 + 4
-        return [
-            (hashes(options.seed, f"prompt {i}", (int(n),)) % 50 + 3).astype(int).tolist()
-            for i, n in enumerate(lengths)
-        ]
+        drawn = [hashes(options.seed, f"prompt {i}", (int(n),)) % 50 + 3 for i, n in enumerate(lengths)]
+        return [ids.astype(int).tolist() for ids in drawn]
     try:
         lines = [line for line in options.prompts.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

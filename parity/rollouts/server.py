@@ -9,10 +9,7 @@ from parity.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Prompts as token ids, and how to sample: one completion each, row i with seed `seed` + i.
-
-    `top_k` 0 and `top_p` 1 leave the distribution whole.
-    """
+    """Prompts as token ids, and how to sample: one completion each, row i with seed `seed` + i; `top_k` 0: no limit."""
 
     prompts: list[list[int]]
     temperature: float = 1.0
@@ -20,6 +17,11 @@ class Request:
     top_k: int = 0
     max_tokens: int = 32
     seed: int = 0
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How to sample, as every engine names it."""
+        return {"temperature": self.temperature, "top_p": self.top_p}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +57,17 @@ def opened(url: str) -> Callable[[Request], Sampled]:
     """
     base = url.rstrip("/").removesuffix("/v1")
     name = _ask("GET", f"{base}/v1/models")["data"][0]["id"]
-    version = _version(base)
+    try:
+        version = f"vLLM server {_ask('GET', f'{base}/version')['version']}"
+    except (UsageError, KeyError, TypeError):
+        version = "OpenAI completions server"  # the question is not part of the protocol
 
     def sample(request: Request) -> Sampled:
         completions, logps = [], []
         for row, prompt in enumerate(request.prompts):
-            answer = _ask("POST", f"{base}/v1/completions", _body(name, request, row, prompt))
+            body = {"model": name, "prompt": prompt, "max_tokens": request.max_tokens, **request.sampling}
+            body |= {"seed": request.seed + row, "logprobs": 1, "return_token_ids": True}  # the last is vLLM's
+            answer = _ask("POST", f"{base}/v1/completions", body | ({"top_k": request.top_k} if request.top_k else {}))
             try:
                 choice = answer["choices"][0]
                 found = choice["logprobs"]["token_logprobs"]
@@ -76,26 +83,9 @@ def opened(url: str) -> Callable[[Request], Sampled]:
     return sample
 
 
-def _body(name: str, request: Request, row: int, prompt: list[int]) -> dict[str, Any]:
-    body = {
-        "model": name,
-        "prompt": prompt,
-        "max_tokens": request.max_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "seed": request.seed + row,
-        "logprobs": 1,
-        "return_token_ids": True,  # vLLM's; others ignore it
-    }
-    return body | ({"top_k": request.top_k} if request.top_k else {})
-
-
 def _ids(choice: dict[str, Any]) -> list[int]:
-    """Token ids, in a field of their own or as "token_id:7" in place of the tokens' texts.
-
-    Raises:
-        UsageError: for a server that gives texts alone, which may be of several tokens.
-    """
+    """Token ids, in a field of their own or as "token_id:7" in place of the tokens' texts. Raises UsageError for a
+    server that gives texts alone, which may be of several tokens."""
     if (given := choice.get("token_ids")) is not None:
         return list(given)
     tokens = choice["logprobs"]["tokens"]
@@ -105,14 +95,6 @@ def _ids(choice: dict[str, Any]) -> list[int]:
             "(vllm serve does; SGLang: --return-tokens-as-token-ids where it has it)"
         )
     return [int(t.removeprefix(TOKEN_ID)) for t in tokens]
-
-
-def _version(base: str) -> str:
-    """What the server says it is: vLLM's with its version, else what all are."""
-    try:
-        return f"vLLM server {_ask('GET', f'{base}/version')['version']}"
-    except (UsageError, KeyError, TypeError):
-        return "OpenAI completions server"  # the question is not part of the protocol
 
 
 def _ask(method: str, url: str, body: dict[str, Any] | None = None) -> Any:

@@ -29,63 +29,35 @@ def distribution() -> str | None:
 
 
 def prepare() -> None:
-    """Sets what vLLM reads at import.
-
-    Raises:
-        UsageError: where no vLLM is installed; how to get one.
-    """
+    """Sets what vLLM reads at import. Raises UsageError where no vLLM is installed; how to get one."""
     if distribution() is None:
-        raise UsageError(
-            "vLLM is not installed: on a GPU box pip install .[vllm]; without one `make rollouts`, then "
-            ".venv-rollouts/bin/python -m parity rollouts …"
-        )
+        without = "`make rollouts`, then .venv-rollouts/bin/python -m parity rollouts …"
+        raise UsageError(f"vLLM is not installed: on a GPU box pip install .[vllm]; without one {without}")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def opened(model: str, dtype: str, max_length: int) -> Callable[[Request], Sampled]:
-    """Starts the engine once; what it returns samples a request.
-
-    The log-probs beside sampled tokens are processed: behind temperature and top-p, of the distribution that was sampled
-    from. The raw ones come from a second pass, which reads prompt and completion as a prompt: vLLM reports those at
-    temperature 1 over the whole vocabulary.
-    """
+    """Starts the engine once; what it returns samples a request. The log-probs beside sampled tokens are processed:
+    behind temperature and top-p, of the distribution that was sampled from. The raw ones come from a second pass, which
+    reads prompt and completion as a prompt: vLLM reports those at temperature 1 over the whole vocabulary."""
     prepare()
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        model=model,
-        dtype=DTYPES[dtype],
-        logprobs_mode="processed_logprobs",
-        enforce_eager=True,
-        max_model_len=max_length,
-        seed=0,
-    )
+    fixed = {"logprobs_mode": "processed_logprobs", "enforce_eager": True, "seed": 0}
+    llm = LLM(model=model, dtype=DTYPES[dtype], max_model_len=max_length, **fixed)
 
     def sample(request: Request) -> Sampled:
-        params = [
-            SamplingParams(
-                temperature=request.temperature,
-                top_p=request.top_p,
-                top_k=request.top_k,
-                max_tokens=request.max_tokens,
-                logprobs=0,
-                seed=request.seed + row,
-            )
-            for row in range(len(request.prompts))
-        ]
+        how = {"top_k": request.top_k, "max_tokens": request.max_tokens, "logprobs": 0, **request.sampling}
+        params = [SamplingParams(**how, seed=request.seed + row) for row in range(len(request.prompts))]
         outs = llm.generate([{"prompt_token_ids": p} for p in request.prompts], params, use_tqdm=False)
         completions = [list(out.outputs[0].token_ids) for out in outs]
         logps = [_of(out.outputs[0].logprobs, ids) for out, ids in zip(outs, completions, strict=True)]
         whole = [p + c for p, c in zip(request.prompts, completions, strict=True)]
-        again = llm.generate(
-            [{"prompt_token_ids": ids} for ids in whole],
-            SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0),
-            use_tqdm=False,
-        )
-        raw = [
-            _of(out.prompt_logprobs[len(p) :], c) for out, p, c in zip(again, request.prompts, completions, strict=True)
-        ]
+        asked = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0)
+        again = llm.generate([{"prompt_token_ids": ids} for ids in whole], asked, use_tqdm=False)
+        three = zip(again, request.prompts, completions, strict=True)
+        raw = [_of(out.prompt_logprobs[len(p) :], ids) for out, p, ids in three]
         return Sampled(completions, logps, raw, facts())
 
     return sample
@@ -96,11 +68,8 @@ def facts() -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     kind = str(current_platform.device_type)
-    found = {
-        "engine": distribution(),
-        "device": kind if kind == "cpu" else current_platform.get_device_name(),
-        "reported": "processed",
-    }
+    device = kind if kind == "cpu" else current_platform.get_device_name()
+    found = {"engine": distribution(), "device": device, "reported": "processed"}
     if kind == "cpu":  # its bf16 kernels, and so the bits of a recording, are chosen by them
         amx = " with AMX" if torch.cpu._is_amx_tile_supported() else ""
         found["instructions"] = torch.backends.cpu.get_cpu_capability() + amx

@@ -18,10 +18,8 @@ import psutil
 
 from parity.process import WATCHED, interpreter
 
-GRACE = 5.0
-"""Seconds that are read on after the process ended: a fork of it may write for ever."""
-LOOK = 0.5
-"""Seconds between two looks at processes that say nothing."""
+GRACE = 5.0  # seconds that are read on after the process ended: a fork of it may write for ever
+LOOK = 0.5  # seconds between two looks at processes that say nothing
 BACKSTOP = 6.0
 """Wall-clock limit ÷ CPU limit: what a process waits for burns no CPU. Where the kernel does not say how long a process waited
 for a core, one of six on a core is not yet hanging."""
@@ -43,8 +41,7 @@ class LimitExceeded(Exception):
 
 
 class Clock:
-    """The time that a process, its living descendants and those that it waited for have had since this was made; not that of a
-    descendant whose parent ended before it."""
+    """The time that a process, its living descendants and those that it waited for have had since this was made."""
 
     def __init__(self, pid: int):
         self._pid, self._begun = pid, time.monotonic()
@@ -71,10 +68,8 @@ class Clock:
 
 
 class Child:
-    """A process, begun as by `subprocess.Popen`.
-
-    It reports with `process.tell`. What a fork of it, a library or an implementation writes to the same descriptor is no event.
-    """
+    """A process, begun as by `subprocess.Popen`. It reports with `process.tell`. What a fork of it, a library or an
+    implementation writes to the same descriptor is no event."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = (), **popen: Any
@@ -139,10 +134,7 @@ def told(children: Collection[Child]) -> Iterator[tuple[Child, bytes | None]]:
 
 def call(target: str, arguments: Sequence[str], seconds: float = math.inf, **popen: Any) -> Any:
     """What `target`, "module:function" of this package, told as `process.tell(answer=…)`; an exit code anyone can give.
-
-    Raises:
-        Ended: when the process is over, or its `seconds` are (`Clock`), and there is no answer.
-    """
+    Raises Ended when the process is over, or its `seconds` are (`Clock`), and there is no answer."""
     child, known, how = Child([*interpreter(target), *arguments], **popen), dict[str, Any](), ""
     clock = Clock(child.process.pid)
     try:
@@ -165,12 +157,9 @@ def call(target: str, arguments: Sequence[str], seconds: float = math.inf, **pop
 def run(
     argv: Sequence[str], *, cpu: float, clock: float | None = None, stdin: str | None = None, **popen: Any
 ) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` of a text command, ended with all its children at `cpu` seconds of CPU time of them together, or at
-    `clock` seconds on the clock, by default BACKSTOP times as many (`Clock`). `popen` goes to subprocess.Popen.
-
-    Raises:
-        LimitExceeded: when it was ended.
-    """
+    """`subprocess.run` of a text command, ended with all its children at `cpu` seconds of CPU time of them together, or
+    at `clock` seconds on the clock, by default BACKSTOP times as many (`Clock`). `popen` goes to subprocess.Popen.
+    Raises LimitExceeded when it was ended."""
     with contextlib.ExitStack() as stack:
         if stdin is not None:  # a file: a second `communicate` does not go on with an input that the first began
             file = stack.enter_context(tempfile.TemporaryFile("w+"))

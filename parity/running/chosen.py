@@ -7,15 +7,14 @@ from typing import Any
 
 from parity.case.family import Family
 from parity.case.inputs import Setting
+from parity.decoding import convert
 from parity.errors import UsageError
 from parity.process import tell, under_watch
 from parity.registry import NAMES, add_family, from_file, loss_families, loss_family, resolved, select
 from parity.running.child import Ended, call
 
-IMPORT_SECONDS = 300.0
-"""Of CPU time: longer than that no file takes to import (vLLM takes half a minute)."""
-STDERR = 2
-"""What a file prints while it is imported does not mix with what this command prints."""
+IMPORT_SECONDS = 300.0  # of CPU time: longer than that no file takes to import (vLLM takes half a minute)
+STDERR = 2  # what a file prints while it is imported does not mix with what this command prints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +29,9 @@ class Chosen:
 
 @functools.cache
 def described(ids: tuple[str, ...], families: tuple[str, ...] = ()) -> tuple[Chosen, ...]:
-    """What `registry.select` chooses; a user's files are imported in a child, never here.
-
-    What this process needs to know of the families in them is made known to the registry: their data, without their code.
-
-    Raises:
-        UsageError: as `select` does, and where a file ends the process that imports it.
-    """
+    """What `registry.select` chooses; a user's files are imported in a child, never here. What this process needs to
+    know of the families in them is made known to the registry: their data, without their code. Raises UsageError as
+    `select` does, and where a file ends the process that imports it."""
     if not any(".py:" in name for name in (*ids, *families)):
         return tuple(Chosen(i.id, i.family, i.role) for i in select(ids))
     try:
@@ -45,15 +40,14 @@ def described(ids: tuple[str, ...], families: tuple[str, ...] = ()) -> tuple[Cho
         raise UsageError(f"implementation {error.importing or ', '.join((*ids, *families))}: {error}") from None
     if "usage" in answer:
         raise UsageError(answer["usage"])
-    for raw in answer["families"]:
-        if raw["name"] not in loss_families():
-            add_family(_without_code(raw))
+    for name, settings in answer["families"].items():
+        if name not in loss_families():
+            add_family(Family(name, convert(dict[str, Setting], settings, name), _no_code, _no_code, outputs={}))
     _NAMES.update(answer["names"])
     return tuple(Chosen(**one) for one in answer["chosen"])
 
 
-_NAMES: dict[str, str] = {}
-"""FILE.py:NAME of a family -> its name, of those that were described."""
+_NAMES: dict[str, str] = {}  # FILE.py:NAME of a family -> its name, of those that were described
 
 
 def named(families: tuple[str, ...]) -> tuple[str, ...]:
@@ -72,27 +66,14 @@ def describe(text: str) -> int:
     except UsageError as error:
         tell(answer={"usage": str(error)})
         return 0
-    answer = {
-        "chosen": [dataclasses.asdict(Chosen(i.id, i.family, i.role, i.id in from_user)) for i in chosen],
-        "families": [_data(loss_family(name)) for name in loss_families() if name not in NAMES],
-        "names": names,
-    }
-    tell(answer=answer)
+    found = [dataclasses.asdict(Chosen(i.id, i.family, i.role, i.id in from_user)) for i in chosen]
+    # Of a family its settings, which are data, are asked for outside the processes that judge it.
+    own = [loss_family(name) for name in loss_families() if name not in NAMES]
+    kept = ("default", "doc", "choices", "size")
+    told = {of.name: {n: {k: getattr(s, k) for k in kept} for n, s in of.settings.items()} for of in own}
+    tell(answer={"chosen": found, "families": told, "names": names})
     return 0
 
 
-def _data(family: Family) -> dict[str, Any]:
-    """What is data in a family's record and is asked for outside the processes that judge it."""
-    settings = {n: [s.default, s.doc, s.choices, s.size] for n, s in family.settings.items()}
-    return {"name": family.name, "settings": settings}
-
-
-def _without_code(raw: dict[str, Any]) -> Family:
-    def absent(*args: Any) -> Any:
-        raise TypeError(f"family {raw['name']} is a user's: its code runs in workers alone")
-
-    settings = {
-        n: Setting(default, doc, None if choices is None else tuple(choices), size)
-        for n, (default, doc, choices, size) in raw["settings"].items()
-    }
-    return Family(raw["name"], settings, absent, absent, outputs={})
+def _no_code(*args: Any) -> Any:
+    raise TypeError("a user's family: its code runs in workers alone")

@@ -6,20 +6,17 @@ from pathlib import Path
 
 from parity.case.profiles import Profile
 from parity.decoding import save_json
-from parity.results.header import Part
 from parity.results.report import wording
-from parity.results.row import Row
+from parity.results.row import Part, Row
 from parity.running.plan import Shard, Signature, Sought, signature_of
 from parity.sampling.find import case_of
 
-AGAIN = 3
-"""Cases of a finding that a fresh process is given: one that shows it there is enough."""
+AGAIN = 3  # cases of a finding that a fresh process is given: one that shows it there is enough
 
 
 class Findings:
     """The new findings among the rows of a run, which it also marks: what a fresh process does not show is
-    `nondeterministic`, what there was no time to minimise says so. `seconds`: for minimising all of them.
-    """
+    `nondeterministic`, what there was no time to minimise says so. `seconds`: for minimising all of them."""
 
     def __init__(
         self,
@@ -50,9 +47,8 @@ class Findings:
         save_json(self.folder / f"{row.case}.json", document)
 
     def sought(self, shards: Sequence[Shard], before: Mapping[str, Part]) -> list[Shard]:
-        """A shard for each new finding, in the order in which the plan would come to them in one process; without those of
-        `before`, the parts that are done. What fails in the same case of an implementation is one finding.
-        """
+        """A shard for each new finding, in the order in which the plan would come to them in one process; without those
+        of `before`, the parts that are done. What fails in the same case of an implementation is one finding."""
         places = {shard.name: number for number, shard in enumerate(shards)}
         there = [row for row in self.rows if row.new and row.verdict != "timed-out" and row.shard in places]
         found = collections.defaultdict[Signature, list[tuple[Shard, Row]]](list)

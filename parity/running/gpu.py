@@ -15,8 +15,7 @@ from parity.process import environment, interpreter, packaged
 
 OWN, STDLIB = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
 DEVICE_FILES = "/dev/nvidia[0-9]*"
-SECONDS = 300.0
-"""On the clock: longer than that no kernel takes to be compiled and run."""
+SECONDS = 300.0  # on the clock: longer than that no kernel takes to be compiled and run
 START_APART = 2.0
 """Seconds between the starts of two workers on CUDA: each imports for seconds and makes a context of its own."""
 WHERE = signal.SIGUSR2
@@ -25,9 +24,7 @@ WHERE = signal.SIGUSR2
 
 def unusable() -> str | None:
     """Why a box that has a GPU cannot run on it, with the remedy; None where it can, or where there is none.
-
-    `CUDA_VISIBLE_DEVICES` set to nothing is the caller's wish, and no fault.
-    """
+    `CUDA_VISIBLE_DEVICES` set to nothing is the caller's wish, and no fault."""
     import torch
 
     if not glob.glob(DEVICE_FILES) or torch.cuda.is_available():
@@ -39,11 +36,10 @@ def unusable() -> str | None:
     try:
         torch.cuda.init()
     except Exception as error:
-        first = str(error).strip().splitlines()[0]
-        return f"this box has a GPU that torch {torch.__version__} cannot use ({first}): update the driver, or say --device cpu"
-    return (
-        f"this box has a GPU, and torch {torch.__version__} sees no CUDA device: update the driver, or say --device cpu"
-    )
+        why = f"torch {torch.__version__} cannot use it ({str(error).strip().splitlines()[0]})"
+    else:
+        why = f"torch {torch.__version__} sees no CUDA device"
+    return f"this box has a GPU, and {why}: update the driver, or say --device cpu"
 
 
 def no_triton() -> str | None:
@@ -61,12 +57,8 @@ def no_triton() -> str | None:
 
 
 def printed(command: Sequence[str]) -> str:
-    """What a process that may use Triton's compiler prints.
-
-    Raises:
-        TimeoutError: no answer in time.
-        ChildProcessError: another exit code than 0; the last line of its stderr.
-    """
+    """What a process that may use Triton's compiler prints. Raises TimeoutError: no answer in time; ChildProcessError:
+    another exit code than 0; the last line of its stderr."""
     try:
         done = subprocess.run(command, env=child("cuda", 1), capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -88,10 +80,8 @@ def visible() -> list[str]:
 
 
 def child(device: str, threads: int, gpu: str | None = None) -> Mapping[str, str]:
-    """The environment of a worker: without `TRITON_INTERPRET` on CUDA, without a GPU on the CPU, with one where `gpu` says.
-
-    One visible device a process: a Trainer that sees two wraps its model in DataParallel.
-    """
+    """The environment of a worker: without `TRITON_INTERPRET` on CUDA, without a GPU on the CPU, with one where `gpu`
+    says. One visible device a process: a Trainer that sees two wraps its model in DataParallel."""
     env = dict(os.environ) | environment(device, threads)
     if device == "cpu":
         return env | {"CUDA_VISIBLE_DEVICES": ""}
@@ -110,10 +100,7 @@ def cause(lines: Sequence[str]) -> str:
 
 
 def where(process: subprocess.Popen[str], said: Callable[[], str], seconds: float = 2.0) -> str:
-    """ "; in file:line function": where a worker that does not answer is, in the code of a library if it is in one.
-
-    `said`: what it has written to stderr.
-    """
+    """ "; in file:line function" of a worker that does not answer, in a library's code if it is in one; `said`: its stderr."""
     had = len(said())
     with contextlib.suppress(OSError):
         process.send_signal(WHERE)
@@ -121,17 +108,11 @@ def where(process: subprocess.Popen[str], said: Callable[[], str], seconds: floa
     while len(said()) == had and time.monotonic() < until and process.poll() is None:
         time.sleep(0.05)
     time.sleep(0.05)
-    found = _deepest(said()[had:])
+    found = deepest(said()[had:])
     return f"; in {found}" if found else ""
 
 
-def fatal(said: str) -> str:
-    """ "at file:line function": where a process that a signal ended was, from its stderr."""
-    found = _deepest(said.rpartition("Fatal Python error: ")[2]) if "Fatal Python error: " in said else ""
-    return f"at {found}" if found else ""
-
-
-def _deepest(stacks: str) -> str:
+def deepest(stacks: str) -> str:
     """`file:line function` of what `faulthandler` wrote: the deepest frame of a library, or the deepest."""
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', stacks)
     other = rf"-packages/(torch|triton)/|^({re.escape(OWN)}|{re.escape(STDLIB)})/(?!\w+-packages/)|<"

@@ -10,29 +10,21 @@ from typing import Any
 
 from parity import data
 from parity.errors import UsageError
-from parity.results.header import Asked, Header
+from parity.results.row import Asked, Header
 from parity.running import plan, supervisor
-from parity.running.events import Event, Judged, Lost, ShardDone
-from parity.running.plan import MEMORY, Shard
+from parity.running.plan import MEMORY, Event, Judged, Lost, Shard, ShardDone
 from parity.running.shard_queue import ShardQueue
 from parity.running.supervisor import Told
 
-PATIENCE = 600.0
-"""Seconds for which a run waits for a node with room for a worker."""
-AGAIN = 2
-"""Times that a shard is run again whose node or process of Ray died with it."""
-GPU_SHARE = 1 / 16
-"""Of a GPU for a worker, at least: each has a CUDA context of its own."""
+PATIENCE = 600.0  # seconds for which a run waits for a node with room for a worker
+AGAIN = 2  # times that a shard is run again whose node or process of Ray died with it
+GPU_SHARE = 1 / 16  # of a GPU for a worker, at least: each has a CUDA context of its own
 
 
 class Nodes:
-    """The nodes of the cluster at an address (HOST:PORT, auto, or local: one that is started here and ended with the run).
-
-    A worker has a core, `MEMORY`, and on CUDA a share of a GPU: GPUs ÷ cores of the node that has most.
-
-    Raises:
-        UsageError: where Ray is not installed, or nothing answers at the address.
-    """
+    """The nodes of the cluster at an address (HOST:PORT, auto, or local: one that is started here and ended with the
+    run). A worker has a core, `MEMORY`, and on CUDA a share of a GPU: GPUs ÷ cores of the node that has most. Raises
+    UsageError where Ray is not installed, or nothing answers at the address."""
 
     def __init__(self, address: str, device: str, wanted: int | None):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -60,21 +52,16 @@ class Nodes:
     def run(
         self, settings: dict[str, Any], shards: ShardQueue, head: Header, timeouts: tuple[float, float]
     ) -> Iterator[Told]:
-        """Deal the shards and yield their events as `supervisor.run` does, those of a shard when it is done.
-
-        Raises:
-            UsageError: where the header of a run on a node is not this one's, or no node has room for a worker.
-        """
+        """Deal the shards and yield their events as `supervisor.run` does, those of a shard when it is done. Raises
+        UsageError where the header of a run on a node is not this one's, or no node has room for a worker."""
         ray, run_shard = self.ray, self.ray.remote(**self.needs, max_retries=AGAIN, max_calls=0)(on_node)
         running: dict[Any, Shard] = {}
         begun = time.monotonic()
         try:
             while True:
                 while len(running) < (self.wanted or max(1, self._room())) and (shard := shards.take()):
-                    told = shards.able(shard)
-                    running[run_shard.options(name=shard.name).remote(settings, head, os.getcwd(), timeouts, told)] = (
-                        shard
-                    )
+                    what = settings, head, os.getcwd(), timeouts, shards.able(shard)
+                    running[run_shard.options(name=shard.name).remote(*what)] = shard
                 if not running:
                     return
                 if self._room():
@@ -116,11 +103,7 @@ class Nodes:
 def on_node(
     settings: dict[str, Any], head: Header, folder: str, timeouts: tuple[float, float], shard: Shard
 ) -> list[Event]:
-    """The events of a shard.
-
-    Raises:
-        UsageError: where a run on this node would have another header.
-    """
+    """The events of a shard. Raises UsageError where a run on this node would have another header."""
     with contextlib.suppress(OSError):  # a node without this folder needs none, but for a user's files
         os.chdir(folder)
     asked = head.header.asked or Asked()

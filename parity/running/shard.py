@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hypothesis.errors import Flaky
 from msgspec.structs import replace
@@ -27,15 +27,12 @@ from parity.results import recorded
 from parity.results.ledger import Ledger, stale
 from parity.results.recorded import Recorded
 from parity.results.row import Row
-from parity.running.events import At, Checked, Confirmed, Event, Judged, Started
-from parity.running.plan import Shard, Sought, signature_of
+from parity.running.plan import At, Checked, Confirmed, Event, Judged, Shard, Sought, Started, signature_of
 from parity.sampling.capabilities import besides, left_out, refusal, repeated, second_pass, selected
 from parity.trainers import catalogue
 
-STREAMS = 4
-"""Streams of a family whose cases are moved to what an implementation takes."""
-KEPT = 4 * STREAMS
-"""Streams of drawn cases that a worker keeps, so that it draws each case once."""
+STREAMS = 4  # streams of a family whose cases are moved to what an implementation takes
+KEPT = 4 * STREAMS  # streams of drawn cases that a worker keeps, so that it draws each case once
 
 
 @dataclasses.dataclass
@@ -62,28 +59,30 @@ class Session:
             return 1
         if shard.kind == "besides":
             return int(self._besides(shard))
-        kinds: Mapping[str, Callable[[Any, Shard], None]]
-        kinds = {"frozen": self._frozen, "checks": self._check, "drawn": self._drawn}
         for number, case in enumerate(self._cases(shard)):
             if number < shard.resume:
                 continue
             if shard.kind != "frozen" and self.deadline is not None and time.time() > self.deadline:
                 return number
             self.emit(At(number))
-            kinds[shard.kind](case, shard)
+            if shard.kind == "frozen":
+                self._frozen(case[0], case[1], shard)
+            elif shard.kind == "drawn":
+                self._drawn(case, shard)
+            else:
+                for row in self._run(case, self._of(case), shard, thorough=False):
+                    self.emit(Judged(row))
         return shard.count
 
     def _cases(self, shard: Shard) -> Sequence[Any]:
+        every: Sequence[Any]
         end = shard.start + shard.count
         if shard.kind == "drawn":
-            return [case for _, case in self._stream(shard.family, shard.index, shard.of, shard.seed).first(end)][
-                shard.start :
-            ]
-        every: Sequence[Any] = (
-            [one for one in self.frozen.items() if one[1].case.family == shard.family]
-            if shard.kind == "frozen"
-            else catalogue.cases(shard.family, self.profile_name, shard.seed)
-        )
+            every = [case for _, case in self._stream(shard.family, shard.index, shard.of, shard.seed).first(end)]
+        elif shard.kind == "frozen":
+            every = [one for one in self.frozen.items() if one[1].case.family == shard.family]
+        else:
+            every = catalogue.cases(shard.family, self.profile_name, shard.seed)
         return every[shard.start : end]
 
     def _stream(self, family: str, index: int, of: int, seed: int) -> Stream:
@@ -95,9 +94,8 @@ class Session:
                 del self.streams[old]
         return self.streams[key]
 
-    def _frozen(self, one: tuple[str, Frozen], shard: Shard) -> None:
+    def _frozen(self, name: str, of_file: Frozen, shard: Shard) -> None:
         """A frozen case, every implementation of its family on it, or those that the file names and a user's own."""
-        name, of_file = one
         case, only, thorough = of_file.case, of_file.implementations, not of_file.fast
         chosen = [i for i in self._of(case) if only is None or i.id in only or i.is_function]
         rows = self._judged(case, chosen, shard, thorough and self.profile.frozen_whole)
@@ -133,23 +131,16 @@ class Session:
             rows = [r for r in rows if r.implementation not in again] + [r for r in whole if r.implementation in again]
         return rows
 
-    def _check(self, case: Case, shard: Shard) -> None:
-        for row in self._run(case, self._of(case), shard, thorough=False):
-            self.emit(Judged(row))
-
     def _drawn(self, case: Case, shard: Shard) -> None:
         for one in (case, *second_pass(case, self.device, not self.profile.derandomised)):
             chosen = [i for i in self._of(one) if selected(i, one, self.profile.cost, self.device)]
-            if self._concerns(one, chosen):
+            takes = any(i.role != "reference" and refusal(i, one, self.device) is None for i in chosen)
+            if takes or all(
+                i.role == "reference" for i in self._of(one)
+            ):  # which alone run where nothing else is asked for
                 thorough = functools.partial(repeated, case=one, one_in=self.profile.thorough)
                 for row in self._judged(one, chosen, shard, thorough):
                     self.emit(Judged(row))
-
-    def _concerns(self, case: Case, chosen: Sequence[Implementation]) -> bool:
-        """Whether one of those chosen takes the case besides the references, which alone run where nothing else is asked for."""
-        if all(i.role == "reference" for i in self._of(case)):
-            return True
-        return any(i.role != "reference" and refusal(i, case, self.device) is None for i in chosen)
 
     def _besides(self, shard: Shard) -> bool:
         """What an implementation gets besides its draws; whether the time was enough."""
@@ -187,11 +178,8 @@ class Session:
             self._minimise(found[0], self._stream(shard.family, index, of, shard.seed).first(of), sought)
 
     def _minimise(self, case: Case, stream: Sequence[tuple[str, Case]], sought: Sought) -> None:
-        """Hypothesis draws the batch of the case again, is told of the finding there, and asks about smaller cases that show
-        all that it shows.
-
-        Past the deadline nothing shows it but the smallest so far: Hypothesis asks for that once more before it believes it.
-        """
+        """Hypothesis draws the batch of the case again, is told of the finding there, and asks about smaller cases that
+        show all of it. Past the deadline nothing shows it but the smallest so far, which Hypothesis asks for once more."""
         key = next((key for key, one in stream if one == case), None)
         smallest: list[Case] = []
         until, whole = [0.0], set[str]()
@@ -208,28 +196,23 @@ class Session:
                 whole.update(() if smallest else subjects)
                 until[0] = until[0] or time.monotonic() + sought.seconds
                 smallest.append(one)
-                _report(Disagreement(one, row))
+                raise Disagreement(one, row)  # here alone: Hypothesis tells findings apart by where they are raised
 
         with contextlib.suppress(Flaky):  # it shows no more when asked again: its row stands as drawn
             try:
                 if key is not None:
                     batch(cases(loss_family(case.family), self.dtypes, self.profile_name), key, visit)
-            except Disagreement as found:
-                self._freeze(found)
+            except Disagreement as found:  # told of with the file that it will be in (`Findings.freeze`)
+                who, path = found.row.implementation, self.findings_dir / f"{found.case.id}.json"
+                line = replay_line(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path), who)
+                chosen = [i for i in self._of(found.case) if i.id == who or i.role == "reference"]
+                for row in self._run(found.case, chosen, None, thorough=True):
+                    if row.implementation == who:
+                        self.emit(Judged(replace(row, minimised=True, replay=line)))
 
     def _again(self, case: Case, sought: Sought, thorough: bool) -> list[Row]:
         chosen = [i for i in self._of(case) if i.id == sought.implementation]
         return list(self._run(case, chosen, None, thorough))
-
-    def _freeze(self, finding: Disagreement) -> None:
-        """Tell of it, with the file that it will be in (`Findings.freeze`)."""
-        row = finding.row
-        path = self.findings_dir / f"{finding.case.id}.json"
-        line = replay_line(_shown(path), row.implementation)
-        chosen = [i for i in self._of(finding.case) if i.id == row.implementation or i.role == "reference"]
-        for again in self._run(finding.case, chosen, None, thorough=True):
-            if again.implementation == row.implementation:
-                self.emit(Judged(replace(again, minimised=True, replay=line)))
 
     def _of(self, case: Case) -> list[Implementation]:
         return [i for i in self.implementations if i.family == case.family]
@@ -256,8 +239,7 @@ class Session:
             case, usable, self.device, thorough, lambda i: self.emit(Started(case.id, i.id, case.to_json())), most
         ):
             if row.failing:
-                row.known = self._known(row, case, extends[row.implementation], agreed)
-                self._hold(row, case)
+                self._mark(row, case, extends[row.implementation], agreed)
             else:
                 agreed.add((row.implementation, row.quantity))
             last = row.implementation
@@ -265,15 +247,12 @@ class Session:
         if process_state.broken():
             raise Retired(case.id, last)
 
-    def _known(self, row: Row, case: Case, extended: str, agreed: Set[tuple[str, str | None]]) -> str | None:
-        """The ledger's entry of a failing row; a trainer inherits those of the class it extends, unless that agrees here."""
-        found = self.ledger.match(row, facts(case))
-        if found or not extended or (extended, row.quantity) in agreed:
-            return found
-        return self.ledger.match(replace(row, implementation=extended), facts(case))
-
-    def _hold(self, row: Row, case: Case) -> None:
-        """A known finding that is not what its frozen case gave when that was measured is a new one, and says so."""
+    def _mark(self, row: Row, case: Case, extended: str, agreed: Set[tuple[str, str | None]]) -> None:
+        """The ledger's entry into a failing row; a trainer inherits those of the class it extends, unless that agrees here. A
+        known finding that is not what its frozen case gave when that was measured is a new one, and says so."""
+        row.known = self.ledger.match(row, facts(case))
+        if not row.known and extended and (extended, row.quantity) not in agreed:
+            row.known = self.ledger.match(replace(row, implementation=extended), facts(case))
         entry = next((e for e in self.ledger.entries if e.id == row.known), None)
         if entry and (said := recorded.altered(row, entry, [one for _, one in self.recorded.get(case.id, ())])):
             known = f"{entry.id} is known ({self.ledger.line_of(entry.id)}), but in its frozen case it was not so"
@@ -304,9 +283,7 @@ class Stream:
 
 class Retired(BaseException):
     """(case, implementation) after which this process must not judge anybody: `parity.protocol.process_state.broken`.
-
-    No Exception: Hypothesis would minimise it.
-    """
+    No Exception: Hypothesis would minimise it."""
 
 
 class Disagreement(Exception):
@@ -315,15 +292,3 @@ class Disagreement(Exception):
     def __init__(self, case: Case, row: Row):
         super().__init__(f"{row.implementation} {row.quantity}")
         self.case, self.row = case, row
-
-
-def _report(finding: Disagreement) -> NoReturn:
-    """The only module that raises: Hypothesis tells findings apart by where they are raised."""
-    raise finding
-
-
-def _shown(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from parity.running.plan import Shard
 
-THRICE = 3
-"""Losses of workers to one implementation after which it is left out."""
+THRICE = 3  # losses of workers to one implementation after which it is left out
 SECONDS = {"frozen": 0.6, "frozen logprobs": 2.2, "checks": 0.7, "drawn": 0.2, "besides": 6.0, "finding": 20.0}
 """CPU seconds of a case by kind, or by kind and family, as they were measured (profile pr, 25 November 2026)."""
 
@@ -36,12 +35,9 @@ def by_yield(shards: Sequence[Shard]) -> list[Shard]:
 
 
 class ShardQueue:
-    """Shards that nobody has yet.
-
-    They are dealt `by_yield`. With a `deadline` frozen cases come first, for the ledger rests on them, then every family gets as
-    much time as another, its shards keep their order, and after it only frozen cases are dealt. When all is done, `more` is asked
-    once.
-    """
+    """Shards that nobody has yet. They are dealt `by_yield`. With a `deadline` frozen cases come first, for the ledger
+    rests on them, then every family gets as much time as another, its shards keep their order, and after it only frozen
+    cases are dealt. When all is done, `more` is asked once."""
 
     def __init__(
         self, shards: Sequence[Shard], deadline: float | None = None, more: Callable[[], Sequence[Shard]] = tuple
@@ -53,11 +49,8 @@ class ShardQueue:
         self.left = by_yield(shards) if deadline is None else sorted(shards, key=lambda s: s.kind != "frozen")
 
     def take(self, has: Sequence[tuple[str, int]] = ()) -> Shard | None:
-        """The next shard, or None: nothing is left, or not before others are done.
-
-        `has`: (family, index) of the streams that the worker has drawn from. It goes on with one of them unless there is
-        something twice as long to do.
-        """
+        """The next shard, or None: nothing is left, or not before others are done. `has`: (family, index) of the streams
+        that the worker has drawn from: it goes on with one of them unless something takes twice as long."""
         late = self.deadline is not None and time.time() > self.deadline
         able = [s for s in self.left if not late or s.kind in ("frozen", "finding")]
         if not able and not self.out:

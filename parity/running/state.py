@@ -14,10 +14,9 @@ from msgspec import UNSET
 from msgspec.structs import fields, replace
 
 from parity.errors import UsageError
-from parity.results.header import About, Asked, Header, Part
 from parity.results.report.rows import read, rewrite
-from parity.results.row import Row
-from parity.running.plan import Options
+from parity.results.row import About, Asked, Header, Part, Row
+from parity.running.plan import ASKED, Options
 
 FREE = {"started", "command", "plan", "ends", "seconds", "asked"}
 """What may differ in the headers of one run; `asked` is compared by itself."""
@@ -61,11 +60,8 @@ class RunResult:
 
 
 def again(options: Options) -> tuple[Options, RunResult]:
-    """The options of the run that a results file is of, and what stays of it.
-
-    Raises:
-        UsageError: for a file of an earlier parity, and for an option that was another one then.
-    """
+    """The options of the run that a results file is of, and what stays of it. Raises UsageError for a file of an
+    earlier parity, and for an option that was another one then."""
     path = options.resume
     assert path is not None
     header, rows = read(path)
@@ -73,7 +69,7 @@ def again(options: Options) -> tuple[Options, RunResult]:
     if not isinstance(asked, Asked) or about.profile is None:
         raise UsageError(f"{path}: written by an earlier parity, which did not record what was asked for: run anew")
     then = Options.of(asked, profile=about.profile, seed=about.seed)
-    names = ["profile", "seed", *(one.name for one in fields(Asked) if one.name != "files")]
+    names = ["profile", "seed", *ASKED]
     for name in names:
         given, value = getattr(options, name), getattr(then, name)
         if given not in (getattr(Options, name), value):
@@ -114,11 +110,7 @@ def differs(head: Header, there: Header, node: str) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
-    """A folder of reports for one run, or night, at a time: two would write their rows under one header.
-
-    Raises:
-        UsageError: naming the process of the other.
-    """
+    """A folder of reports for one run, or night, at a time. Raises UsageError naming the process of the other."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / name, "a+")  # noqa: SIM115 held open as long as the lock is

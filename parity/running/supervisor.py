@@ -1,7 +1,5 @@
 """Starts the worker processes, passes their rows on, and gives a verdict when one hangs or dies."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -25,16 +23,13 @@ from parity.registry import family, load
 from parity.results.row import IN_ITS, NO_REFERENCE, STOPPED, UNKNOWN, Row, Verdict
 from parity.running import gpu
 from parity.running.child import LOOK, Child, Clock, told
-from parity.running.events import At, Event, Judged, Lost, Retired, ShardDone, Started
-from parity.running.plan import Shard
+from parity.running.plan import At, Event, Judged, Lost, Retired, Shard, ShardDone, Started
 from parity.running.shard_queue import THRICE, ShardQueue
 from parity.trainers import catalogue
 
-HALTED = 5.0
-"""Seconds after which a process that a signal has stopped counts as dead: nobody wakes it."""
+HALTED = 5.0  # seconds after which a process that a signal has stopped counts as dead: nobody wakes it
 
-Pair: TypeAlias = tuple[str, str]
-"""Case and implementation."""
+Pair: TypeAlias = tuple[str, str]  # case and implementation
 Told: TypeAlias = tuple[Shard, Event]
 
 
@@ -52,12 +47,10 @@ class Underway:
 
 @dataclasses.dataclass
 class Worker:
-    """A worker process with the shard it has.
-
-    `clock`: since it said something last, once that is a while ago. `streams`: what the process has drawn from; `scratch`: the
-    run's folder; `blocking`: it waits for each CUDA kernel. `errors`, `place`: its stderr, and which part of an implementation it
-    runs, in files without a name, so that nothing that runs in it can remove them.
-    """
+    """A worker process with the shard it has. `clock`: since it said something last, once that is a while ago.
+    `streams`: what the process has drawn from; `scratch`: the run's folder; `blocking`: it waits for each CUDA kernel.
+    `errors`, `place`: its stderr, and which part of an implementation it runs, in files without a name, so that nothing
+    that runs in it can remove them."""
 
     plan: dict[str, Any]
     scratch: str = ""
@@ -233,10 +226,7 @@ class Watch:
         yield shard, event
 
     def of_case(self, worker: Worker, shard: Shard) -> Iterator[Told]:
-        """The rows of the case that is done.
-
-        With one for what lost a CUDA context and came back the second time: a race, or a fault that waiting hides.
-        """
+        """The rows of the case that is done, and one for what lost a CUDA context and came back the second time."""
         case = worker.case
         rows = [*case.kept, *case.rows]
         for pair, (at, message) in case.retried.items():
@@ -257,17 +247,9 @@ class Watch:
         yield shard, why
 
     def lost(
-        self,
-        worker: Worker,
-        message: str,
-        verdict: Verdict = "crashed",
-        times: int = 1,
-        retired: Retired | None = None,
+        self, worker: Worker, message: str, verdict: Verdict = "crashed", times: int = 1, retired: Retired | None = None
     ) -> Iterator[Told]:
-        """A new process; and where the pair had its second chance, a row for it and a process that leaves it out.
-
-        `times`: as how many losses it counts.
-        """
+        """A new process; where the pair had its second chance, one that leaves it out, and a row, as so many losses."""
         shard, case = worker.shard, worker.case
         assert shard is not None
         worker.end()
@@ -298,17 +280,16 @@ class Watch:
 
 def death(how: str, said: str) -> str:
     """How a process ended, where a signal ended it, and the line of its stderr that says why."""
-    why = gpu.cause(said.splitlines())
-    return " ".join(filter(None, [f"the process ended ({how})", gpu.fatal(said)])) + (f": {why[:300]}" if why else "")
+    why, stacks = gpu.cause(said.splitlines()), said.rpartition("Fatal Python error: ")
+    place = gpu.deepest(stacks[2]) if stacks[1] else ""
+    return f"the process ended ({how})" + (f" at {place}" if place else "") + (f": {why[:300]}" if why else "")
 
 
 def lost_row(
     started: Started, verdict: Verdict, message: str, device: str, part: str = "", reference: str | None = None
 ) -> Row:
-    """The row of an implementation that did not come back from this part of it ("": no call of it was running).
-
-    A `reference` that was judged on the case shows that it can be run: then the candidate is to blame.
-    """
+    """The row of an implementation that did not come back from this part of it ("": no call of it was running). A
+    `reference` that was judged on the case shows that it can be run: then the candidate is to blame."""
     case = Case.from_json(started.data)
     known = (load() | catalogue.implementations()).get(started.implementation)
     about = {"verdict": verdict, "message": message, "role": known.role if known else "candidate"}

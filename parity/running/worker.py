@@ -1,7 +1,5 @@
 """A worker process, in which implementations run, for one may hang or take the process down: reads a plan, then a shard a
-line from its standard input, and tells events (`parity.running.events`)."""
-
-from __future__ import annotations
+line from its standard input, and tells events (`parity.running.plan`)."""
 
 import contextlib
 import ctypes
@@ -62,9 +60,8 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
     from parity.protocol import faults
     from parity.registry import resolved, select
     from parity.results.ledger import Ledger
-    from parity.running.events import Event, Lost, ShardDone
-    from parity.running.events import Retired as RetiredEvent
-    from parity.running.plan import Shard, frozen_files
+    from parity.running.plan import Event, Lost, Shard, ShardDone, frozen_files
+    from parity.running.plan import Retired as RetiredEvent
     from parity.running.shard import Retired, Session
 
     for name in plan.get("families", ()):
@@ -125,7 +122,7 @@ def refusal(plan: Mapping[str, Any]) -> str:
     """What forbids a worker on a node of a cluster to take part in the run; "" where nothing does."""
     if "head" not in plan:
         return ""
-    from parity.results.header import Asked, Header
+    from parity.results.row import Asked, Header
     from parity.running.plan import Options
     from parity.running.provenance import header
     from parity.running.state import differs

@@ -77,14 +77,12 @@ def capture(target: Any, to: str | Path = "case.json", step: int = 1, rows: int 
         yield given
     if taken.calls < step:
         raise UsageError(f"capture: the loss was called {taken.calls} times, so there is no step {step}")
-    _write(taken, Path(to), rows)
-
-
-def _write(taken: _Taken, to: Path, rows: int | None) -> None:
-    of = loss_family(taken.family)
-    tensors = taken.tensors if rows is None else _first(of, taken.tensors, rows)
+    of, to = loss_family(taken.family), Path(to)
+    for name, letters in {**of.stored, f"d {of.first}": "BT"}.items():  # the first rows of whatever has a dimension B
+        if rows is not None and name in taken.tensors and letters[:1] == "B" and taken.tensors[name].dim():
+            taken.tensors[name] = taken.tensors[name][:rows]
     settings = taken.settings | ({"grad": " ".join(taken.leaves)} if taken.leaves else {})
-    case = stored(of, tensors, settings, to, **taken.remarks)
+    case = stored(of, taken.tensors, settings, to, **taken.remarks)
     try:
         of.build(case)
     except UsageError:
@@ -102,15 +100,6 @@ def stored(
     made = of.case(seed, dtype, {**settings, **of.derived(tensors, str(to))})
     of.full_settings(made)  # sizes and values, before anything is written
     return write(made, tensors, to, **remarks)
-
-
-def _first(of: Family, tensors: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-    """The first rows of whatever has a dimension B."""
-    out = dict(tensors)
-    for name, letters in {**of.stored, f"d {of.first}": "BT"}.items():
-        if name in out and letters[:1] == "B" and out[name].dim():
-            out[name] = out[name][:rows]
-    return out
 
 
 @contextlib.contextmanager
@@ -160,9 +149,8 @@ def _trainer(trainer: Any, taken: _Taken, step: int) -> Iterator[Any]:
     kinds = {base.__name__ for base in type(trainer).__mro__}
     read = _policy if "GRPOTrainer" in kinds else _labels if "SFTTrainer" in kinds else None
     if read is None:
-        raise UsageError(
-            f"capture: {type(trainer).__name__} is no GRPOTrainer or SFTTrainer; give the loss function that it calls"
-        )
+        name = type(trainer).__name__
+        raise UsageError(f"capture: {name} is no GRPOTrainer or SFTTrainer; give the loss function that it calls")
     model = trainer.accelerator.unwrap_model(trainer.model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = model.get_output_embeddings()
@@ -193,7 +181,9 @@ def _trainer(trainer: Any, taken: _Taken, step: int) -> Iterator[Any]:
         loss = out[0] if isinstance(out, tuple) else out
         about = {"trainer": type(trainer).__name__, "trl": importlib.metadata.version("trl"), "step": step}
         taken.remarks = {"captured": about | {"loss": float(loss.detach())}}
-        taken.settings |= _transform(model.config.get_text_config())
+        config = model.config.get_text_config()  # Granite's `logits_scaling` divides
+        scale, divided = (float(getattr(config, n, None) or 1.0) for n in ("logit_scale", "logits_scaling"))
+        taken.settings |= {"softcap": getattr(config, "final_logit_softcapping", None), "logit_scale": scale / divided}
         taken.leaves.insert(0, "hidden")
         read(trainer, kept, torch.cat(seen), taken, kwargs.get("num_items_in_batch"))
         return out
@@ -205,12 +195,6 @@ def _trainer(trainer: Any, taken: _Taken, step: int) -> Iterator[Any]:
     finally:
         hook.remove()
         del trainer.compute_loss
-
-
-def _transform(config: Any) -> dict[str, Any]:
-    """Softcap and scale of a transformers config; Granite's `logits_scaling` divides."""
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    return {"softcap": getattr(config, "final_logit_softcapping", None), "logit_scale": scale}
 
 
 def _policy(trainer: Any, inputs: Mapping[str, Any], hidden: Tensor, taken: _Taken, items: Any) -> None:

@@ -16,26 +16,21 @@ from parity.registry import loss_family, run_case
 from parity.tools.capture import stored
 
 AXES = ("B", "T", "V", "H")
-IDS = ("ids", "previous_ids", "support_ids", "top1_ids")
-"""Tensors whose entries are columns of the vocabulary."""
+IDS = ("ids", "previous_ids", "support_ids", "top1_ids")  # tensors whose entries are columns of the vocabulary
 
 
 def minimise(case: Case, implementation: Implementation, to: Path, device: str = "cpu") -> Case:
-    """Write to `to` a part of the case that shows every quantity that fails on the whole.
-
-    Each axis in turn is cut by delta debugging (Zeller and Hildebrandt 2002): halves, quarters, … single entries are left
-    out as long as all of it still fails; tokens keep the columns that they name.
-
-    Raises:
-        UsageError: where nothing disagrees, or the case's tensors are generated.
-    """
+    """Write to `to` a part of the case that shows every quantity that fails on the whole. Each axis in turn is cut by delta
+    debugging (Zeller and Hildebrandt 2002): halves, quarters, … single entries are left out as long as all of it still
+    fails. Raises UsageError where nothing disagrees, or the tensors are generated."""
     if not case.tensors:
         raise UsageError(f"case {case.id}: --minimise is for stored tensors; a drawn case is minimised by the run")
     of, whole = loss_family(case.family), read(case)
     wanted = _failing(case, implementation, device)
     if not wanted:
         raise UsageError(f"case {case.id}: {implementation.id} agrees, so there is nothing to minimise")
-    kept = {axis: list(range(n)) for axis, n in zip(AXES, _shape(whole), strict=True)}
+    sizes = (*whole["hidden"].shape[:2], *whole["weight"].shape)
+    kept = {axis: list(range(n)) for axis, n in zip(AXES, sizes, strict=True)}
     with tempfile.TemporaryDirectory(prefix="parity-minimise-") as folder:
 
         def shows(trial: Mapping[str, Sequence[int]]) -> bool:
@@ -70,11 +65,6 @@ def _smallest(items: list[int], shows: Callable[[list[int]], bool]) -> list[int]
 def _failing(case: Case, implementation: Implementation, device: str) -> set[str]:
     rows = run_case(case, [implementation], device, thorough=False)
     return {row.subject for row in rows if row.failing}
-
-
-def _shape(tensors: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
-    rows, width, size = tensors["hidden"].shape
-    return rows, width, tensors["weight"].shape[0], size
 
 
 def _part(

@@ -13,7 +13,7 @@ from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.process import prepare
 from parity.registry import facts, family, run_case, select
-from parity.results.ledger import Entry, Ledger
+from parity.results.ledger import Ledger
 from parity.results.report import render
 from parity.results.row import Row
 from parity.running.provenance import resolve_device
@@ -33,10 +33,8 @@ def replay(
     test: Path | None = None,
 ) -> int:
     """Run the case through the named implementations (else the one it was found with, else all) and print the findings.
-
-    `minimise`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked for by id;
-    `test`: a file for a pytest that runs this again.
-    """
+    `minimise`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked
+    for by id; `test`: a file for a pytest that runs this again."""
     ids, smallest = implementations, minimise
     from parity.results.report.summary import not_judged
 
@@ -105,15 +103,9 @@ def _one(chosen: Sequence[Implementation], option: str) -> Implementation:
 
 
 def _write_test(to: Path, case: Case, who: str, console: Console) -> None:
-    """A test for the user's own repository, with the case in it.
-
-    Raises:
-        UsageError: where the case has stored tensors, or the file is there.
-    """
+    """A test for the user's own repository. Raises UsageError where the case has stored tensors, or the file is there."""
     if case.tensors:
-        raise UsageError(
-            f"case {case.id}: --test is for drawn cases; keep the case file with its tensors and replay it"
-        )
+        raise UsageError(f"case {case.id}: --test is for drawn cases; keep the case file and replay it")
     if to.exists():
         raise UsageError(f"{to} is there already")
     if not to.resolve().is_relative_to(Path.cwd()):
@@ -139,29 +131,23 @@ def exit_code(rows: Sequence[Row]) -> int:
     return AGREES
 
 
-def entry_of(case: Case, rows: Sequence[Row], name: str = "") -> Entry | None:
-    """The shipped ledger's entry of a case's failing rows: the one of this name, where it covers any, else the first."""
-    ledger, known = Ledger.load(data.ledger_file()), facts(case)
-    covering = [e for e in ledger.entries if any(row.failing and e.covers(row, known) for row in rows)]
-    return next((e for e in covering if e.id == name), next(iter(covering), None))
-
-
-def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], console: Console, name: str = "") -> int:
-    """Print the report of the first implementation that disagrees: that by hand where a ledger's entry covers it."""
-    from parity.tools.issue.text import issue_text
+def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], console: Console, name: str) -> int:
+    """Print the report of the first that disagrees: that by hand where an entry covers it, first the one of this name."""
+    from parity.tools.issue import issue_text
     from parity.tools.upstream import shown, text
 
+    ledger, known = Ledger.load(data.ledger_file()), facts(case)
     for implementation in chosen:
-        its_rows = [r for r in rows if r.implementation == implementation.id]
-        if any(r.failing for r in its_rows):
-            entry, ledger = entry_of(case, its_rows, name), Ledger.load(data.ledger_file())
-            if entry is not None and (found := shown(entry, ledger)).code:
+        failing = [r for r in rows if r.implementation == implementation.id and r.failing]
+        if failing:
+            covering = [e for e in ledger.entries if any(e.covers(row, known) for row in failing)]
+            covering.sort(key=lambda e: e.id != name)
+            if covering and (found := shown(covering[0], ledger)).code:
                 console.file.write(text(found, ledger) + "\n")
                 return found.done.code if found.done is not None and found.done.code < 2 else NO_JUDGEMENT
             if case.tensors:
-                raise UsageError(
-                    f"case {case.id}: no script stands alone without its tensors: send the case file and {case.tensors}"
-                )
+                sent = f"send the case file and {case.tensors}"
+                raise UsageError(f"case {case.id}: no script stands alone without its tensors: {sent}")
             console.file.write(issue_text(case, implementation, rows) + "\n")
             return DISAGREES
     console.print(f"case {case.id}: nothing to report, no implementation disagrees here", markup=False)

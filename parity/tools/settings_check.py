@@ -75,11 +75,8 @@ class Advice:
 
 
 def check(config: Path, trainer: str | None, ledger: Ledger) -> Advice:
-    """The known findings that the settings in a file meet; `trainer`: the class that runs them.
-
-    Raises:
-        UsageError: for an unknown trainer, and for a file that cannot be read or leaves the trainer open.
-    """
+    """The known findings that the settings in a file meet; `trainer`: the class that runs them. Raises UsageError for
+    an unknown trainer, and for a file that cannot be read or leaves the trainer open."""
     known = sorted({name for e in ledger.entries for table in e.user.applies for name in table.get("trainer", ())})
     if trainer not in (None, *known):
         raise UsageError(f"trainer {trainer!r} is unknown, choose from {', '.join(known)}")
@@ -95,12 +92,11 @@ def advice(run: Run, ledger: Ledger) -> Advice:
 
 
 def _applies(run: Run, entry: Entry) -> bool | Unknown:
-    answers = [_all([holds(run, *one) for one in table.items()]) for table in entry.user.applies]
-    return True in answers or next((a for a in answers if isinstance(a, Unknown)), False)
-
-
-def _all(answers: list[bool | Unknown]) -> bool | Unknown:
-    return False not in answers and next((a for a in answers if isinstance(a, Unknown)), True)
+    """Whether all of one of its tables holds."""
+    whole = [[holds(run, *one) for one in table.items()] for table in entry.user.applies]
+    whole = [answers for answers in whole if False not in answers]
+    unknown = [next((a for a in answers if isinstance(a, Unknown)), True) for answers in whole]
+    return True in unknown or next((a for a in unknown if isinstance(a, Unknown)), False)
 
 
 def holds(run: Run, name: str, wanted: Any) -> bool | Unknown:
@@ -155,11 +151,8 @@ def _fields(trainer: str) -> Mapping[str, Any]:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """The settings in a file, as `trl grpo --config` takes them or `args.to_json_string()` gives them.
-
-    Raises:
-        UsageError: for a file that cannot be read, or holds something else.
-    """
+    """The settings in a file, as `trl grpo --config` takes them or `args.to_json_string()` gives them. Raises
+    UsageError for a file that cannot be read, or holds something else."""
     import yaml
 
     if path.suffix not in (".yaml", ".yml", ".json"):

@@ -9,11 +9,10 @@ from pathlib import Path
 from parity.decoding import write
 from parity.errors import UsageError
 from parity.results.ledger import Entry, Ledger
-from parity.tools.issue import written
-from parity.tools.issue.text import Ran, numbers, ran, report, versions
+from parity.tools import issue
+from parity.tools.issue import Ran, numbers, ran, report, versions
 
-SHOWS, GONE = 1, 0
-"""Exit codes of a script: the defect shows, it is gone."""
+SHOWS, GONE = 1, 0  # exit codes of a script: the defect shows, it is gone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,25 +52,22 @@ class Shown:
 
 
 def shown(entry: Entry, ledger: Ledger) -> Shown:
-    """Run an entry's script, and run it again with the patch if there is one.
-
-    A finding that is part of another shares its script, unless it has its own.
-    """
+    """Run an entry's script, and run it again with the patch if there is one."""
     name = source(entry, ledger)
-    code = written.script(ledger.folder, name)
+    code = issue.script(ledger.folder, name)
     if code is None:
         return Shown(entry, why="has no script")
-    if lacks := written.missing(code):
+    if lacks := issue.missing(code):
         return Shown(entry, code, why=f"not run: {', '.join(lacks)} not installed")
-    done, wanted = ran(code), written.edits(ledger.folder, name)
+    done, wanted = ran(code), issue.edits(ledger.folder, name)
     if done.code != SHOWS or not wanted:
         return Shown(entry, code, done)
     try:
-        files = written.patched(wanted)
+        files = issue.patched(wanted)
     except UsageError as error:
         return Shown(entry, code, done, why=f"no patch: {error}")
-    with written.applied(files) as folder:
-        return Shown(entry, code, done, written.diff(files), ran(code, first=folder))
+    with issue.applied(files) as folder:
+        return Shown(entry, code, done, issue.diff(files), ran(code, first=folder))
 
 
 def source(entry: Entry, ledger: Ledger) -> str:
@@ -83,7 +79,7 @@ def source(entry: Entry, ledger: Ledger) -> str:
 def text(found: Shown, ledger: Ledger) -> str:
     """What one pastes upstream, in Markdown."""
     entry, gives = found.entry, numbers(found.done.output) if found.done else found.why
-    about = versions(written.modules(found.code))
+    about = versions(issue.modules(found.code))
     return report(title(entry, ledger), entry.reason, gives, found.code, found.diff, entry.link, about)
 
 
@@ -97,11 +93,7 @@ def title(entry: Entry, ledger: Ledger) -> str:
 
 
 def upstream(ids: Sequence[str], ledger_file: Path, folder: Path, workers: int) -> Iterator[Shown]:
-    """Write the folders of some entries, all if none is named, as many at a time as there are workers.
-
-    Raises:
-        UsageError: for an id that does not exist.
-    """
+    """Write the folders of some entries, all if none is named, by so many workers. Raises UsageError for an unknown id."""
     ledger = Ledger.load(ledger_file)
     known = {e.id: e for e in ledger.entries}
     if odd := [name for name in ids if name not in known]:

@@ -38,13 +38,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class SearchResult(Generic[T]):
-    """Outcome of a search.
-
-    found: `low` answers like the first end, `high` like the last, everything in `between` could not be judged.
-    alike, swapped, unjudged: the ends do not allow a search; `low` and `high` are the ends.
-    unstable: `low` or `high` answered otherwise when it was measured again.
-    `by`: what decided, "verdict" or "headroom"; `measured`: every measurement, in the order made.
-    """
+    """Outcome of a search. found: `low` answers like the first end, `high` like the last, everything in `between` could
+    not be judged. alike, swapped, unjudged: the ends do not allow a search; `low` and `high` are the ends. unstable:
+    `low` or `high` answered otherwise when it was measured again. `by`: what decided, "verdict" or "headroom";
+    `measured`: every measurement, in the order made."""
 
     outcome: Outcome
     low: T
@@ -55,11 +52,9 @@ class SearchResult(Generic[T]):
 
 
 def find_change(count: int, ask: Callable[[int, int], Likeness]) -> tuple[int, int]:
-    """Neighbours low < high of which low says NO, high says YES, and all between UNKNOWN.
-
-    Candidate 0 is known to say NO, candidate count-1 YES. `ask(index, left)` is called at most once an index; `left`
-    is how many further questions are expected. Among answers that change more than once, one change is found.
-    """
+    """Neighbours low < high of which low says NO, high says YES, and all between UNKNOWN. Candidate 0 is known to say
+    NO, candidate count-1 YES. `ask(index, left)` is called at most once an index; `left` is how many further questions
+    are expected. Among answers that change more than once, one change is found."""
     low, high, asked = 0, count - 1, set[int]()
     while True:
         gaps: list[list[int]] = [[]]
@@ -90,12 +85,10 @@ def bisect(
     tell: Callable[[T, int], None] = lambda candidate, left: None,
 ) -> SearchResult[T]:
     """Finds two neighbours among `candidates` (oldest first) between which the answer of `measure` changed.
-
     find="broken": the first is good and the last bad; "fixed": the other way round. Both ends are measured first.
     `measure(candidate, repeat)`: repeat counts from 0; a pair is measured `confirm` times more before it is believed.
-    `tell(candidate, left)` is called before each new candidate with the number of steps expected after it.
-    ValueError for fewer than two candidates.
-    """
+    `tell(candidate, left)` is called before each new candidate with the number of steps expected after it. ValueError
+    for fewer than two candidates."""
     if len(candidates) < 2:
         raise ValueError(f"bisect over {len(candidates)} releases: a search needs two different ends")
     measured: list[tuple[T, Measurement]] = []

@@ -56,11 +56,8 @@ def site_packages(root: Path) -> Path:
 
 @contextlib.contextmanager
 def claim(root: Path, *, shared: bool = False, wait: bool = True) -> Iterator[IO[str] | None]:
-    """Holds the environment at `root`, as long as the file that it yields is open: shared while it is used, alone while it is
-    built or removed.
-
-    Yields None, only with wait=False, when somebody else holds it.
-    """
+    """Holds the environment at `root`, as long as the file that it yields is open: shared while it is used, alone while
+    it is built or removed. Yields None, only with wait=False, when somebody else holds it."""
     root.parent.mkdir(parents=True, exist_ok=True)
     with open(root.parent / f".{root.name}.claim", "a") as file:
         mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -73,11 +70,9 @@ def claim(root: Path, *, shared: bool = False, wait: bool = True) -> Iterator[IO
 
 
 def build(root: Path, lock: Lock, settings: Mapping[str, str], manifest: Path) -> None:
-    """Makes the environment at `root`, replacing what is there; the caller has claimed it.
-
-    Packages come from uv's own cache by hard link, without a network if they are all there. `manifest` (a file name)
-    is written last and holds the outcome of the probes. EnvironmentUnusable when it cannot be made.
-    """
+    """Makes the environment at `root`, replacing what is there; the caller has claimed it. Packages come from uv's own
+    cache by hard link, without a network if they are all there. `manifest` (a file name) is written last and holds the
+    outcome of the probes. EnvironmentUnusable when it cannot be made."""
     fresh = root.with_name(BUILDING + root.name)
     try:
         discard(fresh)
@@ -139,18 +134,14 @@ def discard(root: Path) -> None:
 
 
 def _link(names: tuple[str, ...], site: Path) -> None:
-    """Shows distributions of the running installation in the environment, and nothing else of it.
-
-    System site-packages would show everything, so that a library that the era lacks appears in today's version.
-    """
+    """Shows distributions of the running installation in the environment, and nothing else of it. System site-packages
+    would show everything, so that a library that the era lacks appears in today's version."""
     for name in names:
         distribution = importlib.metadata.distribution(name)
         origin = Path(str(distribution.locate_file("")))
         tops = {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
         if not tops:
-            raise EnvironmentUnusable(
-                f"{name} {distribution.version} in {origin} has no list of its files; reinstall it"
-            )
+            raise EnvironmentUnusable(f"{name} {distribution.version} in {origin} lists no files; reinstall it")
         for top in sorted(tops):
             if not (site / top).exists():
                 (site / top).symlink_to(origin / top)

@@ -1,14 +1,11 @@
 """Compare two environments: the same frozen cases in both, and what changed."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from parity import data
 from parity.case.case import Case
@@ -31,12 +28,8 @@ QUICK = ("trl", "liger-kernel")
 
 
 def cases(wanted: Sequence[str], families: Sequence[str] = ()) -> Cases:
-    """By name, what some wanted implementation can run, of `families` if any are named: every frozen case, each trainer's `twins`
-    of profile pr, and two small cases in each dtype of a user's own family.
-
-    Raises:
-        UsageError: for a family that does not exist.
-    """
+    """By name, what some wanted implementation can run, of `families` if any are named: every frozen case, each trainer's
+    `twins` of profile pr, and two small cases in each dtype of a user's own family."""
     kept = {one.family for one in select(wanted)} & (
         {*map(resolved, families)} or {*loss_families(), *catalogue.names()}
     )
@@ -56,9 +49,7 @@ def cases(wanted: Sequence[str], families: Sequence[str] = ()) -> Cases:
 
 def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[str]:
     """The named ones, else all of a run from TRL and Liger that need no interpreter, those of `packages`, and trainers.
-
-    Of the trainers those as released and on their fused path: what `parity.fixes` repairs is no release's.
-    """
+    Of the trainers those as released and on their fused path: what `parity.fixes` repairs is no release's."""
     chosen = [i for i in select(named) if i.family in loss_families() or catalogue.is_trainer(i.family)]
     if not named:
         chosen = [i for i in chosen if not i.id.endswith("-trainer.fixed")]
@@ -69,10 +60,8 @@ def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Two environments: how many cases, the rows of each, what moved, and what else changed, a line each.
-
-    `package`: whose releases they are, where its cases can be found by their names ("": they cannot).
-    """
+    """Two environments: how many cases, the rows of each, what moved, and what else changed, a line each. `package`:
+    whose releases they are, where its cases can be found by their names ("": they cannot)."""
 
     package: str
     sides: tuple[Environment, Environment]
@@ -94,15 +83,14 @@ class Compared:
     def text(self) -> str:
         counts = {mark: sum(m.mark == mark for m in self.moved) for mark in MARKS}
         before, after = self.sides
-        packages = [
-            f"{n} {a} -> {b}" for n in PARTNERS if (a := before.versions.get(n)) != (b := after.versions.get(n))
-        ]
+        sides = [(name, before.versions.get(name), after.versions.get(name)) for name in PARTNERS]
+        packages = [f"{name} {a} -> {b}" for name, a, b in sides if a != b]
         lines = [f"before: {before.partners}", f"after:  {after.partners}", ""]
         lines += [table(self.moved), ""] if self.moved else []
-        lines.append(
-            f"{self.cases} cases, {self.judged[0]} and {self.judged[1]} judged quantities: "
+        moved = (
             f"{counts['+']} worse (+), {counts['-']} better (-), {counts['~']} otherwise moved (~); ! outside its gate"
         )
+        lines.append(f"{self.cases} cases, {self.judged[0]} and {self.judged[1]} judged quantities: {moved}")
         lines += [f"packages: {', '.join(packages) or 'the same'}", *self.notes]
         return "\n".join([*lines, *([f"which release: {self.search}"] if self.search else [])])
 
@@ -127,10 +115,8 @@ def compare(
     device: str = "cpu",
     clock: float | None = None,
 ) -> Compared:
-    """The cases `asked`, by default `cases`, in both environments, each in `clock` seconds.
-
-    EnvironmentUnusable when one of the environments cannot be made, imported or run, or nothing was compared.
-    """
+    """The cases `asked`, by default `cases`, in both environments, each in `clock` seconds. EnvironmentUnusable when
+    one of the environments cannot be made, imported or run, or nothing was compared."""
     parsed = [parse_all(one) for one in specs]
     if parsed[0] == parsed[1]:
         raise UsageError(f"compare: both sides are {', '.join(map(str, parsed[0]))}; name two")
@@ -143,17 +129,18 @@ def compare(
     with ThreadPoolExecutor(2) as pool:  # the two environments are processes
         one, two = pool.map(shown, (before, after))
     moved = differences(side(one.rows, asked), side(two.rows, asked))
-    notes = _settings_moved(one.config, two.config)
+    changed, gone, new = [], [], []
+    for name in one.config | two.config:
+        if name not in two.config:
+            gone.append(name)
+        elif name not in one.config:
+            new.append(f"{name}={two.config[name]!r}")
+        elif one.config[name] != two.config[name]:
+            changed.append(f"{name} {one.config[name]!r} -> {two.config[name]!r}")
+    kinds = {"defaults changed": changed, "settings gone": gone, "settings new": new}
+    notes = [f"GRPOConfig, {kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
     found = Compared(package, (before, after), len(asked), (one.rows, two.rows), moved, notes)
     if not all(found.judged):
         said = " and ".join(map(str, found.judged))
         raise EnvironmentUnusable(f"compare: {said} judged quantities, nothing to compare")
     return found
-
-
-def _settings_moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Fields of GRPOConfig that came, went or have another default."""
-    changed = [f"{n} {before[n]!r} -> {after[n]!r}" for n in before if n in after and before[n] != after[n]]
-    gone, new = [n for n in before if n not in after], [f"{n}={v!r}" for n, v in after.items() if n not in before]
-    kinds = (("defaults changed", changed), ("settings gone", gone), ("settings new", new))
-    return [f"GRPOConfig, {kind}: {', '.join(names)}" for kind, names in kinds if names]

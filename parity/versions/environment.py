@@ -28,18 +28,14 @@ from parity.versions.releases import Release, parse_all
 from parity.versions.resolve import PARTNERS, RECIPES, Lock, lock
 
 _MANIFEST = Path("parity-environment.json")
-UNUSED = timedelta(days=30)
-"""Environments that nobody used for so long are removed when another one is made."""
+UNUSED = timedelta(days=30)  # environments that nobody used for so long are removed when another one is made
 _NAMED = ("unsloth-zoo", "trl", "liger-kernel", "transformers")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A usable environment. `versions`: distribution -> version, read from what is installed.
-
-    `imports`: package -> None, or why it does not import there; `before`: nothing newer was considered (ISO 8601,
-    None: no limit).
-    """
+    """A usable environment. `versions`: distribution -> version, read from what is installed. `imports`: package ->
+    None, or why it does not import there; `before`: nothing newer was considered (ISO 8601, None: no limit)."""
 
     root: Path
     versions: dict[str, str]
@@ -49,9 +45,7 @@ class Environment:
     @classmethod
     def of(cls, specs: Sequence[str | Release], hold: Sequence[str | Release] = ()) -> Environment:
         """The environment of `specs` with partners of their era, `hold` pinned outside it; made if it is not there.
-
-        UsageError for a spec that cannot be read, EnvironmentUnusable for one that cannot be resolved, made or imported.
-        """
+        UsageError for a spec that cannot be read, EnvironmentUnusable for one that cannot be had."""
         asked, held = parse_all(specs), parse_all(hold)
         if clash := {spec.package for spec in asked} & {spec.package for spec in held}:
             raise UsageError(f"{', '.join(sorted(clash))} is both asked for and held; keep one")
@@ -96,11 +90,9 @@ class Environment:
         clock: float | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command in it, `parity` importable and PYTHONPATH otherwise empty: `run(["python", "-m", "parity"])`.
-
         Its scripts come first on PATH. `settings` are added to the process environment, `stdin` is what it reads.
         Nothing is checked: the caller reads `returncode`. `cpu_limit`: seconds of CPU time, of it and its children
-        together; LimitExceeded beyond them, or after `clock` seconds, by default `child.BACKSTOP` times as many.
-        """
+        together; LimitExceeded beyond them, or after `clock` seconds, by default `child.BACKSTOP` times as many."""
         how: dict[str, Any] = {"env": self._variables(settings), "cwd": cwd, "errors": "replace"}
         with self._claimed():
             if cpu_limit is None:
@@ -141,10 +133,8 @@ def listing() -> list[Environment]:
 
 
 def prune(unused: timedelta = UNUSED) -> None:
-    """Removes environments unused for so long, and left-overs of killed builds; one that is in use stays, and what is none.
-
-    Locks are kept: they are small, and with uv's cache they bring an environment back without a network.
-    """
+    """Removes environments unused for so long, and left-overs of killed builds; one that is in use stays, and what is
+    none. Locks are kept: they are small, and with uv's cache they bring an environment back without a network."""
     root, oldest = environments_root(), time.time() - unused.total_seconds()
     for left in root.glob(f"{build.TRASH}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -156,7 +146,9 @@ def prune(unused: timedelta = UNUSED) -> None:
 
 
 def _find_or_make(locked: Lock) -> Environment:
-    root = environments_root() / _name(locked)
+    pins = locked.pins
+    shown = [f"{name.removesuffix('-kernel')}-{pins[name]}" for name in _NAMED if name in pins]
+    root = environments_root() / "-".join([*shown, locked.digest])
     # Shared first: others may be running in it for minutes.
     with build.claim(root, shared=True):
         made = _whole(root, locked)
@@ -165,7 +157,7 @@ def _find_or_make(locked: Lock) -> Environment:
         with build.claim(root):
             made = _whole(root, locked)
             if made is None:
-                build.build(root, locked, _settings(locked.pins), _MANIFEST)
+                build.build(root, locked, _settings(pins), _MANIFEST)
                 made = _read(root)
     if made is None:
         raise EnvironmentUnusable(f"environment {root.name} vanished while it was made; try again")
@@ -178,12 +170,6 @@ def _whole(root: Path, locked: Lock) -> Environment | None:
     made = _read(root) if (root / "bin" / "python").exists() else None
     whole = made and made.versions.items() >= locked.pins.items() and made.versions.keys() >= {*locked.linked}
     return made if whole else None
-
-
-def _name(locked: Lock) -> str:
-    pins = locked.pins
-    shown = [f"{name.removesuffix('-kernel')}-{pins[name]}" for name in _NAMED if name in pins]
-    return "-".join([*shown, locked.digest])
 
 
 def _settings(names: Iterable[str]) -> dict[str, str]:
@@ -208,14 +194,10 @@ def _harness() -> Path:
     names = importlib.metadata.packages_distributions().get(package.name, [])
     shown = cache_root() / "harness" / hashlib.sha256(str(package).encode()).hexdigest()[:12]
     shown.mkdir(parents=True, exist_ok=True)
-    for target in (package, *(_metadata_folder(name) for name in names)):
+    files = [file for name in names for file in importlib.metadata.distribution(name).files or ()]
+    for target in (package, *(Path(str(file.locate())).parent for file in files if file.name == "METADATA")):
         link = shown / target.name
         if not link.is_symlink():
             with contextlib.suppress(FileExistsError):
                 link.symlink_to(target)
     return shown
-
-
-def _metadata_folder(name: str) -> Path:
-    files = importlib.metadata.distribution(name).files or ()
-    return next(Path(str(file.locate())).parent for file in files if file.name == "METADATA")

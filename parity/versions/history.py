@@ -14,8 +14,6 @@ A record is a TOML file in cases/history/ beside the frozen case that shows the 
     moves           settings of the frozen case without which it would not show; `--recall` tells records apart by them
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,10 +31,9 @@ from parity.errors import UsageError
 from parity.results.report import measured
 from parity.results.report.wording import ratio
 from parity.versions.bisect import Measurement
-from parity.versions.case_check import CaseCheck
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
-from parity.versions.look import rows
+from parity.versions.look import CaseCheck, rows
 
 _Text = Annotated[str, Meta(min_length=1, pattern=r"^\S")]
 _Texts = Annotated[tuple[_Text, ...], Meta(min_length=1)]
@@ -96,11 +93,7 @@ def folder() -> Path:
 
 
 def load(ids: Sequence[str] = ()) -> list[Record]:
-    """The records, or the named ones, by id.
-
-    Raises:
-        UsageError: for a record that cannot be read, or an id that does not exist, naming the choices.
-    """
+    """The records, or the named ones. Raises UsageError for one that cannot be read, or does not exist."""
     found = {path.stem: path for path in sorted(folder().glob("*.toml"))}
     for name in ids:
         if name not in found:
@@ -111,9 +104,8 @@ def load(ids: Sequence[str] = ()) -> list[Record]:
 def _read(path: Path) -> Record:
     raw = toml_of(text_of(path, "record"), str(path), "record")
     found: Record = convert(Record, raw | {"path": str(path)}, str(path))
-    settings = found.check.case.settings
-    if unmoved := [name for name in found.moves if name not in settings]:
-        raise UsageError(f"{path}: moves names {', '.join(unmoved)}, which its frozen case leaves at default")
+    if unmoved := set(found.moves) - found.check.case.settings.keys():
+        raise UsageError(f"{path}: moves names {', '.join(sorted(unmoved))}, which its frozen case leaves at default")
     return found
 
 

@@ -1,15 +1,14 @@
-"""Run cases inside an environment and return result rows, for history, its recall, bisect and compare.
+"""Run cases inside an environment and return result rows, or the answer of one case, for history, its recall, bisect and compare.
 
 `python -m parity.versions.look` reads a plan (JSON) from its standard input and prints one row a line, and the defaults
 of GRPOConfig where the plan asks for them; `look` is the caller's side.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from parity import data
@@ -22,12 +21,13 @@ from parity.results.ledger import Ledger
 from parity.results.row import Row
 from parity.running.child import LimitExceeded
 from parity.sampling.capabilities import nearest
+from parity.sampling.find import followed
 from parity.upstream import trl
+from parity.versions.bisect import Measurement
 from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment
 
-CPU_LIMIT = 600.0
-"""Seconds of CPU time of a probe, its children included; on the clock `child.BACKSTOP` times as many."""
+CPU_LIMIT = 600.0  # seconds of CPU time of a probe, its children included; on the clock `child.BACKSTOP` times as many
 ROW, CONFIG = "parity-row ", "parity-config "
 
 
@@ -80,9 +80,8 @@ def look(
         for mark in (ROW, CONFIG)
     )
     try:
-        return Look(
-            [decode(Row, line, f"environment {made.name}") for line in shown], json.loads(about[0]) if config else {}
-        )
+        rows = [decode(Row, line, f"environment {made.name}") for line in shown]
+        return Look(rows, json.loads(about[0]) if config else {})
     except UsageError as error:
         raise EnvironmentUnusable(str(error)) from None
 
@@ -104,17 +103,71 @@ def main() -> int:
             if row.failing:
                 row.known = ledger.match(row, facts(case))
             print(f"\n{ROW}{json.dumps(row.to_json(), allow_nan=False)}", flush=True)
-    if plan["config"]:
-        print(f"\n{CONFIG}{json.dumps(_config(), allow_nan=False)}", flush=True)
+    if plan["config"]:  # defaults that a user may leave alone; one that is no plain value as Python writes it
+        known, plain = trl.fields(trl.class_named("GRPOConfig")), (bool, int, float, str, type(None))
+        given = {name: value for name, value in known.items() if value is not dataclasses.MISSING}
+        config = {name: value if isinstance(value, plain) else repr(value) for name, value in given.items()}
+        print(f"\n{CONFIG}{json.dumps(config, allow_nan=False)}", flush=True)
     return 0
 
 
-def _config() -> dict[str, Any]:
-    """Defaults that a user may leave alone; one that is no plain value as Python writes it."""
-    known = trl.fields(trl.class_named("GRPOConfig"))
-    given = {name: value for name, value in known.items() if value is not dataclasses.MISSING}
-    plain = (bool, int, float, str, type(None))
-    return {name: value if isinstance(value, plain) else repr(value) for name, value in given.items()}
+@dataclasses.dataclass(frozen=True)
+class CaseCheck:
+    """A case, an implementation, and which of its quantities count (patterns; by default all). `failure`: the verdict that
+    counts as wrong when a search asks."""
+
+    name: str
+    case: Case
+    implementation: str
+    quantities: tuple[str, ...] = ("*",)
+    failure: str = "disagree"
+    device: str = "cpu"
+
+    @property
+    def about(self) -> str:
+        """What is followed, on one line."""
+        only = "" if self.quantities == ("*",) else f", {', '.join(self.quantities)}"
+        where = "" if self.device == "cpu" else f", on {self.device}"
+        return f"{self.name}, {self.implementation}{only}{where}"
+
+    def measure(self, made: Environment) -> Measurement:
+        """The answer of `judged` in an environment; EnvironmentUnusable when the process dies there."""
+        return self.judged(rows(made, [self.case], [self.implementation], self.device))
+
+    def judged(self, found: Iterable[Row]) -> Measurement:
+        """`answer`, with this check's own failure read as a disagreement."""
+        answer = self.answer(found)
+        return dataclasses.replace(answer, verdict="disagree") if answer.verdict == self.failure else answer
+
+    def answer(self, found: Iterable[Row]) -> Measurement:
+        """agree when every quantity that counts agrees, disagree with the greatest headroom when one does not. A
+        verdict about the whole case (refused, unsupported, crashed, …) is the answer, with its message."""
+        mine = [r for r in found if r.case == self.case.id and r.implementation == self.implementation]
+        if whole := next((r for r in mine if r.quantity is None), None):
+            return Measurement(whole.verdict, message=whole.message)
+        mine = [r for r in mine if any(fnmatchcase(str(r.quantity), p) for p in self.quantities)]
+        if not mine:
+            lacks = f"{self.implementation} hands out no {', '.join(self.quantities)}"
+            return Measurement("unsupported", message=lacks)
+        failing = [r for r in mine if r.verdict != "agree"]
+        said = [f"{r.quantity} {amount(r.value)} instead of {amount(r.value_oracle)}" for r in failing[:3]]
+        sizes = [r.headroom for r in failing or mine]
+        size = None if None in sizes else max(filter(None, sizes), default=0.0)
+        return Measurement(failing[0].verdict if failing else "agree", size, message="; ".join(said))
+
+
+def amount(value: float | None) -> str:
+    """A number as reports print it."""
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def only_implementation(case: Case, named: Sequence[str], found_with: str | None) -> str:
+    """The one implementation that a search follows: named, or that the case was found with. Raises UsageError for several."""
+    chosen = followed(named, found_with, case)
+    if len(chosen) != 1:
+        had = "no implementation" if not chosen else f"{len(chosen)} implementations"
+        raise UsageError(f"case {case.id}: a search follows one, got {had}; name it with --implementation")
+    return chosen[0]
 
 
 if __name__ == "__main__":

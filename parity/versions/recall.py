@@ -6,9 +6,8 @@ to it: several failures end with one release. What the good one refuses it canno
 must answer so on both.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -27,8 +26,7 @@ from parity.versions.environment import Environment
 from parity.versions.history import Record
 from parity.versions.look import rows
 
-TRIED = 100
-"""Failing cases of a record that are looked at on the good release."""
+TRIED = 100  # failing cases of a record that are looked at on the good release
 CPU_LIMIT = 4 * 3600.0
 Sides = tuple[tuple[str, ...], tuple[str, ...]]
 
@@ -102,11 +100,8 @@ def _found(
 
 def _answering(found: Iterable[Row], record: Record, verdict: str) -> list[Case]:
     """The record's cases to which its check gives the verdict."""
-    return [
-        case
-        for case, mine in _cases(found, record)
-        if dataclasses.replace(record.check, case=case).answer(mine).verdict == verdict
-    ]
+    of = functools.partial(dataclasses.replace, record.check)
+    return [case for case, mine in _cases(found, record) if of(case=case).answer(mine).verdict == verdict]
 
 
 def _cases(found: Iterable[Row], record: Record) -> list[tuple[Case, list[Row]]]:
@@ -147,7 +142,5 @@ def table(seen: Sequence[RecordSeen], profile: str) -> str:
     ]  # fmt: skip
     lines = measured.table(["record", "implementation", "cases that fail", "found by", "why not"], cells)
     found = sum(one.first is not None for one in seen)
-    share = measured.share(found, len(seen))
-    return "\n".join(
-        [*lines, "", f"Profile {profile} finds {found} of {len(seen)} records ({share}) without the frozen cases."]
-    )
+    of = f"{found} of {len(seen)} records ({measured.share(found, len(seen))})"
+    return "\n".join([*lines, "", f"Profile {profile} finds {of} without the frozen cases."])

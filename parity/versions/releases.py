@@ -20,10 +20,8 @@ from parity.versions.client import EnvironmentUnusable, UvFailed, uv
 
 @dataclass(frozen=True)
 class Release:
-    """A released version of a package, whose name is normalised (liger_kernel -> liger-kernel).
-
-    `date`: the upload of its wheel for this Python; None where the index gives none, or was not asked.
-    """
+    """A released version of a package, whose name is normalised (liger_kernel -> liger-kernel). `date`: the upload of
+    its wheel for this Python; None where the index gives none, or was not asked."""
 
     package: str
     version: str
@@ -51,10 +49,8 @@ def parse_all(texts: Iterable[str | Release]) -> tuple[Release, ...]:
     """Reads several; UsageError when two name the same package differently."""
     found: dict[str, Release] = {}
     for one in map(parse, texts):
-        if found.setdefault(one.package, one) != one:
-            raise UsageError(
-                f"releases {str(found[one.package])!r} and {str(one)!r} are both of {one.package}; keep one"
-            )
+        if (other := found.setdefault(one.package, one)) != one:
+            raise UsageError(f"releases {str(other)!r} and {str(one)!r} are both of {one.package}; keep one")
     return tuple(found.values())
 
 
@@ -75,20 +71,14 @@ def release(package: str, version: str) -> Release:
 
 def releases(package: str, low: str | None = None, high: str | None = None) -> list[Release]:
     """Final releases from `low` to `high`, both included, oldest version first; pre-releases are left out.
-
-    EnvironmentUnusable when the package, or an end that was named, does not exist.
-    """
+    EnvironmentUnusable when the package, or an end that was named, does not exist."""
     if low is not None:
         release(package, low)
-    return _down_from(release(package, high) if high is not None else newest(package), low)
-
-
-def _down_from(newest: Release, low: str | None) -> list[Release]:
-    found = [newest]
+    found = [release(package, high) if high is not None else newest(package)]
     floor = f",>={low}" if low is not None else ""
     while low is None or Version(found[-1].version) > Version(low):
         try:
-            found.append(_newest(f"{newest.package}<{found[-1].version}{floor}"))
+            found.append(_newest(f"{found[0].package}<{found[-1].version}{floor}"))
         except UvFailed as failure:
             # uv's way of saying that the list is exhausted; a failing network must not look like a short list.
             if "No solution found" in str(failure) and "network was disabled" not in str(failure):

@@ -50,19 +50,15 @@ class Installation:
 RECIPES = {
     # Its dependencies name a GPU stack; these are the ones its losses import. It patches libraries when imported.
     "unsloth-zoo": Installation(
-        ("unsloth",),
-        ("tyro",),
-        {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ALLOW_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"},
-    ),
+        ("unsloth",), ("tyro",), {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ALLOW_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"}
+    )
 }
 
 
 @dataclass(frozen=True)
 class Lock:
     """What an environment consists of. `text`: pinned requirements, one a line; `before`: the era's end (ISO 8601).
-
-    `linked`: distributions shown from the running installation, because no index has this build of torch.
-    """
+    `linked`: distributions shown from the running installation, because no index has this build of torch."""
 
     text: str
     before: str | None
@@ -83,13 +79,14 @@ class Lock:
 
 
 def lock(specs: Sequence[Release], hold: Sequence[Release] = ()) -> Lock:
-    """The lock of `specs` and their partners of the era; `hold` pins partners without a say in the era.
-
-    The first of `LEADERS` that is asked for sets the era, else the oldest release asked for. If something asked or
-    held cannot live with that era, the rest moves, as little as it must, up to the newest of them. Kept on disk by
-    request, so that a second call needs no index; EnvironmentUnusable says why there is none.
-    """
-    request = [[str(spec) for spec in specs], [str(spec) for spec in hold], _surroundings()]
+    """The lock of `specs` and their partners of the era; `hold` pins partners without a say in the era. The first of
+    `LEADERS` that is asked for sets the era, else the oldest release asked for. If something asked or held cannot live
+    with that era, the rest moves, as little as it must, up to the newest of them. Kept on disk by request, so that a
+    second call needs no index; EnvironmentUnusable says why there is none."""
+    # What besides the request decides the resolution; a change of any of it is a new lock.
+    rules = [GRACE.days, PARTNERS, LEADERS, UNDECLARED, HARNESS, sorted(RECIPES)]
+    here = [sys.version_info[:2], platform.machine(), installed("torch"), installed("triton"), _tools(), rules]
+    request = [[str(spec) for spec in specs], [str(spec) for spec in hold], here]
     kept = cache_root() / "locks" / f"{_digest(request)}.json"
     known: Lock | None = saved(Lock, kept)
     if known is None:
@@ -123,7 +120,8 @@ def _resolve(specs: Sequence[Release], hold: Sequence[Release]) -> Lock:
             if last is None:
                 raise
             # The running torch may be years younger than the era, and so may the setuptools that it asks for.
-            return _compile(lines, last, {*exempt, *_torch_needs()}, excludes=excludes, prefer=prefer)
+            needs = {canonicalize_name(requirement.name) for requirement in _requirements("torch")}
+            return _compile(lines, last, exempt | needs, excludes=excludes, prefer=prefer)
 
     before = start
     try:
@@ -174,11 +172,8 @@ def _running_torch() -> tuple[list[str], tuple[str, ...]]:
         return pinned, ()
     except UvFailed:
         linked = tuple(name for name in ("torch", *sorted(_torch_pins())) if installed(name))
-        others = [
-            f"{requirement.name}{requirement.specifier}"
-            for requirement in _requirements("torch")
-            if canonicalize_name(requirement.name) not in linked
-        ]
+        needed = [one for one in _requirements("torch") if canonicalize_name(one.name) not in linked]
+        others = [f"{one.name}{one.specifier}" for one in needed]
         return (others if "triton" in linked else [*others, pinned[1]]), linked
 
 
@@ -194,10 +189,6 @@ def _torch_pins() -> frozenset[str]:
                 found.add(name)
                 pending.append(name)
     return frozenset(found)
-
-
-def _torch_needs() -> list[str]:
-    return [canonicalize_name(requirement.name) for requirement in _requirements("torch")]
 
 
 @functools.cache
@@ -218,12 +209,6 @@ def _requirements(name: str, *, every_extra: bool = False) -> list[Requirement]:
     except importlib.metadata.PackageNotFoundError:
         return []
     return [one for one in declared if one.marker is None or every_extra or one.marker.evaluate({"extra": ""})]
-
-
-def _surroundings() -> list[object]:
-    """What besides the request decides the resolution; a change of any of it is a new lock."""
-    rules = [GRACE.days, PARTNERS, LEADERS, UNDECLARED, HARNESS, sorted(RECIPES)]
-    return [sys.version_info[:2], platform.machine(), installed("torch"), installed("triton"), _tools(), rules]
 
 
 def _digest(content: object) -> str:

@@ -1,34 +1,35 @@
 """What changed between two sets of rows, quantity by quantity, and which side is nearer to the oracle. Pure functions."""
 
-from __future__ import annotations
-
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from parity.case.case import Case
-from parity.results.row import Row
-from parity.versions.case_check import amount
+import msgspec
 
-Side = Mapping[tuple[str, str, str | None], Row]
-"""Rows by (name of the case, implementation, quantity)."""
+from parity.case.case import Case
+from parity.errors import UsageError
+from parity.results import memory, trend
+from parity.results.report import render, wording
+from parity.results.report.findings import about_run, headroom
+from parity.results.report.summary import summarise
+from parity.results.row import Header, Row
+from parity.versions.look import amount
+
+Side = Mapping[tuple[str, str, str | None], Row]  # rows by (name of the case, implementation, quantity)
 RELATIVE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.05}
 """A value that passes its gates has moved when its norm changed by more than this share …"""
-USED = 0.5
-"""… and at least one side uses this much of its gate: less is rounding in another order."""
-TIMES = 2.0
-"""So does one whose error became so many times as large, or as small."""
+USED = 0.5  # … and at least one side uses this much of its gate: less is rounding in another order
+TIMES = 2.0  # so does one whose error became so many times as large, or as small
 _ORDER = {"agree": 0, "refused": 1, "disagree": 2, "crashed": 2, "nondeterministic": 2}
 MARKS = "+-~"
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A quantity that differs, with its rows before and after.
-
-    `quantity` is None where a side has no quantities because it refused, crashed or does not support the case; the
-    other side's row is then the worst of its quantities, or None where the implementation did not run there at all.
-    """
+    """A quantity that differs, with its rows before and after. `quantity` is None where a side has no quantities
+    because it refused, crashed or does not support the case; the other side's row is then the worst of its quantities,
+    or None where the implementation did not run there at all."""
 
     case: str
     implementation: str
@@ -111,22 +112,17 @@ def _differ(one: Row, two: Row) -> bool:
 
 def table(found: Sequence[Difference]) -> str:
     """Mark, case, implementation, quantity, before, after, ratio, by definition, and which side is nearer to it."""
-    lines: list[tuple[str, ...]] = [
-        ("", "case", "implementation", "quantity", "before", "after", "ratio", "definition", "nearer")
-    ]
+    heads = ("", "case", "implementation", "quantity", "before", "after", "ratio", "definition", "nearer")
+    lines: list[tuple[str, ...]] = [heads]
     for m in found:
-        whole = m.quantity is None
-        values = [None if whole or r is None else r.value for r in (m.before, m.after)]
+        whole, both = m.quantity is None, (m.before, m.after)
+        values = [None if whole or r is None else r.value for r in both]
         ratio = f"{values[1] / values[0]:.4g}" if values[0] and values[1] is not None else ""
-        cells = [_cell(r, whole) for r in (m.before, m.after)]
-        lines.append((m.mark, m.case, m.implementation, m.quantity or "", *cells, ratio, _definition(m), m.nearer))
+        cells = [_cell(r, whole) for r in both]
+        exact = "" if whole else next(amount(r.value_oracle) for r in both if r is not None)
+        lines.append((m.mark, m.case, m.implementation, m.quantity or "", *cells, ratio, exact, m.nearer))
     wide = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, wide, strict=True)).rstrip() for line in lines)
-
-
-def _definition(m: Difference) -> str:
-    """The oracle's value."""
-    return "" if m.quantity is None else next(amount(r.value_oracle) for r in (m.before, m.after) if r is not None)
 
 
 def _cell(row: Row | None, whole: bool) -> str:
@@ -135,3 +131,49 @@ def _cell(row: Row | None, whole: bool) -> str:
     if whole or row.gate == "protocol":
         return str(row.verdict)
     return amount(row.value) + {"agree": "", "disagree": "!"}.get(row.verdict, f" {row.verdict}")
+
+
+def comment(base: tuple[Header, list[Row]], now: tuple[Header, list[Row]]) -> str:
+    """Two results files, as they are read, as Markdown: findings that only `now` has, findings that only `base` had,
+    and error ÷ allowed before and after where a quantity of a case of both moved (`parity.versions.row_diff`). Raises
+    UsageError for runs of two profiles, or on two kinds of device, which have no cases in common."""
+    summaries = [summarise(*one) for one in (base, now)]
+    before, run = (memory.of(one, 0) for one in summaries)
+    if (before.profile, before.device) != (run.profile, run.device):
+        sides = [f"profile {one.profile} on {one.device}" for one in (before, run)]
+        raise UsageError(f"--against: {sides[0]} and {sides[1]} cannot be compared")
+    change = trend.change(run, [msgspec.structs.replace(before, id="base", started=min(before.started, run.started))])
+    then, told = ({f.key: f for f in (*one.findings, *one.known)} for one in summaries)
+    parts = [one[0].parts or [] for one in (base, now)]
+    every = [{(r.case, r.implementation, r.quantity): r for r in one[1] if not about_run(r)} for one in (base, now)]
+    both = set.intersection(*({key[:2] for key in side} for side in every))
+    common = [{key: row for key, row in side.items() if key[:2] in both} for side in every]
+    return render.filled(
+        "against.md.j2",
+        summary=summaries[1],
+        new=[told[key] for key in change.new],
+        still=len(change.still),
+        mended=[(then[key], key in change.failing) for key in change.fixed],
+        moved=_moved(differences(*common)),
+        versions=trend.version_changes(before, run),
+        spent=[sum(part.seconds for part in found) for found in parts],
+        memory=[max((part.memory for part in found), default=0) for found in parts],
+    )
+
+
+def _moved(found: Sequence[Difference]) -> list[list[str]]:
+    """A line for each quantity of an implementation, dtype and direction, with the case that shows it most clearly."""
+
+    def group(one: Difference) -> tuple[int, str, str, str]:
+        row = one.after or one.before
+        return MARKS.index(one.mark), one.implementation, row.dtype if row else "", one.quantity or ""
+
+    out = []
+    for (mark, who, dtype, quantity), its in itertools.groupby(sorted(found, key=group), group):
+        first, *more = its
+        sides = ["not run", "not run"]
+        for n, row in enumerate((first.before, first.after)):
+            if row is not None:
+                sides[n] = wording.ratio(headroom(row)) if row.judged else row.verdict
+        out.append([("worse", "better", "")[mark], who, dtype, quantity, *sides, f"{1 + len(more):,}", first.case])
+    return out

@@ -1,7 +1,5 @@
 """Bisect the releases of a package: the search, with a real index, environments and a check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,27 +20,65 @@ ENDED = {
     "unstable": "different results when repeated, so no release is blamed",
 }
 """How a search ended that found nothing."""
-SAYS = {
-    Likeness.YES: "shows the change",
-    Likeness.NO: "does not show it",
-    Likeness.UNKNOWN: "could not be judged",
-}
+SAYS = {Likeness.YES: "shows the change", Likeness.NO: "does not show it", Likeness.UNKNOWN: "could not be judged"}
 """Of a package alone."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a search ended.
+    """How a search ended. `answers`: of each release; `moved`: package -> (version before, version after) between the
+    pair; `trials`: (package, whether it alone shows the change, measured). What else: the parameters of `search`."""
 
-    `moved`: package -> (version before, version after) between the pair. `cause`: the packages of which each alone
-    shows the change, empty when nothing was found, nothing had to be tried, or only the move together shows it.
-    `text`: all of it, to paste.
-    """
-
+    package: str
+    about: str
+    find: Find
+    held: Sequence[Release]
+    reproduce: str
     found: SearchResult[str]
+    answers: dict[str, Measurement]
     moved: dict[str, tuple[str, str]]
-    cause: tuple[str, ...]
-    text: str
+    trials: list[tuple[str, Likeness, Measurement]]
+
+    @property
+    def cause(self) -> tuple[str, ...]:
+        """The packages of which each alone shows the change, empty where nothing had to be tried, or only all together do."""
+        return tuple(name for name, answer, _ in self.trials if answer is Likeness.YES)
+
+    @property
+    def text(self) -> str:
+        """All of it, to paste."""
+        package, found, answers, moved = self.package, self.found, self.answers, self.moved
+        low, high = answers[found.low], answers[found.high]
+        if found.outcome != "found":
+            ends = f"{package} {found.low}: {_told(low)}; {package} {found.high}: {_told(high)}"
+            if found.outcome == "unstable":
+                again = [f"{at} {made.verdict}" for at, made in found.measured if at in (found.low, found.high)]
+                ends = f"{ends}; in order: {', '.join(again)}"
+            return f"{self.about}: {ENDED[found.outcome]}. {ends}"
+        change = (
+            {"broken": "broke in", "fixed": "became right in"}[self.find] if found.by == "verdict" else "changed in"
+        )
+        named = (package, "torch", "triton", *PARTNERS)
+        rows = [("", found.low, found.high), ("verdict", low.verdict, high.verdict)]
+        none = {"agree": "not finite", "disagree": "not finite"}  # of another verdict there is none
+        size, then = (none.get(m.verdict, "none") if m.headroom is None else f"{m.headroom:.3g}" for m in (low, high))
+        rows += [("headroom", size, then)]
+        rows += [(name, *pair) for name, pair in moved.items() if name in named]
+        wide = [max(len(row[column]) for row in rows) for column in range(2)]
+        by = "".join(f", with {name} {moved[name][1]}" for name in self.cause if name != package)
+        lines = [f"{self.about} {change} {package} {found.high}{by}", ""]
+        lines += [*(f"  {row[0]:{wide[0]}}  {row[1]:{wide[1]}}  {row[2]}" for row in rows), ""]
+        if beside := [name for name in moved if name not in named]:
+            lines.append(f"moved too: {', '.join(beside)}")
+        lines += [f"not judged: {package} {version}: {_told(answers[version])}" for version in found.between]
+        times = sum(version == found.low for version, _ in found.measured)
+        lines.append(f"measured: {len(answers)} releases, decided by {found.by}, the pair {times} times")
+        for name, answer, made in self.trials:
+            lines.append(f"alone: {name} {' -> '.join(moved[name])} {SAYS[answer]} ({_told(made)})")
+        if self.trials and not self.cause:
+            lines.append("no single package shows the change alone: it takes them together")
+        said = self.reproduce.format(low=f"{package}=={found.low}", high=f"{package}=={found.high}")
+        return "\n".join([*lines, f"reproduce: {said}" + "".join(f" --hold {one}" for one in self.held)])
 
 
 def search(
@@ -94,9 +130,7 @@ def search(
     pairs = {name: (low.versions.get(name, "absent"), high.versions.get(name, "absent")) for name in names}
     moved = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]} if found.outcome == "found" else {}
     trials = _trials(package, found, moved, find, lambda version, hold: measured(version, (*held, *hold)), say)
-    cause = tuple(name for name, answer, _ in trials if answer is Likeness.YES)
-    text = _text(package, about, find, found, answers, moved, trials, reproduce, held)
-    return Report(found, moved, cause, text)
+    return Report(package, about, find, held, reproduce, found, answers, moved, trials)
 
 
 def _trials(
@@ -127,11 +161,8 @@ def _trials(
 
 
 def check_ends(package: str, good: str, bad: str, find: Find) -> None:
-    """Refuses ends between which there is nothing to search, before anything is measured.
-
-    Raises:
-        UsageError: an end is no version, both are the same, or they are in the wrong order for `find`.
-    """
+    """Refuses ends between which there is nothing to search, before anything is measured. Raises UsageError: an end is
+    no version, both are the same, or they are in the wrong order for `find`."""
     ends = []
     for label, text in (("good", good), ("bad", bad)):
         try:
@@ -141,56 +172,12 @@ def check_ends(package: str, good: str, bad: str, find: Find) -> None:
     if ends[0] == ends[1]:
         raise UsageError(f"--good and --bad are both {package} {good}; name two releases")
     if (ends[0] < ends[1]) != (find == "broken"):
-        hint = (
-            "for when it became right add --find fixed" if find == "broken" else "for when it broke drop --find fixed"
-        )
-        order = "older" if find == "broken" else "newer"
+        order, hint = ("newer", "for when it broke drop --find fixed")
+        if find == "broken":
+            order, hint = ("older", "for when it became right add --find fixed")
         raise UsageError(f"--good {good} is not the {order} end (--bad {bad}): swap them, or {hint}")
 
 
 def _told(made: Measurement) -> str:
     headroom = "" if made.headroom is None else f", headroom {made.headroom:.3g}"
     return f"{made.verdict}{headroom}" + (f": {made.message}" if made.message else "")
-
-
-def _text(
-    package: str,
-    about: str,
-    find: Find,
-    found: SearchResult[str],
-    answers: dict[str, Measurement],
-    moved: dict[str, tuple[str, str]],
-    trials: list[tuple[str, Likeness, Measurement]],
-    reproduce: str,
-    held: Sequence[Release],
-) -> str:
-    low, high = answers[found.low], answers[found.high]
-    if found.outcome != "found":
-        ends = f"{package} {found.low}: {_told(low)}; {package} {found.high}: {_told(high)}"
-        if found.outcome == "unstable":
-            again = [f"{at} {made.verdict}" for at, made in found.measured if at in (found.low, found.high)]
-            ends = f"{ends}; in order: {', '.join(again)}"
-        return f"{about}: {ENDED[found.outcome]}. {ends}"
-    change = {"broken": "broke in", "fixed": "became right in"}[find] if found.by == "verdict" else "changed in"
-    named = (package, "torch", "triton", *PARTNERS)
-    rows = [("", found.low, found.high), ("verdict", low.verdict, high.verdict)]
-    none = {"agree": "not finite", "disagree": "not finite"}  # of another verdict there is none
-    size, then = (none.get(m.verdict, "none") if m.headroom is None else f"{m.headroom:.3g}" for m in (low, high))
-    rows += [("headroom", size, then)]
-    rows += [(name, *pair) for name, pair in moved.items() if name in named]
-    wide = [max(len(row[column]) for row in rows) for column in range(2)]
-    alone = [name for name, answer, _ in trials if answer is Likeness.YES]
-    by = "".join(f", with {name} {moved[name][1]}" for name in alone if name != package)
-    lines = [f"{about} {change} {package} {found.high}{by}", ""]
-    lines += [*(f"  {row[0]:{wide[0]}}  {row[1]:{wide[1]}}  {row[2]}" for row in rows), ""]
-    if beside := [name for name in moved if name not in named]:
-        lines.append(f"moved too: {', '.join(beside)}")
-    lines += [f"not judged: {package} {version}: {_told(answers[version])}" for version in found.between]
-    times = sum(version == found.low for version, _ in found.measured)
-    lines.append(f"measured: {len(answers)} releases, decided by {found.by}, the pair {times} times")
-    for name, answer, made in trials:
-        lines.append(f"alone: {name} {' -> '.join(moved[name])} {SAYS[answer]} ({_told(made)})")
-    if trials and not alone:
-        lines.append("no single package shows the change alone: it takes them together")
-    said = reproduce.format(low=f"{package}=={found.low}", high=f"{package}=={found.high}")
-    return "\n".join([*lines, f"reproduce: {said}" + "".join(f" --hold {one}" for one in held)])

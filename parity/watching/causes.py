@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.rollouts.trainer_scores import kept_mass
+from parity.rollouts.judge import kept_mass
 from parity.watching.own import FARTHEST, LIMIT, Own, Rows, Scores, innermost
 
 REDUCED = 0.35

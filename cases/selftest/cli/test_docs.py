@@ -105,10 +105,7 @@ def test_the_checks_see_what_is_broken():
     assert list(broken_paths("parity.registry.no_such_function")) == ["parity.registry.no_such_function"]
     assert list(
         broken_links(page, "[a](nowhere.md) [b](glossary.md) [c](glossary.md#no-heading) [d](https://x.org)")
-    ) == [
-        "nowhere.md",
-        "glossary.md#no-heading",
-    ]
+    ) == ["nowhere.md", "glossary.md#no-heading"]
 
 
 def test_every_target_of_the_makefile_is_written_once():

@@ -18,7 +18,7 @@ from parity.results import memory
 from parity.results.ledger import Ledger
 from parity.results.report.stack import Stack
 from parity.running import run as running
-from parity.running.events import Judged, ShardDone
+from parity.running.plan import Judged, ShardDone
 
 
 @pytest.mark.parametrize("words", [[], ["ledger"], ["rollouts"]])

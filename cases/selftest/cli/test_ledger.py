@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from cases.selftest.nightly.test_action import WRONG
 from parity.case.case import Frozen
 from parity.cli.commands import main
-from parity.results.header import Last
 from parity.results.ledger import Ledger
 from parity.results.report.rows import read, rewrite, writer
+from parity.results.row import Last
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,14 @@
 """Every line that a run prints to be pasted works, where its results and reports are elsewhere too."""
 
 import html
-import inspect
 import json
 import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
-
-import parity
-from parity.running.plan import Options
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "rms_norm.py"
 
@@ -72,7 +67,3 @@ def test_a_file_is_replayed_by_the_line_that_replay_prints(tmp_path):
 def test_an_unknown_case_is_one_short_line(name, said):
     told = done("replay", name).stderr
     assert said in told and len(told) < 220
-
-
-def test_parity_run_has_the_parameters_of_a_run():
-    assert list(inspect.signature(parity.run).parameters) == [field.name for field in fields(Options)]

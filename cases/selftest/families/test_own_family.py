@@ -18,7 +18,7 @@ from parity import registry
 from parity.case.case import Case
 from parity.cli.commands import main
 from parity.errors import UsageError
-from parity.registry import loss_families, resolved
+from parity.registry import resolved
 from parity.results.report.rows import read
 from parity.versions import compare, look
 from parity.versions.environment import Environment
@@ -107,24 +107,6 @@ def environment(root: Path) -> Environment:
     (packages,) = root.glob("lib/python*/site-packages")
     (packages / "all.pth").write_text(os.path.dirname(os.path.dirname(pytest.__file__)))
     return Environment(root, {}, {}, None)
-
-
-def test_a_package_brings_a_family_along_as_an_entry_point(tmp_path, monkeypatch):
-    text = Path(FILE).read_text().replace('"rms_norm", SETTINGS', '"packaged", SETTINGS')
-    (tmp_path / "packaged_family.py").write_text(text.replace("FAMILY = add_family(", "FAMILY = ("))
-    (tmp_path / "packaged_family-1.dist-info").mkdir()
-    (tmp_path / "packaged_family-1.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: packaged\nVersion: 1"
-    )
-    points = "[parity.families]\npackaged = packaged_family:FAMILY\n"
-    (tmp_path / "packaged_family-1.dist-info" / "entry_points.txt").write_text(points)
-    monkeypatch.syspath_prepend(tmp_path)
-    registry._installed.cache_clear()
-    try:
-        assert "packaged" in loss_families()
-    finally:
-        registry._ADDED.pop("packaged", None)
-        registry._installed.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from cases.selftest.nightly.nights import page_of, yesterday
 from parity.cli.commands import main
 from parity.errors import UsageError
-from parity.nightly import journal, night, proof, steps
+from parity.nightly import journal, night, steps
 from parity.running import run as running
 from parity.running import supervisor
 
@@ -105,7 +105,7 @@ def test_a_night_without_proof_of_life_or_whose_file_is_lost_alarms(played, tmp_
     last.write_bytes(b"")
     code, title = told(tmp_path)
     assert code == 3 and "is not there or unreadable" in title
-    blind = proof.Proof("policy", "cpu", caught=False, cases=120, innocent=True)
+    blind = night.Proof("policy", "cpu", caught=False, cases=120, innocent=True)
     monkeypatch.setattr(night, "proof", lambda *_: [blind])
     monkeypatch.setattr(night.running, "execute", lambda *_: pytest.fail("the run began all the same"))
     assert run()[0] == 3

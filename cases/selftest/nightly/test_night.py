@@ -14,16 +14,16 @@ from cases.selftest.nightly.nights import yesterday
 from parity.cli.commands import main
 from parity.cli.options import seconds as seconds_of
 from parity.errors import UsageError
-from parity.nightly import night, proof, steps
+from parity.nightly import night, steps
 from parity.results import memory
 from parity.results.report.rows import read
 from parity.running import supervisor
-from parity.running.events import ShardDone
+from parity.running.plan import ShardDone
 
 
 def test_a_planted_mistake_is_caught_in_every_family():
-    found = proof.proof("cpu", 3)
-    assert [p.family for p in found] == list(proof.NAMES)
+    found = night.proof("cpu", 3)
+    assert [p.family for p in found] == list(night.NAMES)
     assert all(p.holds for p in found), [str(p) for p in found]
 
 

@@ -11,8 +11,8 @@ import pytest
 from cases.selftest.results.runs import row
 from parity.nightly import steps
 from parity.process import Terminated
-from parity.results.header import About, Header
 from parity.results.report.rows import writer
+from parity.results.row import About, Header
 
 
 def test_a_step_ends_with_its_time(tmp_path, monkeypatch):

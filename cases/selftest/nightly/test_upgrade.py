@@ -154,11 +154,7 @@ def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeyp
         (lambda case: RIGHT, SAFE, "nothing moved"),
         (lambda case: WRONG if case.dtype == "bf16" else RIGHT, NOT_SAFE, "3 quantities are wrong with exactly these"),
         (lambda case: NOT_THERE if case.dtype == "bf16" else RIGHT, UNKNOWN, "3 of 6 quantities with exactly these"),
-        (
-            lambda case: NOT_THERE if case.settings["beta"] != 0.04 else RIGHT,
-            CHANGED,
-            "2 judged before and not there",
-        ),
+        (lambda case: NOT_THERE if case.settings["beta"] != 0.04 else RIGHT, CHANGED, "2 judged before and not there"),
     ],
     ids=["the same", "wrong in bf16", "bf16 not judged", "neighbours not judged"],
 )

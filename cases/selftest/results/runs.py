@@ -4,9 +4,8 @@ import datetime
 from pathlib import Path
 
 from parity.results import memory
-from parity.results.header import About, Asked, Header
 from parity.results.report.summary import summarise
-from parity.results.row import Row
+from parity.results.row import About, Asked, Header, Row
 
 START = datetime.datetime(2026, 11, 1, 1, 17, tzinfo=datetime.UTC)
 LONG = "some_library.a_fused_linear_policy_loss_with_a_name_that_does_not_fit_into_a_column_of_any_kind"

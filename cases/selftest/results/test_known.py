@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from cases.selftest.results.runs import ABOUT
 from parity import data
 from parity.cli.commands import main
-from parity.results.header import About, Asked
 from parity.results.ledger import SEVERITIES, Ledger
 from parity.results.report.render import ledger_page
 from parity.results.report.stack import Stack, is_mended, releases
+from parity.results.row import About, Asked
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE, MENDED = DOCS / "findings.md", DOCS / "measured" / "findings-mended.md"

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from cases.selftest.results.runs import BAD, GOOD, START, about, changed, keep, night, row
 from parity.results import memory, notify, trend
-from parity.results.header import About, End, Header
 from parity.results.report.summary import summarise
+from parity.results.row import About, End, Header
 
 
 def test_a_run_is_read_as_it_was_kept(tmp_path):

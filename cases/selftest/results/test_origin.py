@@ -10,9 +10,9 @@ from rich.console import Console
 
 from parity.implementations.implementation import Implementation, origin
 from parity.registry import loss_family, run_case
-from parity.results.header import About, Header
 from parity.results.report import render
 from parity.results.report.summary import summarise
+from parity.results.row import About, Header
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ from msgspec import UNSET, convert
 from msgspec.structs import fields, replace
 
 from parity.errors import UsageError
-from parity.results.header import About, Header
 from parity.results.report.rows import read, writer
-from parity.results.row import Row
+from parity.results.row import About, Header, Row
 
 PAGE = Path(__file__).parents[3] / "docs" / "results.md"
 HEADER = Header(run="r1", header=About(seed=3))
@@ -92,13 +91,7 @@ def test_a_case_is_written_once_and_a_comparison_has_its_quantities_within(tmp_p
     path = tmp_path / "results.ndjson"
     write(path, HEADER, *(replace(ROW, implementation=i, quantity=q) for i in ("a", "b") for q in ("loss", "kl")))
     case, *comparisons = [json.loads(line) for line in path.read_text().splitlines()[1:]]
-    assert case == {
-        "case": "policy-1",
-        "family": "policy",
-        "dtype": "fp32",
-        "device": "cpu",
-        "settings": {"B": 1},
-    }
+    assert case == {"case": "policy-1", "family": "policy", "dtype": "fp32", "device": "cpu", "settings": {"B": 1}}
     assert [(c["implementation"], [q["quantity"] for q in c["quantities"]]) for c in comparisons] == [
         ("a", ["loss", "kl"]),
         ("b", ["loss", "kl"]),
@@ -163,7 +156,7 @@ def test_a_new_run_replaces_the_file(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), [0.0, float("-inf")], {"norm": float("nan")}])
 def test_no_nan_and_no_infinity(tmp_path, value):
     path = tmp_path / "results.ndjson"
-    with pytest.raises(ValueError, match=r"policy-1 lib\.loss loss: gates is not strict JSON"):
+    with pytest.raises(ValueError, match=r"policy-1 lib\.loss loss is not strict JSON"):
         write(path, HEADER, replace(ROW, gates=value))
     assert read(path) == (HEADER, []), "and the file stays readable"
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from msgspec.structs import fields
 
-from parity.results.header import About, End, Header
-from parity.results.row import DECLINED, FAILING, JUDGED, STOPPED, VERDICTS, Row
+from parity.results.row import DECLINED, FAILING, JUDGED, STOPPED, VERDICTS, About, End, Header, Row
 
 PAGE = Path(__file__).parents[3] / "docs" / "results.md"
 INNER = {"interrupted", "parts", "asked", "plan", "seconds"}

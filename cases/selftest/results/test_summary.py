@@ -136,10 +136,7 @@ def test_the_smallest_case_speaks():
     )
     assert s.findings[0].lead.case == "small"
     assert s.findings[0].cases == 3
-    s = summary(
-        row("small", verdict="disagree"),
-        row("big", verdict="disagree", settings={"V": 99}, minimised=True),
-    )
+    s = summary(row("small", verdict="disagree"), row("big", verdict="disagree", settings={"V": 99}, minimised=True))
     assert s.findings[0].lead.case == "big", "a minimised case comes with its file"
 
 
@@ -156,29 +153,9 @@ ALONE = "; whose fault is not known: no reference ran this case"
 def test_one_cause_is_one_finding_whatever_pass_it_ended_and_whoever_ran_beside_it():
     """Three findings were made of it, and the smallest case said that nobody is to blame."""
     s = summary(
-        row(
-            "a",
-            None,
-            "crashed",
-            message=f"{DIED}, in its forward pass{ALONE}",
-            settings={"V": 2},
-        ),
-        row(
-            "b",
-            None,
-            "crashed",
-            message=f"{DIED}, in its backward pass",
-            settings={"V": 9},
-            blame="candidate",
-        ),
-        row(
-            "c",
-            None,
-            "crashed",
-            message=f"{DIED}, in its forward pass",
-            settings={"V": 8},
-            blame="candidate",
-        ),
+        row("a", None, "crashed", message=f"{DIED}, in its forward pass{ALONE}", settings={"V": 2}),
+        row("b", None, "crashed", message=f"{DIED}, in its backward pass", settings={"V": 9}, blame="candidate"),
+        row("c", None, "crashed", message=f"{DIED}, in its forward pass", settings={"V": 8}, blame="candidate"),
         row("d", None, "crashed", message="the process ended (exit code 7), in its forward pass", blame="candidate"),
     )
     finding = next(f for f in s.findings if f.cases == 3)

@@ -38,10 +38,7 @@ def test_what_was_not_compared_is_not_mended(past, tmp_path):
 
 
 def test_runs_with_the_same_versions_are_one_release(past):
-    assert [(len(runs), moved) for runs, moved in trend.releases(past)] == [
-        (1, {}),
-        (3, {"trl": ("1.16.0", "1.17.0")}),
-    ]
+    assert [(len(runs), moved) for runs, moved in trend.releases(past)] == [(1, {}), (3, {"trl": ("1.16.0", "1.17.0")})]
 
 
 def test_the_page(past, tmp_path):

@@ -7,8 +7,7 @@ import torch
 
 from parity.judge.values import normal
 from parity.recording import Recording
-from parity.rollouts.judge import without_softcap
-from parity.rollouts.trainer_scores import Trainer
+from parity.rollouts.judge import Trainer, without_softcap
 
 Made = tuple[Recording, Trainer, str]
 """Recording, trainer and definition with the fault."""

@@ -15,14 +15,12 @@ from msgspec.structs import replace
 
 from parity.cli.commands import main
 from parity.errors import UsageError
-from parity.results.header import About, End, Header, Last, Part, Parted
 from parity.results.report import render
 from parity.results.report.rows import read, writer
 from parity.results.report.summary import summarise
-from parity.results.row import Row
+from parity.results.row import About, End, Header, Last, Part, Parted, Row
 from parity.running import run as running
-from parity.running.events import At, Judged
-from parity.running.plan import Shard
+from parity.running.plan import At, Judged, Shard
 
 ABOUT = About(device="cpu", profile="quick", seed=1, ends=True)
 HEADER = Header(run="aa", header=ABOUT)

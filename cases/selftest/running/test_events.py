@@ -12,8 +12,19 @@ from parity.decoding import decode
 from parity.errors import UsageError
 from parity.results.row import Row
 from parity.running import supervisor
-from parity.running.events import At, Checked, Confirmed, Event, Importing, Judged, Lost, Retired, ShardDone, Started
-from parity.running.plan import Shard
+from parity.running.plan import (
+    At,
+    Checked,
+    Confirmed,
+    Event,
+    Importing,
+    Judged,
+    Lost,
+    Retired,
+    Shard,
+    ShardDone,
+    Started,
+)
 from parity.running.shard_queue import ShardQueue
 
 ROW = Row(case="c", family="f", implementation="i", dtype="fp32", device="cpu", verdict="agree", settings={"B": 1})

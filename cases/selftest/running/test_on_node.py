@@ -11,11 +11,10 @@ from cases.selftest.running import test_resume
 from parity.cli.commands import main
 from parity.decoding import decode
 from parity.errors import UsageError
-from parity.results.header import Header
+from parity.results.row import Header
 from parity.running import nodes, supervisor
-from parity.running.events import Judged, ShardDone
 from parity.running.nodes import Nodes
-from parity.running.plan import Options, Shard
+from parity.running.plan import Judged, Options, Shard, ShardDone
 from parity.running.provenance import header
 from parity.running.state import differs
 

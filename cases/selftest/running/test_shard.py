@@ -17,15 +17,14 @@ from parity.judge.escalation import CONFIRMATION
 from parity.protocol.call import SECONDS
 from parity.registry import from_file, load, select
 from parity.results import recorded
-from parity.results.header import About, Header
 from parity.results.ledger import Ledger
 from parity.results.ledger_edit import toml
 from parity.results.report.summary import summarise
+from parity.results.row import About, Header
 from parity.running import shard as shard_module
-from parity.running.events import At, Checked, Confirmed, Judged, Started
 from parity.running.findings import Findings
 from parity.running.outcome import judge_run
-from parity.running.plan import Options, Shard
+from parity.running.plan import At, Checked, Confirmed, Judged, Options, Shard, Started
 from parity.running.shard import Session
 
 KERNELS = "fixtures/kernels.py"
@@ -378,7 +377,7 @@ def test_what_a_loss_clearly_shows_again_takes_few_replicas(tmp_path, monkeypatc
         return [wrong if i is one else replace(row, implementation=i.id, verdict="agree") for i in chosen]
 
     monkeypatch.setattr(shard_module, "run_case", run_case)
-    monkeypatch.setattr(Session, "_known", lambda *_: "one" if known else None)
+    monkeypatch.setattr(Session, "_mark", lambda _, row, *more: setattr(row, "known", "one" if known else None))
     own.frozen = {"mine.json": Frozen(case)}
     own.run(Shard(family="logprobs", kind=kind, count=1, of=1, seed=1))
     first = [one.id, "right", "reference"], CONFIRMATION

@@ -18,8 +18,7 @@ from parity.decoding import save_json
 from parity.process import SCRATCH, scratch_folder
 from parity.results.ledger_edit import toml
 from parity.running import shard_queue, supervisor
-from parity.running.events import Event, Judged, Lost, ShardDone, Started
-from parity.running.plan import Shard, Sought
+from parity.running.plan import Event, Judged, Lost, Shard, ShardDone, Sought, Started
 from parity.running.shard_queue import ShardQueue
 
 pytestmark = pytest.mark.usefixtures("warm_workers")

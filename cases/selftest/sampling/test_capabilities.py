@@ -15,8 +15,7 @@ from parity.protocol.call import execute
 from parity.registry import load, loss_families, loss_family, oracle_of, run_case, select
 from parity.results.ledger import Ledger
 from parity.running import shard as shard_module
-from parity.running.events import Judged
-from parity.running.plan import DTYPES, Options, Shard, planned
+from parity.running.plan import DTYPES, Judged, Options, Shard, planned
 from parity.running.shard import Session
 from parity.sampling.capabilities import besides, nearest, refusal
 

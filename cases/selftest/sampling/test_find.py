@@ -5,9 +5,8 @@ from msgspec import convert
 
 from parity.case.case import Case
 from parity.errors import UsageError
-from parity.results.header import About, Header
 from parity.results.report.rows import writer
-from parity.results.row import Row
+from parity.results.row import About, Header, Row
 from parity.sampling.find import find
 
 CASE = Case("logprobs", 3, "bf16", {"V": 5})

@@ -188,10 +188,7 @@ def test_what_does_not_fit_is_refused_in_one_line(captured, tmp_path):
         policy.build(Case.load(moved / "case.json"))
     shutil.copy(tensors, moved)
     assert Case.load(moved / "case.json").id == case.id  # what is in it counts, not where it lies
-    for settings, said in (
-        ({"B": 2}, "B is 3 in these"),
-        (dict(case.settings) | {"old": "mixed"}, "old is"),
-    ):
+    for settings, said in (({"B": 2}, "B is 3 in these"), (dict(case.settings) | {"old": "mixed"}, "old is")):
         with pytest.raises(UsageError, match=said):
             policy.build(Case.load(edited(moved / "case.json", settings=settings)))
     with pytest.raises(UsageError, match="belong together"):
@@ -211,9 +208,6 @@ def test_a_trainer_that_is_not_known_and_a_batch_without_value_are_refused(tmp_p
         pass
     given = batch()
     given["hidden"] = torch.full_like(given["hidden"], torch.nan)
-    with (
-        pytest.raises(UsageError, match="not finite"),
-        parity.capture(policy_loss, to=tmp_path / "a.json") as loss,
-    ):
+    with pytest.raises(UsageError, match="not finite"), parity.capture(policy_loss, to=tmp_path / "a.json") as loss:
         loss(**given)
     assert list(tmp_path.iterdir()) == []

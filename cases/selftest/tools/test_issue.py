@@ -12,9 +12,8 @@ from parity import data
 from parity.case.case import Case
 from parity.registry import load, resolved, run_case, select
 from parity.results.ledger import Ledger
-from parity.tools import upstream
-from parity.tools.issue import written
-from parity.tools.issue.text import FAULT, Ran, issue_text, ran
+from parity.tools import issue, upstream
+from parity.tools.issue import FAULT, Ran, issue_text, ran
 from parity.tools.replay import replay
 
 BANNED = Case("logprobs", 3, "fp32", {"bias": "banned", "entropy": "gradient", "V": 9})
@@ -73,20 +72,20 @@ def test_an_entry_is_written_with_its_reason_first_and_a_patch_that_mends_it(tmp
 def test_every_entry_has_a_script_that_needs_the_libraries_alone():
     folder = ledger().folder
     for entry in ledger().entries:
-        code = written.script(folder, upstream.source(entry, ledger()))
+        code = issue.script(folder, upstream.source(entry, ledger()))
         assert code is not None, f"{entry.id} needs {folder}/scripts/{entry.id}.py"
         first, why = code.splitlines()[:2]
         assert first.startswith("# ") and any(c.isdigit() for c in first) and why.startswith("# "), entry.id
-        assert not {m for m in written.modules(code) if m == "parity" or m.startswith(written.SETUP)}, entry.id
+        assert not {m for m in issue.modules(code) if m == "parity" or m.startswith(issue.SETUP)}, entry.id
     known = {e.id for e in ledger().entries}
-    assert {f.stem for f in (folder / "scripts").glob("*.py") if not f.stem.startswith(written.SETUP)} <= known
+    assert {f.stem for f in (folder / "scripts").glob("*.py") if not f.stem.startswith(issue.SETUP)} <= known
 
 
 def test_every_patch_fits_the_installed_release():
     for entry in ledger().entries:
-        wanted = written.edits(ledger().folder, entry.id)
+        wanted = issue.edits(ledger().folder, entry.id)
         if wanted and entry.in_force():
-            assert written.diff(written.patched(wanted)).startswith("--- a/"), entry.id
+            assert issue.diff(issue.patched(wanted)).startswith("--- a/"), entry.id
 
 
 def test_replay_prints_the_report_of_an_entry_by_its_name(monkeypatch):
@@ -158,12 +157,12 @@ def test_a_script_is_made_whole_from_its_setup(tmp_path):
         "one": "# lib 1: x\n# why\nfrom setup_b import TWO\nfrom setup_a import USED\n\nprint(TWO, USED)\n",
     }.items():
         (tmp_path / "scripts" / f"{name}.py").write_text(text)
-    code = written.script(tmp_path, "one")
+    code = issue.script(tmp_path, "one")
     assert (
         code
         == "# lib 1: x\n# why\nimport os\n\nos.environ['A'] = '1'\nUSED = 1\n\nTWO = 2 * USED\n\nprint(TWO, USED)\n"
     )
-    assert written.script(tmp_path, "two") is None
+    assert issue.script(tmp_path, "two") is None
 
 
 def test_a_script_that_waits_for_a_busy_machine_is_not_wrong(monkeypatch):

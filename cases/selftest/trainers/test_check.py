@@ -11,7 +11,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported, UsageError
 from parity.judge.gates import Judgement
 from parity.registry import family, run_case, select
-from parity.running.events import Started
+from parity.running.plan import Started
 from parity.running.supervisor import lost_row
 from parity.sampling.find import find
 from parity.tools.replay import exit_code

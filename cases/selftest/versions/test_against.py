@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 from cases.selftest.results.runs import about, in_order, row
 from parity.cli.commands import main
-from parity.results.header import Part, Parted
 from parity.results.report.rows import rewrite, writer
+from parity.results.row import Part, Parted
 
 OTHER = {"implementation": "lib.other"}
 

@@ -181,7 +181,8 @@ def test_no_network_is_a_message(cache, tmp_path, monkeypatch):
 
 def test_where_no_index_has_this_torch_the_running_one_is_shown(cache, monkeypatch):
     monkeypatch.setenv("UV_FIND_LINKS", "")
-    monkeypatch.setattr(resolve, "_surroundings", lambda: ["without the wheel folder"])
+    monkeypatch.setattr(resolve, "saved", lambda *_: None)  # the kept lock is of an index with the wheel folder
+    monkeypatch.setattr(resolve, "save_json", lambda *_: None)
     monkeypatch.setattr(build, "PROBES", {"torch": "import torch; torch.ones(2).sum()"})
     if "+" not in resolve.installed("torch"):
         pytest.skip(f"torch {resolve.installed('torch')} is a build that the index has")

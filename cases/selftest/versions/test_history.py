@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from cases.selftest.results import runs
 from parity.case.case import Case
 from parity.errors import UsageError
-from parity.versions import case_check, history
+from parity.versions import history, look
 from parity.versions.bisect import Measurement
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
@@ -95,7 +95,7 @@ def row(**changed):
 
 def test_a_check_reads_only_its_own_rows():
     case = history.load(["is-ratio"])[0].check.case
-    check = case_check.CaseCheck("x", case, "i", ("grad_*",))
+    check = look.CaseCheck("x", case, "i", ("grad_*",))
     own = {"case": case.id, "implementation": "i"}
     rows = [row(**own, verdict="disagree"), row(**own, quantity="grad_weight", headroom=0.2)]
     assert (check.answer(rows).verdict, check.answer(rows).headroom) == ("agree", 0.2)

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from parity.registry import loss_family
-from parity.results.header import About, Header
 from parity.results.report.rows import writer
-from parity.results.row import Row
+from parity.results.row import About, Header, Row
 from parity.versions import history, recall
 from parity.versions.client import EnvironmentUnusable
 

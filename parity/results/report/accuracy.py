@@ -40,8 +40,8 @@ def compare(rows: Iterable[Row], ours: Sequence[str] = OURS) -> list[Comparison]
     """Each of `ours` with every peer of its family, by dtype; counts, relations and pooled slopes left out."""
     errors: dict[tuple[str, str, str], dict[tuple[str, str], dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in decided(rows):
-        where = (row.family, kind_of(row), row.dtype)
-        errors[where][row.case, row.subject][row.implementation] = error(row)
+        kind = "gradients" if row.subject.startswith("grad_") else "values"
+        errors[row.family, kind, row.dtype][row.case, row.subject][row.implementation] = error(row)
     found = []
     for (_, kind, dtype), by_case in sorted(errors.items()):
         for fix in ours:
@@ -54,15 +54,8 @@ def compare(rows: Iterable[Row], ours: Sequence[str] = OURS) -> list[Comparison]
 
 def decided(rows: Iterable[Row]) -> Iterable[Row]:
     """Rows that were held against the oracle as numbers: no counts, relations, pooled slopes, nor the protocol."""
-    apart = ("relation", "pooled", "protocol")
-    return (
-        row for row in rows if row.verdict in DECIDED and "exact" not in row.gates and not row.subject.startswith(apart)
-    )
-
-
-def kind_of(row: Row) -> str:
-    """gradients or values."""
-    return "gradients" if row.subject.startswith("grad_") else "values"
+    apart, held = ("relation", "pooled", "protocol"), (row for row in rows if row.verdict in DECIDED)
+    return (row for row in held if "exact" not in row.gates and not row.subject.startswith(apart))
 
 
 def error(row: Row) -> float:

@@ -43,10 +43,8 @@ class ImplementationCase:
 
     @cached_property
     def roots(self) -> frozenset[str]:
-        """The quantities that its failure starts in: outputs if any fails, else gradients, else relations, else the run.
-
-        A wrong value makes a wrong gradient, and either breaks the relations: only the first of these says something new.
-        """
+        """The quantities that its failure starts in: outputs if any fails, else gradients, else relations, else the run. A
+        wrong value makes a wrong gradient, and either breaks the relations."""
         tiers = collections.defaultdict[int, set[str]](set)
         for row in self.failing:
             if row.verdict not in STOPPED:

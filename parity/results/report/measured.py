@@ -9,9 +9,7 @@ from collections.abc import Iterable, Sequence
 
 def head(title: str, program: str, page: str = "") -> str:
     """The opening of a page: its title, then the command with its arguments, the file it is kept in, and the date.
-
-    `program` is what the user typed before the arguments, "parity" or "python -m parity.tools.large".
-    """
+    `program` is what the user typed before the arguments, "parity" or "python -m parity.tools.large"."""
     command = shlex.join([*shlex.split(program), *sys.argv[1:]]) + (f" > docs/measured/{page}" if page else "")
     return f"# {title}\n\nWritten by `{command}` on {datetime.date.today()}.\n"
 

@@ -10,11 +10,9 @@ from parity.results.report.findings import Finding, ImplementationCase, about_ru
 from parity.results.row import TOKENS, Row
 
 WIDTH, HEIGHT, EDGE = 180, 80, 6
-ENOUGH = 8
-"""Tokens that show where the errors are."""
+ENOUGH = 8  # tokens that show where the errors are
 _LEVELS = {sign: (n % 10, n > 9) for n, sign in enumerate(TOKENS)}
-LOWEST, HIGHEST = -2.0, 3.0
-"""Powers of ten of error ÷ allowed that a plot shows; what is outside stands at its edge."""
+LOWEST, HIGHEST = -2.0, 3.0  # powers of ten of error ÷ allowed that a plot shows; what is outside stands at its edge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +33,7 @@ def _axes(row: Row) -> dict[str, Any]:
     return {"V": s.get("V"), "T": s.get("T"), "temperature": s.get("temperature", 1.0), "logit size": spread}
 
 
-Place: TypeAlias = tuple[str, str, str]
-"""Implementation, family, device."""
+Place: TypeAlias = tuple[str, str, str]  # implementation, family, device
 
 
 def placed(cases: Iterable[ImplementationCase]) -> dict[Place, list[ImplementationCase]]:
@@ -50,9 +47,8 @@ def placed(cases: Iterable[ImplementationCase]) -> dict[Place, list[Implementati
 
 def plots(finding: Finding, cases: Mapping[Place, Sequence[ImplementationCase]]) -> list[Plot]:
     """A plot of each axis along which the cases of a finding's implementation differ, of its root quantities."""
-    judged = [
-        [r for r in c.rows if r.judged and r.subject in finding.roots] for c in cases.get(_place(finding.lead), ())
-    ]
+    found = cases.get(_place(finding.lead), ())
+    judged = [[r for r in c.rows if r.judged and r.subject in finding.roots] for c in found]
     points = [(_axes(its[0]), max(map(headroom, its)), any(r.failing for r in its)) for its in judged if its]
     return [plot for name in _axes(finding.lead) if (plot := _plot(name, points))]
 
@@ -62,9 +58,8 @@ def _place(row: Row) -> Place:
 
 
 def _plot(name: str, points: Sequence[tuple[Mapping[str, Any], float, bool]]) -> Plot | None:
-    found = [
-        (float(x), size, wrong) for axes, size, wrong in points if isinstance(x := axes[name], int | float) and x > 0
-    ]
+    placed = [(axes[name], size, wrong) for axes, size, wrong in points]
+    found = [(float(x), size, wrong) for x, size, wrong in placed if isinstance(x, int | float) and x > 0]
     low, high = min((x for x, *_ in found), default=0.0), max((x for x, *_ in found), default=0.0)
     if low == high:
         return None

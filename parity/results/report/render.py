@@ -28,10 +28,8 @@ from parity.results.report.plots import placed, plots, strips
 from parity.results.report.summary import DTYPES, Line, Summary
 from parity.results.row import STOPPED, Row
 
-LINES, WIDTH = 60, 110
-"""What a summary on the terminal may fill; wider terminals get no longer lines."""
-CHARACTERS = 60_000
-"""Of a comment: GitHub refuses 65,536."""
+LINES, WIDTH = 60, 110  # what a summary on the terminal may fill; wider terminals get no longer lines
+CHARACTERS = 60_000  # of a comment: GitHub refuses 65,536
 LIMITS = (40, 20, 12, 8, 5, 3, 2, 1, 0)
 """How many of each list are shown: the first with which the whole fits. Others are counted."""
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
@@ -56,12 +54,8 @@ IN_ORDER = Ending()
 
 def write(summary: Summary, ending: Ending) -> None:
     """The files of a run: JUnit, a comment for a pull request, the page."""
-    written = {
-        "junit.xml": junit(summary),
-        "summary.md": markdown(summary, ending),
-        "index.html": page(summary, ending),
-    }
-    for name, text in written.items():
+    texts = {"junit.xml": junit(summary), "summary.md": markdown(summary, ending), "index.html": page(summary, ending)}
+    for name, text in texts.items():
         (ending.folder / name).write_text(text, encoding="utf-8")
 
 
@@ -86,8 +80,7 @@ def markdown(summary: Summary, ending: Ending = IN_ORDER) -> str:
 
 
 def page(summary: Summary, ending: Ending = IN_ORDER) -> str:
-    """One self-contained HTML page, nothing fetched; its script filters what is complete without it. Where this run is among
-    those kept, it says what changed."""
+    """One HTML page, nothing fetched, complete without its script. Where this run is kept, it says what changed."""
     change = trend.of(summary.run, ending.past)
     before = {f.key: f for f in change.before.findings} if change and change.before else {}
     gone = {k: next(iter(findings(grouped(before[k].rows))), None) for k in change.fixed} if change and before else {}
@@ -194,12 +187,12 @@ def filled(template: str, **values: Any) -> str:
 
 
 def _fitting(template: str, fits: Callable[[str], bool], **values: Any) -> str:
-    text = ""
+    texts = [""]
     for limit in LIMITS:
-        text = filled(template, limit=limit, **values)
-        if fits(text):
+        texts.append(filled(template, limit=limit, **values))
+        if fits(texts[-1]):
             break
-    return text
+    return texts[-1]
 
 
 def _plain(value: Any) -> Any:
@@ -250,15 +243,15 @@ def _matrix(lines: Sequence[Line]) -> list[list[str]]:
     dtypes = [d for d in DTYPES if any(d in found for found in busy.values())]
     many = len({device for *_, device in busy}) > 1
 
-    def rank(key: tuple[str, str, str]) -> tuple[bool, float]:
-        fresh = [headroom(x.worst) for x in busy[key].values() if x.worst and not x.worst.known]
-        return any(x.new for x in busy[key].values()), max(fresh, default=-1.0)
+    def rank(its: dict[str, Line]) -> tuple[bool, float]:
+        fresh = [headroom(x.worst) for x in its.values() if x.worst and not x.worst.known]
+        return any(x.new for x in its.values()), max(fresh, default=-1.0)
 
     out = [["", *dtypes, "compared"]]
-    for key in sorted(busy, key=rank, reverse=True):
-        cells = [_cell(busy[key][d]) if d in busy[key] else "" for d in dtypes]
-        name = f"{key[1]} ({key[2]})" if many else key[1]
-        out.append([name, *cells, f"{sum(x.counts['compared'] for x in busy[key].values()):,}"])
+    for (_, name, device), its in sorted(busy.items(), key=lambda pair: rank(pair[1]), reverse=True):
+        cells = [_cell(its[d]) if d in its else "" for d in dtypes]
+        compared = f"{sum(x.counts['compared'] for x in its.values()):,}"
+        out.append([f"{name} ({device})" if many else name, *cells, compared])
     return out
 
 

@@ -6,53 +6,40 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from parity.decoding import convert, decode, json_of, of_schema, short
 from parity.errors import UsageError
-from parity.results.header import Header, Last, Parted
-from parity.results.row import DECLINED, SCHEMA, Row
+from parity.results.row import DECLINED, SCHEMA, Header, Last, Parted, Row
 
 Record: TypeAlias = Header | Row | Parted | Last
 OF_CASE = ("family", "dtype", "device", "seed", "settings", "features", "shard", "frozen")
 """Fields of a row that its file has once for each case."""
-OF_COMPARISON = (
-    "implementation",
-    "role",
-    "against",
-    "recipe",
-    "recipe_measured",
-    "minimised",
-    "unjudged",
-    "imported_from",
-    "replay",
-)
+OF_COMPARISON = "implementation role against recipe recipe_measured minimised unjudged imported_from replay".split()
 """And once for each implementation on a case."""
 OF_FAILING = ("recipes", "worst", "tokens", "max_abs", "allclose", "atol", "rtol", "value_reference")
 """Fields that are kept of a row that fails: reports show no others'."""
-OF_JUDGED = ("against", "recipe", "recipe_measured")
-"""Fields of a row that was not declined."""
+OF_JUDGED = ("against", "recipe", "recipe_measured")  # fields of a row that was not declined
 
 
 @contextlib.contextmanager
 def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Record], None]]:
-    """Open a results file; the function it returns writes a record, the header first. A comparison is in the file when the next
-    record is not a row of it.
-
-    Folders are made. An existing file is replaced, or with `append` continued, less a last line that was left half
-    written.
-
-    Raises:
-        UsageError: when the file cannot be written.
-        ValueError: from the function, for a row that holds NaN or an infinity (rows hold null there).
-    """
+    """Open a results file; the function it returns writes a record, the header first. A comparison is in the file when
+    the next record is not a row of it. Folders are made. An existing file is replaced, or with `append` continued, less
+    a last line that was left half written. Raises UsageError when the file cannot be written; ValueError: from the
+    function, for a row that holds NaN or an infinity (rows hold null there)."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = _opened(path, append)
+        if append:
+            with contextlib.suppress(FileNotFoundError), open(path, "r+b") as before:
+                content = before.read()
+                before.truncate(content.rfind(b"\n") + 1)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC)
+        file = os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
 
@@ -95,12 +82,8 @@ class _Comparisons:
         try:
             begin, _, quantity = _text(case), _text(comparison), _text(data)
         except ValueError as error:
-            whole = row.to_json()
-            bad = ", ".join(name for name, value in whole.items() if not _strict(value))
             who = " ".join(filter(None, [row.case, row.implementation, row.quantity]))
-            raise ValueError(
-                f"row {who}: {bad} is not strict JSON ({error}); write null for what is not finite"
-            ) from None
+            raise ValueError(f"row {who} is not strict JSON ({error}); write null for what is not finite") from None
         if begins or comparison != self._last:
             self.end()
             self._last = comparison
@@ -146,14 +129,9 @@ def _text(data: Mapping[str, Any]) -> str:
 
 
 def read(path: str | Path) -> tuple[Header, list[Row]]:
-    """The header row and all others; the header carries the run's end record under `end`, and the shards done under `parts`.
-
-    A last line that was left half written is dropped. The header has `interrupted` then, and where a run that writes an
-    end record has left none.
-
-    Raises:
-        UsageError: one line that names the file, the line number and what is wrong there.
-    """
+    """The header, which carries the run's end and the shards that are done, and all other rows. A last line that was left
+    half written is dropped; the header has `interrupted` then, and where an end is missing. Raises UsageError: one line
+    that names the file, the line number and what is wrong there."""
     path = Path(path)
     try:
         content = path.read_bytes()
@@ -172,7 +150,11 @@ def read(path: str | Path) -> tuple[Header, list[Row]]:
             lines.append(rest)
     if not lines:
         raise UsageError(f"{path}: no header row; the run that wrote it ended before it began")
-    header = _header(lines[0], f"{path} line 1")
+    first, where = json_of(lines[0], f"{path} line 1"), f"{path} line 1"
+    if not isinstance(first, dict) or not isinstance(first.get("header"), dict):
+        raise UsageError(f"{where}: expected the header row {{schema, run, header}} of a results file")
+    of_schema(first, SCHEMA, where, "a header")
+    header: Header = convert(Header, first, where)
     rows: list[Row] = []
     cases: dict[str, dict[str, Any]] = {}
     for number, line in enumerate(lines[1:], 2):
@@ -216,29 +198,3 @@ def _take(line: bytes, where: str, header: Header, rows: list[Row], cases: dict[
         rows += [convert(Row, _derived(whole | one) | whole | one, where) for one in quantities]
     else:
         cases[convert(str, data.get("case"), where)] = data
-
-
-def _header(line: bytes, where: str) -> Header:
-    data = json_of(line, where)
-    if not isinstance(data, dict) or not isinstance(data.get("header"), dict):
-        raise UsageError(f"{where}: expected the header row {{schema, run, header}} of a results file")
-    of_schema(data, SCHEMA, where, "a header")
-    found: Header = convert(Header, data, where)
-    return found
-
-
-def _opened(path: Path, append: bool) -> BinaryIO:
-    if append:
-        with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
-            content = file.read()
-            file.truncate(content.rfind(b"\n") + 1)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC)
-    return os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
-
-
-def _strict(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True

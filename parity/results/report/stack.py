@@ -4,24 +4,22 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from parity.errors import UsageError
 from parity.process import installed
-from parity.results.header import About
 from parity.results.ledger import SEVERITIES, Entry, Ledger
 from parity.results.report.findings import Finding
+from parity.results.row import About
 
 LIBRARIES = ("trl", "transformers", "liger-kernel", "cut-cross-entropy", "unsloth-zoo", "bitsandbytes", "torch")
-OTHER = "unranked"
-"""Severity of entries that have none: a user's own, and those of older releases."""
+OTHER = "unranked"  # severity of entries that have none: a user's own, and those of older releases
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
     """Versions of the libraries, and the entries of the ledger that hold with them, seen or not, most severe first.
-
-    `unread`: the ledger of the run that is not on this machine, so that only what the run met is known.
-    """
+    `unread`: the ledger of the run that is not on this machine, so that only what the run met is known."""
 
     versions: Mapping[str, str]
     entries: Sequence[Entry]
@@ -51,7 +49,7 @@ class Stack:
         except UsageError:  # of another machine
             unread = str(path)
         entries = [e for e in known.values() if e.in_force(about.versions) and not e.user.part_of]
-        seen = [known.get(f.known) or _unknown(f.known, f) for f in found if f.known]
+        seen = [known.get(f.known) or _unread(f.known, f) for f in found if f.known]
         entries += [known.get(e.user.part_of, e) for e in seen]
         return cls.of({e.id: e for e in entries}.values(), about.versions, unread)
 
@@ -77,18 +75,12 @@ class Stack:
         return f"{said} that the run met ({self.unread} cannot be read here)" if self.unread else said
 
 
-def _unknown(id: str, finding: Finding) -> Entry:
+def _unread(id: str, finding: Finding) -> Entry:
     """An entry of which a run's rows have the id, and this machine's ledger nothing."""
     lead, quantities = finding.lead, finding.roots or ("*",)
-    return Entry(
-        id=id,
-        family=lead.family,
-        implementations=(lead.implementation,),
-        quantities=quantities,
-        reason=lead.message or f"wrong in {', '.join(quantities)}",
-        date="-",
-        case=lead.case,
-    )
+    reason = lead.message or f"wrong in {', '.join(quantities)}"
+    its: dict[str, Any] = {"family": lead.family, "case": lead.case, "quantities": quantities, "reason": reason}
+    return Entry(id=id, implementations=(lead.implementation,), date="-", **its)
 
 
 def where(entry: Entry) -> str:

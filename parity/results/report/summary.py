@@ -5,26 +5,14 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from parity.results.header import About, End, Header
-from parity.results.report.findings import (
-    Finding,
-    ImplementationCase,
-    about_run,
-    findings,
-    grouped,
-    headroom,
-    normalised,
-    suggested,
-    tier,
-)
+from parity.results.report import findings as found_in
+from parity.results.report.findings import Finding, ImplementationCase, about_run, grouped, headroom, normalised, tier
 from parity.results.report.stack import Stack
-from parity.results.row import DECLINED, STOPPED, Row
+from parity.results.row import DECLINED, STOPPED, About, End, Header, Row
 
 DTYPES = ("fp64", "fp32", "fp16", "bf16")
-ABSENT = re.compile(r" has no parameter (.+)$")
-"""How `parity.implementations.user` says which parameters a case needs."""
-LEFT_OUT = "left out: "
-"""How `parity.sampling.capabilities` begins to say that a slow function does not get a case."""
+ABSENT = re.compile(r" has no parameter (.+)$")  # how `parity.implementations.user` says which parameters a case needs
+LEFT_OUT = "left out: "  # how `parity.sampling.capabilities` begins to say that a slow function does not get a case
 
 Counts = collections.Counter[str]
 """Implementation-cases: `compared`, of which agree, known (all that fails is in the ledger), nondeterministic and disagree;
@@ -33,12 +21,10 @@ refused, unsupported, crashed, timed-out, out-of-memory."""
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One implementation x family x dtype x device.
-
-    `worst` is the judged row of largest headroom; where something fails anew, the worst of its root quantities; known findings
-    left out where anything else was judged. `known`: ledger ids of what it fails. `reason`: the commonest for what was not
-    compared. `verdict`: where nothing was, the commoner of refused and unsupported.
-    """
+    """One implementation x family x dtype x device. `worst` is the judged row of largest headroom; where something
+    fails anew, the worst of its root quantities; known findings left out where anything else was judged. `known`:
+    ledger ids of what it fails. `reason`: the commonest for what was not compared. `verdict`: where nothing was, the
+    commoner of refused and unsupported."""
 
     implementation: str
     family: str
@@ -102,10 +88,10 @@ class Summary:
 
 def summarise(header: Header, rows: Iterable[Row]) -> Summary:
     """Count a run; `header` is the file's first row, `rows` all others (`rows.read` returns the two)."""
-    rows = suggested(rows)
+    rows = found_in.suggested(rows)
     everything = grouped(rows)
     cases = [c for c in everything if not about_run(c.first)]
-    found = findings(everything)
+    found = found_in.findings(everything)
     interrupted = header.end.exit_code in (130, 143) if isinstance(header.end, End) else header.interrupted is True
     return Summary(
         run=header.run,

@@ -258,13 +258,13 @@ def entries(lead: Row) -> list[list[str]]:
     names = [k for k in ENTRY if any(k in e for e in lead.worst)]
     if "sequence" in names and "index" in names:
         names.remove("index")
-    return [[HEADINGS.get(k, k) for k in names], *([_cell(e, k) for k in names] for e in lead.worst)]
 
+    def cell(entry: Mapping[str, Any], name: str) -> str:
+        value = entry.get(name, "")
+        if name == "masked" and value != "":
+            return "yes" if value else "no"
+        if name in ("index", "parameter"):
+            return str(value)
+        return "not finite" if value is None else number(value)
 
-def _cell(entry: Mapping[str, Any], name: str) -> str:
-    value = entry.get(name, "")
-    if name == "masked" and value != "":
-        return "yes" if value else "no"
-    if name in ("index", "parameter"):
-        return str(value)
-    return "not finite" if value is None else number(value)
+    return [[HEADINGS.get(k, k) for k in names], *([cell(e, k) for k in names] for e in lead.worst)]

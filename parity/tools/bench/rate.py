@@ -21,6 +21,7 @@ from parity.results.report import measured
 from parity.results.report.findings import about_run
 from parity.results.report.rows import read
 from parity.results.row import Row
+from parity.running.provenance import revision
 
 ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = (
@@ -42,13 +43,10 @@ def main() -> int:
     }
     seconds["8 products of 1,024 x 1,024 matrices in float64"] -= seconds["import of torch"]
     print("Yardsticks, CPU seconds: " + ", ".join(f"{n} {measured.short(s)}" for n, s in seconds.items()) + ".\n")
-    print(
-        f"| profile {args.profile} | revision | comparisons | CPU seconds | per CPU second |\n|---|---|---:|---:|---:|"
-    )
-    describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=7"]
-    revision = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    heads = [f"profile {args.profile}", "revision", ">comparisons", ">CPU seconds", ">per CPU second"]
+    print("\n".join(measured.table(heads, [])))
     for family in args.family or NAMES:
-        print(row(family, revision, *rate(ROOT, family, args.profile)), flush=True)
+        print(row(family, str(revision()), *rate(ROOT, family, args.profile)), flush=True)
     return 0
 
 
