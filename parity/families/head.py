@@ -53,7 +53,7 @@ SHAPES = ("usual",) * 82 + ("vocabulary",) * 6 + ("tokens",) * 7 + ("hidden",) *
 """Which size of a case is one that real models and batches have; all others are small then."""
 VOCABULARY = {"quick": 1 << 15, "pr": 1 << 18}
 """Profile -> largest vocabulary that is drawn; in the others twice that of `pr`."""
-TOKENS, HIDDEN, SEQUENCES = 1 << 12, 1 << 13, 1 << 9
+TOKENS, HIDDEN, SEQUENCES = 1 << 16, 1 << 13, 1 << 9
 """Largest length of a sequence, hidden size and number of sequences."""
 ENTRIES = 1 << 18
 """Entries of the logits, and a quarter of those of the head, of a case that has such a size, about."""
@@ -275,7 +275,9 @@ def _sizes(draw: Any, st: Any, shape: str, profile: str) -> dict[str, int]:
         "H": draw(st.sampled_from([1, 2, 7, 16, 33])),
     }
     if shape == "tokens":
-        return small | {"T": size(draw, st, 65, TOKENS // small["B"])}
+        tokens = size(draw, st, 65, TOKENS // small["B"])
+        rest = max(2, ENTRIES // (4 * small["B"] * tokens))
+        return small | {"T": tokens, "V": min(small["V"], rest), "H": min(small["H"], rest)}
     if shape == "sequences":
         return small | {"B": size(draw, st, 9, SEQUENCES)}
     if shape == "hidden":

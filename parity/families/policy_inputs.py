@@ -67,7 +67,8 @@ def check(case: Case, s: SimpleNamespace) -> None:
         if getattr(s, name) < 1:
             raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be at least 1")
     for name in ("epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"):
-        if getattr(s, name) is not None and not getattr(s, name) > 0:
+        clip = name == "epsilon_high" and s.loss_type != "cispo" and s.epsilon_high == 0
+        if getattr(s, name) is not None and not getattr(s, name) > 0 and not clip:
             raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be positive")
     if not 0 <= s.epsilon < 1:
         raise UsageError(f"case {case.id}: epsilon={s.epsilon} must be at least 0 and below 1")
@@ -121,7 +122,9 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
         tensors["old_logps"] = rounded(lp - target)
     mask = mask & ~undecided
     if s.beta != 0.0 or s.ref == "unused":
-        shift = {"near": 0.0, "apart": 0.5, "far": 4.0, "unused": 0.0}[s.ref] * normal(case.seed, "ref", lp.shape)
+        shift = {"near": 0.0, "close": 0.007, "apart": 0.5, "far": 4.0, "unused": 0.0}[s.ref] * normal(
+            case.seed, "ref", lp.shape
+        )
         tensors["ref_logps"] = rounded(lp + shift)
     wanted = s.off_policy_mask_threshold is not None or s.sampler in ("given", "nan")
     if wanted and not (s.sampler == "old" and _decided(s, lp, tensors["old_logps"], mask, margin)):
@@ -267,7 +270,7 @@ def _quantile(case: Case, entropy: torch.Tensor, mask: torch.Tensor, margin: tor
     values, order = entropy[mask].sort()
     error, n = 4 * margin[mask][order], len(values)
     between: list[tuple[float, torch.Tensor]] = []  # (place, how far each entropy is from deciding otherwise)
-    for k in range(n - 1):
+    for k in range(0, n - 1, 1 + n * n // QUANTILES):
         away = (values - (values[k] + values[k + 1]) / 2).abs() - error
         between.append((k + 0.5, away.amin() - (error[k] + error[k + 1]) / 2))
         if 16 * (k + 1) % (n - 1) == 0:
@@ -283,6 +286,8 @@ def _quantile(case: Case, entropy: torch.Tensor, mask: torch.Tensor, margin: tor
     return None if found is None else torch.tensor(1 - found, dtype=torch.float64)
 
 
+QUANTILES = 1 << 18
+"""Entropies looked at for a quantile, about: of more than 512 tokens not every place between two is tried."""
 CLIP_MAX = 3.0
 """TRL's default of `vllm_importance_sampling_clip_max`."""
 

@@ -26,14 +26,14 @@ SETTINGS = head.SETTINGS | {
     "loss_type": Setting("grpo", "loss type", LOSS_TYPES),
     "importance_sampling_level": Setting("token", "ratio per token or per sequence", ("token", "sequence")),
     "epsilon": Setting(0.2, "lower clip ε"),
-    "epsilon_high": Setting(None, "upper clip ε; for cispo the bound itself; none: ε"),
+    "epsilon_high": Setting(None, "upper clip ε, 0 too; for cispo the bound itself; none: ε"),
     "delta": Setting(None, "cap of the unclipped ratio, or none"),
     "beta": Setting(0.0, "weight of the KL term"),
     "use_bias_correction_kl": Setting(False, "KL times importance weight", (False, True)),
     "ref": Setting(
         "near",
-        "reference log-probs beside the policy's; 'unused': given at beta 0 too",
-        ("near", "apart", "far", "unused"),
+        "reference log-probs: the policy's, within about 0.01, 0.5 or 4 of them; 'unused': given at beta 0 too",
+        ("near", "close", "apart", "far", "unused"),
     ),
     "old": Setting("mixed", "regions of the ratio to the old policy", ("absent", "inside", "mixed", "extreme")),
     "ratio": Setting("none", "sampler's importance ratio", ("none", "token", "sequence")),
@@ -148,7 +148,7 @@ FOCUSES: dict[str, dict[str, tuple[Any, ...]]] = {
         "entropy_coef": (0.0,),
         "old": ("mixed", "extreme"),
     },
-    "kl": {"beta": (0.04, 0.5), "use_bias_correction_kl": (False, True), "ref": ("near", "apart"), "old": ("mixed",)},
+    "kl": {"beta": (0.04, 0.5), "use_bias_correction_kl": (False, True), "ref": ("close", "apart"), "old": ("mixed",)},
 }
 """Settings that change the loss in few draws: what they need to do so. Half of the cases have two or three of them."""
 SELDOM_SEEN = ("entropy mask", "entropy mask", "off-policy mask", "clip", "sequences")
@@ -247,6 +247,10 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         kept |= _focused(draw, st, out)
     if out["loss_type"] == "cispo":
         out["epsilon_high"] = number(1.001, 10.0, 5.0, 2.0, 1.3, 1.0)
+    elif (out["epsilon_high"] or 1.0) < 3e-4:
+        out["epsilon_high"] = 0.0
+    if out["beta"] != 0.0 and out["ref"] == "unused":
+        out["ref"] = "close"
     high = out["epsilon"] if out["epsilon_high"] is None else out["epsilon_high"]
     if (
         out["delta"] is not None and out["delta"] <= 1 + high

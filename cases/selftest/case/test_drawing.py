@@ -14,6 +14,7 @@ import pytest
 from cases.selftest.mutants.matrix import drawn as drawn_cases
 from parity.case.case import Case
 from parity.families.policy_settings import GROUPS
+from parity.judging.oracle import exact
 from parity.registry import family
 
 FLOOR = 0.03
@@ -231,6 +232,31 @@ def test_every_group_of_policy_settings_moves_nearly_alone() -> None:
     assert len(few) >= len(found) / 4
     assert {group: counts[group] for group in GROUPS if counts[group] < 2} == {}
     assert sum(not any(case.settings.get("lengths", [1])) for case in found) >= 20
+
+
+def test_rows_are_as_long_as_completions_are() -> None:
+    """A counter in 16 bits, a sum of lengths in float16, a block of 2,048: of policy losses and of the others."""
+    lengths = {
+        name: [family(name).full_settings(case).T for case in stream(name)] for name in (*EXCLUDED, "preference")
+    }
+    assert {name for name, of in lengths.items() if sum(n > 2048 for n in of) < 3} == set()
+    assert sum(n > 32768 for of in lengths.values() for n in of) >= 3
+
+
+def test_a_policy_loss_meets_an_upper_clip_of_zero_and_a_reference_close_to_the_policy() -> None:
+    of = [family("policy").full_settings(case) for case in stream("policy")]
+    assert sum(s.epsilon_high == 0 and s.old != "absent" for s in of) >= 3
+    assert sum(s.ref == "close" and s.beta != 0 for s in of) >= 30
+
+
+def test_margins_of_preference_losses_saturate_a_log_sigmoid() -> None:
+    fam, large = family("preference"), 0
+    for case in stream("preference"):
+        s = fam.full_settings(case)
+        if (s.method, s.loss_type) == ("dpo", "sigmoid"):
+            rewards = exact(fam, fam.build(case))
+            large += bool(((rewards["chosen_rewards"] - rewards["rejected_rewards"]).abs() > 20).any())
+    assert large >= 5
 
 
 STREAM = """
