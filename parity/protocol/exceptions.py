@@ -92,7 +92,8 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     importing = [f for f in frames if f.f_code.co_name == "<module>" and is_library(f.f_code.co_filename)]
     if importing:  # as where a release imports with a GPU only
         return Outcome("unsupported", message=f"{importing[-1].f_globals['__name__']} does not import here: {message}")
-    in_triton = implementation.interpreted and any("triton" in Path(f).parts for f in files[-4:])
+    interpreted = implementation.interpreted or type(error).__name__ == "InterpreterError"  # in a trainer's fused path
+    in_triton = interpreted and any("triton" in Path(f).parts for f in files[-4:])
     if in_triton and os.environ.get("TRITON_INTERPRET") == "1":
         return Outcome("unsupported", message=f"Triton's interpreter: {message}")
     if ours and (not theirs or theirs[-1] < ours[-1]):

@@ -98,6 +98,17 @@ def test_a_process_on_cuda_interprets_no_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("interprets", ["1", "0"])
+def test_the_interpreter_fails_in_the_fused_path_of_a_trainer(interprets, monkeypatch):
+    """Liger 0.5.2 and 0.5.9: a call that is no kernel of its own ends in Triton's `InterpreterError`."""
+    call = {"InterpreterError": type("InterpreterError", (Exception,), {})}
+    exec(compile("def call(x):\n    raise InterpreterError('no')", "/packages/triton/interpreter.py", "exec"), call)
+    one = dataclasses.replace(control("control.logprobs.plain"), call=call["call"])
+    monkeypatch.setenv("TRITON_INTERPRET", interprets)
+    outcome = execute(one, oracle_of(family("logprobs").case(3, "fp32", {"V": 5})).inputs)
+    assert outcome.verdict == ("unsupported" if interprets == "1" else "crashed"), outcome
+
+
+@pytest.mark.parametrize("interprets", ["1", "0"])
 def test_what_the_interpreter_lacks_is_told_by_its_switch(interprets, monkeypatch):
     """Not by whether there is a GPU: a box with one runs `--device cpu` in the interpreter."""
     call = {}
