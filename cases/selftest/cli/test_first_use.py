@@ -43,6 +43,25 @@ def test_the_help_of_each_command_has_one_example_that_parses(command, path):
     command.make_context(path[-1], words[len(path) + 1 :])
 
 
+CASES = data.ledger_file().parent
+README = [
+    line.partition("#")[0].strip()
+    for line in (CASES.parent / "README.md").read_text().splitlines()
+    if line.startswith("    parity ")
+]
+
+
+@pytest.mark.parametrize("line", README)
+def test_each_command_of_the_readme_parses_and_names_what_there_is(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grpo.yaml").write_text("beta: 0.1")
+    _, name, *words = shlex.split(line)
+    made = commands.main.commands[name].make_context(name, words)
+    frozen = made.params.get({"replay": "case", "bisect": "name"}.get(name, ""))
+    known = {entry.id for entry in Ledger.known(None).entries} | {path.stem for path in CASES.glob("history/*.toml")}
+    assert frozen is None or frozen in known
+
+
 def test_patterns_choose_implementations():
     every = {i.id for i in select(["liger.*"])}
     assert every == {i.id for i in select(["liger"])} and len(every) > 3
