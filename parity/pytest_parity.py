@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import inspect
 import json
 import os
 import sys
@@ -15,7 +17,7 @@ STORED, SHOWN = "parity/failing", 20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The three options."""
+    """The options."""
     group = parser.getgroup("parity", "error ÷ allowed of kernels, by parity.testing")
     group.addoption(
         "--parity", action="store_true", help="show error ÷ allowed of every assert_parity, and store what fails"
@@ -32,6 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="show what the tolerances of torch.testing.assert_close and torch.allclose let pass",
     )
+    group.addoption(
+        "--parity-definition",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="with --parity-audit: a reference that test modules have under this name; show the tolerance derived from it",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     replayed = [
         i for name in config.getoption("--parity-replay") for i in (_stored(config) if name == "last" else (name,))
     ]
+    if config.getoption("--parity-replay") and not replayed:
+        raise pytest.UsageError("--parity-replay last: nothing failed in the last run with --parity")
     if config.getoption("--parity") or replayed:
         from parity.judge.assertion import OBSERVERS
         from parity.testing.drawing import REPLAYED
@@ -46,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
         REPLAYED[:] = replayed
         config.pluginmanager.register(Judged(OBSERVERS, replayed), "parity-judged")
     if config.getoption("--parity-audit"):
-        config.pluginmanager.register(Audit(), "parity-audit")
+        config.pluginmanager.register(Audit(config.getoption("--parity-definition")), "parity-audit")
 
 
 def _stored(config: pytest.Config) -> list[str]:
@@ -90,7 +101,7 @@ class Judged(Recorder):
 
     def __init__(self, observers: list[Callable[[Any], None]], replayed: list[str]):
         super().__init__()
-        self.replayed = replayed
+        self.replayed, self.ran = replayed, set[str]()
         observers.append(self._judged)
 
     def _judged(self, parity: Any) -> None:
@@ -113,12 +124,20 @@ class Judged(Recorder):
         config.hook.pytest_deselected(items=[i for i in items if i not in kept])
         items[:] = kept
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the notes of a report, and which tests ran."""
+        super().pytest_runtest_logreport(report)
+        self.ran.add(report.nodeid)
+
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
         """The judgements with the largest error ÷ allowed."""
         failing = [n["case"] for _, n in self.seen if n["case"] and (n["headroom"] > 1 or n["protocol"])]
         cache = getattr(config, "cache", None)
         if cache and not self.replayed:
             cache.set(STORED, list(dict.fromkeys(failing)))
+        for case in self.replayed:
+            if not any(f"[{case}]" in nodeid for nodeid in self.ran):
+                terminalreporter.write_line(f"--parity-replay: no test has the case {case}", red=True)
         if not self.seen:
             return
         terminalreporter.section("parity: error ÷ allowed")
@@ -137,17 +156,76 @@ class Audit(Recorder):
 
     name = "parity-audit"
 
-    def __init__(self) -> None:
+    def __init__(self, names: list[str]) -> None:
         import torch
 
         super().__init__()
-        self.torch = torch
+        self.torch, self.names, self.patch = torch, names, pytest.MonkeyPatch()
+        self.runs: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self.close, self.all_close = torch.testing.assert_close, torch.allclose
         torch.testing.assert_close = self._assert_close
         torch.allclose = self._allclose
 
+    def pytest_runtest_setup(self, item: Any) -> None:
+        """The definitions that this test's module has take notes of their calls."""
+        self.patch.undo()
+        self.runs.clear()
+        for name in self.names:
+            *path, last = name.split(".")
+            owner = functools.reduce(lambda o, n: getattr(o, n, None), path, getattr(item, "module", None))
+            if callable(found := getattr(owner, last, None)):
+                self.patch.setattr(owner, last, self._noted(found))
+
+    def _noted(self, definition: Callable[..., Any]) -> Callable[..., Any]:
+        from parity.judge.problem import named
+
+        signature = inspect.signature(definition)
+        variadic = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
+
+        @functools.wraps(definition)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            out = definition(*args, **kwargs)
+            arguments = signature.bind(*args, **kwargs).arguments
+            upstream: dict[str, Any] = {}
+            for name, value in named(out).items():
+                if value.requires_grad:
+                    value.register_hook(functools.partial(upstream.__setitem__, name))
+            for name in variadic:
+                arguments |= arguments.pop(name, {})
+            self.runs.append((definition, arguments, named(out), upstream))
+            return out
+
+        return call
+
+    def _derived(self, actual: Any, expected: Any) -> Any:
+        """(atol, rtol) for what is expected, where a definition returned it, or gave it as a gradient; else None."""
+        from parity.judge.assertion import tolerance
+        from parity.judge.problem import named
+
+        narrow = next((d for d in self._dtypes() if self._holds(d, actual)), actual.dtype)
+        for definition, arguments, outputs, upstream in reversed(self.runs):
+            gradients = {f"grad_{n}": x.grad for n, x in named(arguments).items() if x.is_leaf}
+            for name, known in (outputs | gradients).items():
+                if known is None or known.shape != expected.shape or not self.torch.equal(known.to(expected), expected):
+                    continue
+                above = {n: upstream.get(n, self.torch.zeros_like(x)) for n, x in outputs.items()}
+                inputs = self.torch.utils._pytree.tree_map(
+                    lambda x: x.detach().to(narrow) if self._holds(narrow, x) else x, arguments
+                )
+                return tolerance(definition, inputs, cotangent=above if upstream else None)[name]
+        return None
+
+    def _dtypes(self) -> tuple[Any, ...]:
+        return self.torch.bfloat16, self.torch.float16, self.torch.float32
+
+    def _holds(self, dtype: Any, x: Any) -> bool:
+        """Whether a dtype holds all values of a tensor: a kernel's, cast up to be compared."""
+        floating = isinstance(x, self.torch.Tensor) and x.is_floating_point()
+        return floating and self.torch.equal(x.detach().to(dtype).to(x), x.detach())
+
     def pytest_unconfigure(self) -> None:
-        """Put torch back."""
+        """Put torch and the definitions back."""
+        self.patch.undo()
         self.torch.testing.assert_close, self.torch.allclose = self.close, self.all_close
 
     def _assert_close(self, actual: Any, expected: Any, **options: Any) -> None:
@@ -161,34 +239,46 @@ class Audit(Recorder):
                 return False
             return True
 
-        self._look(actual, passes)
+        self._look(actual, expected, passes)
 
     def _allclose(self, input: Any, other: Any, *tolerances: Any, **options: Any) -> bool:
         agrees = self.all_close(input, other, *tolerances, **options)
         if agrees:
-            self._look(input, lambda wrong: self.all_close(wrong, other, *tolerances, **options))
+            self._look(input, other, lambda wrong: self.all_close(wrong, other, *tolerances, **options))
         return agrees
 
-    def _look(self, actual: Any, passes: Callable[[Any], bool]) -> None:
+    def _look(self, actual: Any, expected: Any, passes: Callable[[Any], bool]) -> None:
         frame = sys._getframe(2)
         where = f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if frame.f_globals["__name__"].startswith("parity."):
+            return
         if not isinstance(actual, self.torch.Tensor) or not actual.is_floating_point() or not actual.numel():
             return
         found = {name: change(actual.detach()) for name, change in WRONG.items()}
         found = {name: wrong for name, wrong in found.items() if not self.torch.equal(wrong, actual)}
         lets = [name for name, wrong in found.items() if passes(wrong)]
-        self.note(where=where, asked=list(found), passes=lets)
+        try:
+            known = self._derived(actual, expected) if isinstance(expected, self.torch.Tensor) else None
+        except (ValueError, NotImplementedError) as error:  # what the judge cannot ask of a definition
+            known = str(error)
+        self.note(where=where, asked=list(found), passes=lets, derived=known)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """A line for each place: how many calls, and in how many each mistake would have passed."""
+        """A line for each place: how many calls, in how many each mistake would have passed, and the widest derived tolerance."""
         by_place: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        derived: dict[str, list[Any]] = collections.defaultdict(list)
         for _, note in self.seen:
             by_place[note["where"]].update(["calls", *note["passes"]])
+            if note["derived"]:
+                derived[note["where"]].append(note["derived"])
         terminalreporter.section("parity: what tolerances let pass, in so many of the calls")
         terminalreporter.write_line("calls" + "".join(name.rjust(13) for name in WRONG))
         for where, counts in sorted(by_place.items(), key=lambda pair: -sum(pair[1].values())):
             cells = "".join(str(counts[name] or "").rjust(13) for name in WRONG)
-            terminalreporter.write_line(f"{counts['calls']:>5}{cells}  {where}")
+            holds = "".join(f"  none derived: {known}" for known in derived[where][:1] if isinstance(known, str))
+            if derived[where] and not holds:
+                holds = "  derived: atol={:.2g}, rtol={:.2g}".format(*map(max, zip(*derived[where], strict=True)))
+            terminalreporter.write_line(f"{counts['calls']:>5}{cells}  {where}{holds}")
 
 
 def _zeroed(x: Any, dim: int) -> Any:

@@ -9,110 +9,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from parity.judge.calls import FunctionCalls, other_values, parts, told
+from parity.judge.asking import names_of, posed, resolved
+from parity.judge.calls import FunctionCalls, elsewhere, other_values, parts, told
 from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate, ladder
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating
-from parity.judge.oracle import gradient_name
-from parity.judge.problem import UPSTREAM, Problem, call, named, upstream
+from parity.judge.problem import Problem, call
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
+from parity.judge.record import Parity, ParityError
 from parity.judge.undeclared import Explaining
-from parity.judge.words import GATES
 
 TF32_PRODUCTS = "tf32 products"
 OBSERVERS: list[Callable[[Parity], None]] = []
 """Who is told of every judgement of an `assert_parity`."""
-
-
-class ParityError(AssertionError):
-    """What a test shows; `parity` is the record."""
-
-    def __init__(self, parity: Parity):
-        super().__init__(parity.message)
-        self.parity = parity
-
-
-@dataclasses.dataclass(frozen=True)
-class Parity:
-    """The verdict on a function.
-
-    Attributes:
-        function: its name.
-        quantities: output, or "grad_" and an input -> its judgement; `headroom` is error ÷ allowed at the tightest gate.
-        kind: "logic", or "precision" where the same inputs in float32 agree, or for float32 inputs tf32 products would; None
-            where all agree.
-        explained_by: the recipe that allows least of some under which all agrees, as it is declared; or tf32 products; or None.
-        hints: quantity -> what the error looks like.
-        protocol: what does not hold of the protocol of calls, a sentence each.
-        recipe: the recipe it was judged by, in words.
-        inputs: shapes and dtypes, in words.
-        seconds: of wall time that the judgement took.
-        case: the id of a drawn case, or nothing.
-    """
-
-    function: str
-    quantities: Mapping[str, Judgement]
-    kind: str | None
-    explained_by: str | None
-    hints: Mapping[str, Sequence[str]]
-    protocol: Sequence[str]
-    recipe: str
-    inputs: str
-    seconds: float
-    case: str = ""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether every quantity agrees and the protocol holds."""
-        return not self.wrong and not self.protocol
-
-    @property
-    def wrong(self) -> dict[str, Judgement]:
-        """The quantities that disagree, the farthest first."""
-        found = {n: j for n, j in self.quantities.items() if not j.agrees}
-        return dict(sorted(found.items(), key=lambda item: -item[1].headroom))
-
-    @property
-    def failing(self) -> set[str]:
-        """The quantities that disagree, and the parts of the protocol that do not hold."""
-        return {*self.wrong, *(line.partition(":")[0] for line in self.protocol)}
-
-    @property
-    def headroom(self) -> float:
-        """The largest error ÷ allowed of all quantities; above 1 is a disagreement."""
-        return max((j.headroom for j in self.quantities.values()), default=0.0)
-
-    @property
-    def message(self) -> str:
-        """The failure as a test prints it."""
-        lines = [f"{self.function} {'differs from' if self.wrong else 'agrees with'} its definition in float64"]
-        lines[0] += ", and breaks the protocol of calls" if self.protocol else ""
-        if self.kind:
-            right = f"; right for code that rounds so: {self.explained_by}" if self.explained_by else ""
-            lines.append(f"  class    {self.kind}{right}")
-        lines += [f"  case     {self.case}"] if self.case else []
-        lines += [f"  inputs   {self.inputs}", f"  recipe   {self.recipe}"]
-        lines += [f"✗ protocol {line}" for line in self.protocol]
-        shown = [g for g in GATES if any(g in j.gates for j in self.quantities.values())]
-        width = max([len(n) for n in self.quantities] + [14]) + 2
-        lines.append("  error ÷ allowed".ljust(width + 2) + "".join(g.rjust(10) for g in shown))
-        for name, j in self.quantities.items():
-            cells = "".join((f"{j.gates[g]:.3g}" if g in j.gates else "").rjust(10) for g in shown)
-            lines.append(f"{' ' if j.agrees else '✗'} {name}".ljust(width + 2) + cells)
-        for name, j in self.wrong.items():
-            lines.append(
-                f"  {name}: gate {j.gate}, {j.headroom:.3g} times the allowed error: {GATES[j.gate]}"
-                + (f"; {j.message}" if j.message else "")
-            )
-            lines += [
-                f"    [{', '.join(map(str, index))}]  got {value:.7g}, float64 {exact:.7g}, error {error:.3g}"
-                for index, value, exact, error in j.worst[:3]
-            ]
-            lines += [f"    hint: {hint}" for hint in self.hints.get(name, ())]
-        return "\n".join(lines)
 
 
 def assert_parity(
@@ -151,13 +63,14 @@ def assert_parity(
         protocol: what else must hold of a call that agrees: "default", "all", "none", or names of parts. Default: "inputs" stay
             as they are, upstream gradients too; a second call gives the same "bits"; "accumulation": a second backward adds the
             same gradient to `.grad`; "interleaved": so does one after another forward; "repeated": values that are exchanged
-            in the same tensors, in place and through `.data`, are seen, and results of earlier calls stay; "no_grad" changes no
-            output. Also: "checkpoint", "reentrant checkpoint", "compile" (aot_eager).
+            in the same tensors, in place and through `.data`, are seen, results of earlier calls stay, and an upstream gradient
+            need not be contiguous; "no_grad" changes no output, or is refused. Also: "checkpoint", "reentrant checkpoint",
+            "compile" (aot_eager).
         seed: of upstream gradient and replicas.
 
     Raises:
         ParityError: with the record as its `parity`.
-        ValueError: for inputs that cannot be judged.
+        ValueError: for inputs that cannot be judged, and a definition that is random.
         NotImplementedError: for an operation of the definition without a rounding rule, by name.
     """
     __tracebackhide__ = True
@@ -206,10 +119,10 @@ def check_parity(
         raise ValueError("assert_parity needs a definition and inputs: assert_parity(kernel, definition=f, inputs={…})")
     if (function is None) == (actual is None):
         raise ValueError("give a function, or the values that one gave as actual={…}, and not both")
-    problem = _problem(function, definition, inputs, actual, grad, also, cotangent, seed)
-    recipe = _recipe(recipe, problem)
+    problem = posed(function, definition, inputs, actual, grad, also, cotangent, seed)
+    recipe = resolved(recipe, problem)
     asked = parts(protocol)
-    calls = FunctionCalls(function, problem, _names("in_place", in_place, problem.tensors, problem.inputs))
+    calls = FunctionCalls(function, problem, names_of("in_place", in_place, problem.tensors, problem.inputs))
     values = calls.values() if actual is None else dict(actual)
     quantities = _judged(problem, values, recipe)
     wrong = {name: values.get(name) for name, j in quantities.items() if not j.agrees}
@@ -244,15 +157,20 @@ def check_parity(
 
 
 def tolerance(
-    definition: Callable[..., Any], inputs: Mapping[str, Any], recipe: Recipe | None = None, *, seed: int = 0
+    definition: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    recipe: Recipe | None = None,
+    *,
+    cotangent: Mapping[str, torch.Tensor] | None = None,
+    seed: int = 0,
 ) -> dict[str, tuple[float, float]]:
     """Output, or "grad_" and an input -> (atol, rtol) for `torch.testing.assert_close` with the definition in float64.
 
     rtol is 6u of the output's dtype, as in the judge's max gate; atol is what correct code may be off by beyond that: 6 times
     the root mean square over sixty replicas of max(|error| - rtol·|exact|, 0), at least twice the largest.
     """
-    problem = _problem(None, definition, inputs, None, None, (), None, seed)
-    recipe = _recipe(recipe, problem)
+    problem = posed(None, definition, inputs, None, None, (), cotangent, seed)
+    recipe = resolved(recipe, problem)
     out = {}
     for name, exact in problem.oracle.exact.items():
         dtype = problem.tensors[name.removeprefix("grad_")].dtype if name.startswith("grad_") else DTYPES[problem.dtype]
@@ -269,115 +187,25 @@ def tolerance(
     return out
 
 
-def _problem(
-    function: Any,
-    definition: Any,
-    inputs: Mapping[str, Any],
-    actual: Mapping[str, torch.Tensor] | None,
-    grad: Collection[str] | None,
-    also: Sequence[Any],
-    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | str | None,
-    seed: int,
-) -> Problem:
-    """What is asked, checked."""
-    module = function if isinstance(function, torch.nn.Module) else None
-    if module is None and isinstance(definition, torch.nn.Module) and function is not None:
-        raise ValueError("the definition is a module and the function is not: give its parameters as inputs")
-    source = module or (definition if isinstance(definition, torch.nn.Module) else None)
-    parameters = {} if source is None else dict(source.named_parameters())
-    kind, cotangent = (cotangent, None) if isinstance(cotangent, str) else ("random", cotangent)
-    if kind not in UPSTREAM:
-        raise ValueError(f"cotangent={kind!r}: give a tensor, or {', '.join(UPSTREAM)}")
-    _check_types(inputs, actual, cotangent)
-    found = [x for x in tree_leaves(dict(inputs)) if isinstance(x, torch.Tensor)]
-    tensors = {**named(dict(inputs)), **parameters}
-    if len(tensors) < len(found) + len(parameters):
-        shared = set(named(dict(inputs))) & set(parameters)
-        raise ValueError(f"two inputs or parameters have one name: {', '.join(shared or tensors)}")
-    odd = [n for n, x in tensors.items() if x.is_complex()]
-    if odd:
-        raise ValueError(f"{odd[0]} is {tensors[odd[0]].dtype}: give its real and imaginary part")
-    floating = [name for name, x in tensors.items() if is_floating(x)]
-    wide = [name for name in floating if tensors[name].dtype not in (torch.float32, torch.float16, torch.bfloat16)]
-    if wide:
-        raise ValueError(
-            f"{wide[0]} is {tensors[wide[0]].dtype}: float32, float16 and bfloat16 are judged, against float64"
-        )
-    if grad is None:
-        grad = floating if actual is None else [n for n in floating if gradient_name(n) in actual]
-    grad = _names("grad", grad, floating)
-    odd = [n for n in actual or () if n.startswith("grad_") and n.removeprefix("grad_") not in floating]
-    if odd:
-        raise ValueError(f"actual={odd[0]!r}: the floating-point inputs are {', '.join(floating)}")
-    given = {"output": cotangent} if isinstance(cotangent, torch.Tensor) else dict(cotangent or {})
-    if actual is not None and grad and not given:
-        raise ValueError("gradients in actual={…} are judged with the upstream gradient that made them: cotangent=…")
-    leaves = tuple(n for n in floating if n in grad)
-    problem = Problem(definition, inputs, parameters, leaves, (*also, *getattr(definition, "also", ())), given, seed)
-    outputs = problem.cotangents
-    if kind != "random":
-        made = {n: upstream(kind, n, problem.outputs[n], seed, problem.dtype) for n in outputs}
-        problem = dataclasses.replace(problem, given=made)
-    if not problem.outputs:
-        raise ValueError("the definition returns no tensor: return one, or a list, tuple or dictionary of tensors")
-    if set(given) - set(outputs):
-        raise ValueError(f"cotangent of {sorted(set(given) - set(outputs))}: the outputs are {', '.join(outputs)}")
-    for name, g in given.items():
-        if g.shape != problem.outputs[name].shape:
-            expected = tuple(problem.outputs[name].shape)
-            raise ValueError(f"cotangent of {name} has shape {tuple(g.shape)}: give {expected}, that of the output")
-    return problem
-
-
-def _recipe(recipe: Recipe | None, problem: Problem) -> Recipe:
-    if not isinstance(recipe, Recipe | None):
-        raise ValueError(f"recipe={recipe!r}: give EAGER, or Recipe(…)")
-    resolved = (recipe or Recipe(output="input")).resolve(problem.dtype)
-    formulas = {"matmul", "matmul_backward", "tanh", "entropy"}
-    for field, value in dataclasses.asdict(resolved).items():
-        if isinstance(value, str) and field not in formulas and value not in (*DTYPES, "any"):
-            raise ValueError(f"Recipe({field}={value!r}): give input, {', '.join(DTYPES)}")
-    return resolved
-
-
-def _check_types(inputs: Any, actual: Any, cotangent: Any) -> None:
-    for argument, given in (("inputs", inputs), ("actual", actual), ("cotangent", cotangent)):
-        if given is None or (argument == "cotangent" and isinstance(given, torch.Tensor)):
-            continue
-        if not isinstance(given, Mapping):
-            raise ValueError(f"{argument} is a {type(given).__name__}: give a dictionary, name -> tensor")
-        for name, value in given.items():
-            if hasattr(value, "__array__") and not isinstance(value, torch.Tensor):
-                raise ValueError(f"{argument}: {name} is a {type(value).__name__}: give torch.as_tensor({name})")
-            if argument != "inputs" and not isinstance(value, torch.Tensor | None):
-                raise ValueError(f"{argument}: {name} is a {type(value).__name__}: give a tensor")
-
-
-def _names(argument: str, names: Collection[str], tensors: Collection[str], trees: Collection[str] = ()) -> set[str]:
-    """Names of tensors, or of trees of them, that exist; a string is one name."""
-    found = {names} if isinstance(names, str) else set(names)
-    if found - set(tensors) - set(trees):
-        unknown = ", ".join(sorted(found - set(tensors) - set(trees)))
-        kind = "floating-point inputs" if argument == "grad" else "inputs"
-        raise ValueError(f"{argument}={unknown!r}: the {kind} are {', '.join(tensors)}")
-    return found
-
-
+LATER = "a later call on other values, its upstream gradient not contiguous,"
 STALE = 10.0
 """A later call is judged where it is so much farther from its exact values than the first, in units of the dtypes' own precision:
 earlier values are."""
 
 
 def _later(calls: FunctionCalls, first: Mapping[str, torch.Tensor | None], recipe: Recipe) -> list[str]:
-    """What is wrong in a later call on other values under another upstream gradient: what a call keeps by shape, or for ever."""
+    """What is wrong in a later call on other values, under another upstream gradient in other memory: what a call keeps by shape,
+    or for ever, and a backward pass that takes its upstream gradient to be contiguous."""
     problem = calls.problem
     inputs = tree_map(lambda x: other_values(x) if isinstance(x, torch.Tensor) else x, dict(problem.inputs))
     parameters = {name: other_values(x) for name, x in problem.parameters.items()}
-    later = dataclasses.replace(problem, inputs=inputs, parameters=parameters, seed=problem.seed + 1)
+    given = {name: other_values(g) for name, g in problem.given.items()}
+    later = dataclasses.replace(problem, inputs=inputs, parameters=parameters, given=given, seed=problem.seed + 1)
+    later = dataclasses.replace(later, given={name: elsewhere(g) for name, g in later.cotangents.items()})
     try:
         values = dataclasses.replace(calls, problem=later, changed=[]).values()
     except Exception as error:
-        return [f"repeated: a later call on other values fails, {told(error)}"]
+        return [f"repeated: {LATER} fails, {told(error)}"]
 
     def off(of: Problem, values: Mapping[str, torch.Tensor | None]) -> float:
         return max((_judge(of, n, values, recipe, 0, False).headroom for n in of.oracle.exact), default=0.0)
@@ -385,10 +213,7 @@ def _later(calls: FunctionCalls, first: Mapping[str, torch.Tensor | None], recip
     if off(later, values) <= STALE * max(1.0, off(problem, first)):
         return []
     wrong = {n: j for n, j in _judged(later, values, recipe).items() if not j.agrees}
-    return [
-        f"repeated: {n} of a later call on other values has {j.headroom:.3g} times the allowed error"
-        for n, j in wrong.items()
-    ]
+    return [f"repeated: {n} of {LATER} has {j.headroom:.3g} times the allowed error" for n, j in wrong.items()]
 
 
 def _judged(

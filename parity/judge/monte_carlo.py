@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.judge.blocks import on_grid
+from parity.judge.identities import Held, MadeAgain, Stored, in_front
 from parity.judge.long_sums import LANES, MANY, drift, mass_of_maxima
 from parity.judge.noise import Noise
 from parity.judge.products import SPLIT_FROM, cut, split
@@ -33,7 +34,7 @@ _EXACT = frozenset(
     new_empty ones zeros full full_like scalar_tensor empty_like empty amax amin max min cat stack split
     split_with_sizes unbind as_strided index_put embedding embedding_dense_backward sort topk
     nan_to_num flip roll round floor ceil heaviside unfold constant_pad_nd value_selecting_reduction_backward repeat
-    expand_copy arange rand tril triu diagonal""".split()
+    expand_copy arange rand tril triu diagonal diagonal_backward""".split()
 )
 
 
@@ -47,6 +48,12 @@ def _walk(terms: torch.Tensor, sums: torch.Tensor) -> float:
     """What a sum of n terms is off by, in u·Σ|x|: max(2, √n/2). Few rows, and a loss of token after token, are summed one term
     after another: the random walk of Higham and Mary (2019), √n·u, halved."""
     return float(max(2.0, (terms.numel() / max(sums.numel(), 1)) ** 0.5 / 2))
+
+
+def _in_turn(terms: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """The terms of a sum over some dimensions along the last one: a kernel adds the rows of all sequences to one total."""
+    last = terms.movedim(tuple(dims), tuple(range(-len(dims), 0))).flatten(-len(dims))
+    return last.unsqueeze(0) if any(d % terms.dim() == 0 for d in dims) else last
 
 
 class MonteCarlo(TorchDispatchMode):
@@ -64,6 +71,8 @@ class MonteCarlo(TorchDispatchMode):
 
     vectorised = True
     """Whether `torch.vmap` may run many replicas at once: where nothing is remembered from one operation to a later one."""
+    drifts = False
+    """Whether sums of the forward pass drift as those of the backward pass do."""
 
     def __init__(self, recipe: Recipe, dtype: str, seed: int, own_grids: int = 0, width: int = 1):
         super().__init__()
@@ -106,8 +115,9 @@ class MonteCarlo(TorchDispatchMode):
             unit = _walk(args[0], out) * self.u_sum
             scale = func(args[0].abs(), *args[1:], **kwargs).mul_(unit)
             dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
-            if self.backward and len(dims) == 1 and args[0].shape[dims[0]] >= MANY:
-                out = out + self._drift(args[0], dims[0]).reshape(out.shape)
+            if (self.backward or self.drifts) and dims and (n := math.prod(args[0].shape[d] for d in dims)) >= MANY:
+                off = self._drift(_in_turn(args[0], dims), -1).reshape(out.shape)
+                out = out + (off / n if name == "mean" else off)
             partial = self.u_partial() if self.backward else 0.0
             if partial:  # a bias gradient is summed across chunks as the head's is
                 out = torch.where(scale > unit * self.range_partial(), torch.inf, out)
@@ -360,11 +370,11 @@ class MonteCarlo(TorchDispatchMode):
         """
         if forward in (None, "fp32") and backward in (None, "fp32"):
             return x
-        return _Stored.apply(x, self, forward, backward, factor)
+        return Stored.apply(x, self, forward, backward, factor)
 
     def held(self, x: torch.Tensor) -> torch.Tensor:
         """x, whose gradient overflows where `accumulate` cannot hold it before the upstream gradient comes to it."""
-        return _Held.apply(x, self) if self.range_partial() < torch.inf else x
+        return Held.apply(x, self) if self.range_partial() < torch.inf else x
 
     @contextlib.contextmanager
     def unrounded(self) -> Iterator[None]:
@@ -413,7 +423,7 @@ class MonteCarlo(TorchDispatchMode):
                 off = logs.exp() * off.nan_to_num_(0.0, 0.0, 0.0)
                 return torch.where(self.noise.each(off) > 0, off, 0.0)
 
-            return _MadeAgain.apply(logps, z, in_front(off, z, logps, size()))
+            return MadeAgain.apply(logps, z, in_front(off, z, logps, size()))
 
     def store(self, x: torch.Tensor, dtype: str | None, factor: float = 1.0) -> torch.Tensor:
         """x perturbed by the unit roundoff of `dtype`, infinite beyond its range; `factor` as in `stored`."""
@@ -455,83 +465,3 @@ _HUGE = 2.0**900
 
 RUNNING: list[MonteCarlo] = []
 """The Monte Carlo modes that are entered, the innermost last."""
-
-
-class _Held(torch.autograd.Function):
-    """Identity whose gradient overflows where a partial gradient would: the sum that makes a bias gradient may have one term."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mode: MonteCarlo) -> torch.Tensor:
-        ctx.mode = mode
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return torch.where(grad.abs() > ctx.mode.range_partial(), torch.inf, grad), None
-
-
-def in_front(rule: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """What `rule` makes of tensors that have their replicas in front, also within `torch.vmap`; without a gradient."""
-    out: torch.Tensor = _InFront.apply(rule, *(x.detach() for x in tensors))
-    return out
-
-
-class _InFront(torch.autograd.Function):
-    @staticmethod
-    def forward(rule: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        return rule(*tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        raise AssertionError("its result has no gradient")
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, rule: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> Any:
-        moved = (
-            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip(tensors, in_dims[1:], strict=True)
-        )
-        return in_front(rule, *moved), 0
-
-
-class _MadeAgain(torch.autograd.Function):
-    """Log-probs as they are; the gradient of their logits gets -off·Σg more."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(logps: torch.Tensor, z: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
-        return logps.view_as(logps)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (off,) = ctx.saved_tensors
-        return grad, -off * grad.sum(-1, keepdim=True), None
-
-
-class _Stored(torch.autograd.Function):
-    """Identity where a recipe keeps a narrower dtype: perturbs the value forward and its gradient backward."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, mode: MonteCarlo, forward: str | None, _: str | None, factor: float) -> torch.Tensor:
-        return mode.store(x, forward, factor).view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.mode, _, ctx.dtype, ctx.factor = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.mode.store(grad, ctx.dtype, 1 / ctx.factor), None, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: torch.Tensor, *how: Any) -> Any:
-        return _Stored.apply(x.movedim(in_dims[0], 0), *how), 0

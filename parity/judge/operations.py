@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parity.judge.identities import in_front
 from parity.judge.monte_carlo import MonteCarlo, name_of, rounds_nothing
-from parity.judge.recipe import NARROW, UNIT_ROUNDOFF
+from parity.judge.recipe import DTYPES, NARROW, UNIT_ROUNDOFF
 from parity.judge.stages import stored
 
 aten = torch.ops.aten
@@ -65,6 +67,8 @@ class AnyOperation(MonteCarlo):
     Raises:
         NotImplementedError: for an operation without a rule, by name, with the remedy.
     """
+
+    drifts = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
@@ -239,25 +243,62 @@ class Double(TorchFunctionMode):
         return func(*(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
 
 
-_NARROW_CASTS = {torch.Tensor.half: "fp16", torch.Tensor.bfloat16: "bf16"}
 _NARROW = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_CASTS = {
+    torch.Tensor.to: None,
+    torch.Tensor.type: None,
+    torch.Tensor.type_as: None,
+    torch.Tensor.half: "fp16",
+    torch.Tensor.bfloat16: "bf16",
+}
+_DTYPE = torch.Tensor.dtype.__get__
 
 
 class Definition(Double):
-    """Within it a definition's own casts to 16 bits say where it stores: float64 in an exact run, rounded in a replica."""
+    """Within it a definition's own casts to 16 bits say where it stores: float64 in an exact run, rounded in a replica.
+
+    Its tensors are float64, and tell it that they have the dtype of the inputs, `own`: what it casts back to `x.dtype` is stored.
+    """
+
+    def __init__(self, own: torch.dtype):
+        super().__init__()
+        self.own = own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = _NARROW_CASTS.get(func)
-        if func in (torch.Tensor.to, torch.Tensor.type):
-            name = next((_NARROW[a] for a in (*args[1:], *(kwargs or {}).values()) if a in _NARROW), None)
-        if name is not None and args[0].is_floating_point():
-            return stored(args[0].double(), name)
+        if func == _DTYPE:
+            found = func(*args)
+            return self.own if found == torch.float64 and not _of_torch() else found
+        given, kwargs = args[1:], kwargs or {}
+        asked = [_NARROW[a] for a in (*given, *kwargs.values()) if isinstance(a, torch.dtype) and a in _NARROW]
+        if func in _CASTS and args[0].is_floating_point():
+            like = [_NARROW.get(self.own) for a in given if is_floating(a)]
+            name = next(iter((*asked, *like)), _CASTS[func])
+            if name is not None:
+                return _stored_unless_held(args[0].double(), name)
+        elif asked:
+            args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _NARROW else a for a in args)
+            kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v in _NARROW else v for k, v in kwargs.items()}
         return super().__torch_function__(func, types, args, kwargs)
 
 
+def _of_torch() -> bool:
+    """Whether torch's or the judge's own code reads a dtype, and not a definition."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__")).startswith(("torch.", "parity.judge."))
+
+
+def _stored_unless_held(x: torch.Tensor, name: str) -> torch.Tensor:
+    """x stored in a dtype; what that dtype holds, as an input of it, stays as it is."""
+    if (out := stored(x, name)) is x:
+        return x
+    return torch.where(in_front(lambda x: x.to(DTYPES[name]).double() == x, x), x, out)
+
+
 @contextlib.contextmanager
-def as_definition() -> Iterator[None]:
-    """Runs what is inside in float64: constants, casts to float32, attention by its parts.
+def as_definition(own: torch.dtype = torch.float32) -> Iterator[None]:
+    """Runs what is inside in float64: constants, casts to float32, attention by its parts; `own`: the dtype of the inputs.
 
     A replica's float32 products are IEEE's, also where the process lets its own use tf32, which a recipe declares.
     """
@@ -268,7 +309,7 @@ def as_definition() -> Iterator[None]:
     try:
         for backend, _ in switches:
             backend.fp32_precision = "ieee"
-        with Definition(), sdpa_kernel([SDPBackend.MATH]):
+        with Definition(own), sdpa_kernel([SDPBackend.MATH]):
             yield
     finally:
         torch.set_default_dtype(before)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unfla
 from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.operations import AnyOperation, OwnConstants, as_definition, is_floating
 from parity.judge.oracle import LARGEST_STACK, Oracle, Quantities, doubled, stacked, with_gradients
-from parity.judge.recipe import NAMES, UNIT_ROUNDOFF, Recipe
+from parity.judge.recipe import DTYPES, NAMES, UNIT_ROUNDOFF, Recipe
 
 Definition = Callable[..., Any]
 
@@ -107,13 +107,13 @@ class Problem:
 
     @functools.cached_property
     def outputs(self) -> Quantities:
-        with torch.no_grad(), as_definition(), _said():
+        with torch.no_grad(), as_definition(DTYPES[self.dtype]), _said():
             return self._call(self.definition, self._double(None))
 
     @functools.cached_property
     def oracle(self) -> Oracle:
         """Exact values, replicas and units of outputs and gradients."""
-        with as_definition(), torch.enable_grad(), _said():
+        with as_definition(DTYPES[self.dtype]), torch.enable_grad(), _said():
             leaves = self._double(None)
             exact = self._with_gradients(leaves, self._call(self.definition, leaves))
         return Oracle(exact, self._replicas, self._kind, self.seed)
@@ -179,7 +179,7 @@ class Problem:
             keys[:] = outputs
             return tuple(outputs.values())
 
-        with as_definition(), torch.enable_grad():
+        with as_definition(DTYPES[self.dtype]), torch.enable_grad():
             if not vmap:
                 with mode:
                     outputs = self._call(form, x)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from parity.judge.monte_carlo import RUNNING, MonteCarlo, in_front
+from parity.judge.identities import in_front
+from parity.judge.monte_carlo import RUNNING, MonteCarlo
 from parity.judge.recipe import DTYPES, NARROW, UNIT_ROUNDOFF
 
 Sized = Callable[[], torch.Tensor]

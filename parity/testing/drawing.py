@@ -29,10 +29,9 @@ SIZES = (
     *(1024, 1025, 2039, 2047, 2048, 2049, 4093, 4095, 4096, 4097, 8191, 8192, 8193),
 )
 """1, primes, multiples of 16, 64, 128, 256 and 1,024, and those beside them."""
-VALUES = ("plain", "offset", "ties", "wide", "zeros", "tiny", "large")
+VALUES = ("plain", "offset", "ties", "wide", "zeros", "tiny", "large", "extreme")
 EXTREME, EXTREME_FP16 = 50, 12
-"""Powers of two, up and down, of the values "extreme", which are drawn where a tensor names them: their squares are finite in
-float32, and products of two such tensors hardly."""
+"""Powers of two, up and down, of the values "extreme": their squares, and products of two such tensors, are finite in float32."""
 REPEATS = ("plain", "repeated", "edges")
 LAYOUTS = ("contiguous", "sliced", "offset", "transposed", "expanded", "odd")
 LARGEST, SMALL, WIDE = 1 << 16, 64, 2049
@@ -348,8 +347,9 @@ def draw(
     """A description of inputs.
 
     Args:
-        sizes: dimension -> its largest size, or (smallest, largest). Default: up to 64, the last dimension of the first tensor up
-            to 2,049; from 1, the first dimension of the first tensor from 0.
+        sizes: dimension -> its largest size, or (smallest, largest). Default: up to 64, the last dimension of the first tensor
+            and of indices up to 2,049; from 1, the first dimension of the first tensor from 0 if it has another or is an
+            index, and bounds no index.
         dtypes: those of the tensors that have none of their own.
         seed: of the cases.
         spec: input -> `tensor(...)`, `index(...)`, a list of options, or a function (case) -> value.
@@ -365,9 +365,14 @@ def draw(
         )
     dims = [d for t in tensors.values() for d in (*t.dims, t.below) if isinstance(d, str)]
     first = next((t.dims for t in tensors.values()), ())
+    indices = [t for t in tensors.values() if t.below is not None]
+    wide = {*first[-1:], *(t.dims[-1] for t in indices)}
+    empty = {*(first[:1] if len(first) > 1 or indices[:1] == [*tensors.values()][:1] else ())} - {
+        t.below for t in indices
+    }
     ranges: dict[str, tuple[int, int]] = {}
     for name in dict.fromkeys(dims):
-        low, high = (0 if len(first) > 1 and name == first[0] else 1), WIDE if first and name == first[-1] else SMALL
+        low, high = (0 if name in empty else 1), WIDE if name in wide else SMALL
         given = (sizes or {}).get(name, high)
         ranges[name] = (low, given) if isinstance(given, int) else (given[0], given[1])
     if unknown := set(sizes or ()) - set(ranges):

@@ -49,6 +49,10 @@ def test_a_few_dozen_cases_cover_what_breaks_kernels():
     ids = [c for c in TABLE.cases(60) if c.values.get("ids") == "repeated"]
     assert any(len(set(c.inputs["ids"].tolist())) == 1 and c.sizes["N"] > 1000 for c in ids)
     assert {c.values.get("ids", "plain") for c in TABLE.cases(60)} == set(REPEATS)
+    assert any(not c.sizes["N"] for c in TABLE.cases(60))
+    rows = draw(weight=tensor("V", "H"), ids=index("N", below="V")).cases(60)
+    assert all(c.sizes["V"] for c in rows) and max(c.sizes["N"] for c in rows) > 2000
+    assert any(t.abs().max() > 2.0**40 for c in cases if c.dtype == "fp32" and (t := c.inputs["x"]).numel())
     assert all(t.numel() <= 1 << 16 for c in cases for t in (c.inputs["x"], c.inputs["weight"]))
 
 

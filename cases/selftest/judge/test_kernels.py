@@ -13,7 +13,7 @@ from cases.selftest.judge import kernel_mutants
 from parity.testing import check_parity
 
 ROOT = Path(__file__).parents[3]
-SCRIPTS = sorted((ROOT / "cases/scripts/kernels").glob("liger-*.py"))
+SCRIPTS = sorted((ROOT / "cases/scripts/kernels").glob("*-*.py"))
 PAGE = (ROOT / "docs/measured/kernels.md").read_text()
 
 
@@ -40,6 +40,12 @@ def test_a_script_shows_its_finding(script):
     done = subprocess.run([sys.executable, script.name], cwd=script.parent, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout.startswith("| "), done.stderr[-2000:]
     assert script.stem in PAGE
+
+
+def test_modules_of_transformers_are_definitions():
+    script = ROOT / "cases/scripts/kernels/transformers_modules.py"
+    done = subprocess.run([sys.executable, script.name], cwd=script.parent, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("| float") == 10, done.stdout + done.stderr[-2000:]
 
 
 def test_every_mistake_is_caught_in_one_operation():

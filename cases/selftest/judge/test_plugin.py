@@ -70,6 +70,8 @@ def test_every_judgement_is_shown_and_what_fails_is_replayed(tmp_path, workers):
         out = run(tmp_path, KERNELS, f"--parity-replay={asked}", *workers)
         assert "1 failed, 1 passed" in out, out
         assert replay in out.split("short test summary")[1]
+    unknown = run(tmp_path, KERNELS, "--parity-replay=nonsense", *workers)
+    assert "--parity-replay: no test has the case nonsense" in unknown and " passed" not in unknown, unknown
     last = run(tmp_path, KERNELS, "--lf", *workers)
     assert re.search(r"\d failed(?!, \d+ passed)", last.splitlines()[-1]), last
 
@@ -90,3 +92,34 @@ def test_the_audit_says_what_tolerances_let_pass(tmp_path, workers):
         "test_kernel.py:8": ["1"],  # the factor alone
         "test_kernel.py:12": [],
     }
+
+
+REFERENCE = """
+import torch
+from torch.testing import assert_close
+
+def rms_norm(x, w):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w
+
+def kernel(x, w):
+    return rms_norm(x.float(), w.float()).to(x.dtype)
+
+def test_rms_norm():
+    x, w = torch.randn(4, 64).bfloat16(), torch.randn(64).bfloat16()
+    assert_close(kernel(x, w), x * w, atol=9, rtol=0)
+    assert_close(kernel(x, w), rms_norm(x.double(), w.double()).bfloat16(), atol=1e-1, rtol=1e-1)
+    given, wide = [t.requires_grad_() for t in (x, w)], [t.detach().double().requires_grad_() for t in (x, w)]
+    upstream = torch.randn(4, 64).bfloat16()
+    kernel(*given).backward(upstream)
+    rms_norm(*wide).backward(upstream.double())
+    assert_close(w.grad.double(), wide[1].grad, atol=1, rtol=0)
+"""
+
+
+def test_the_audit_says_the_tolerance_that_a_definition_gives(tmp_path):
+    section = run(tmp_path, REFERENCE, "--parity-audit", "--parity-definition=rms_norm").split("of the calls")[1]
+    found = dict(re.findall(r"test_kernel.py:(\d+)(?:  derived: atol=(.*))?$", section, re.MULTILINE))
+    assert set(found) == {"13", "14", "19"} and not found["13"], section
+    for line in ("14", "19"):
+        atol, rtol = map(float, found[line].split(", rtol="))
+        assert atol < 1e-2 and rtol == 0.023, section  # 6 units of bf16

@@ -128,6 +128,18 @@ class TakesConstants(Product):
         return g * w, (g * x).sum(0)
 
 
+class TakesContiguous(Product):
+    """Reads its upstream gradient as memory without gaps."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return Product.backward(ctx, torch.as_strided(g, g.shape, (g.shape[1], 1)))
+
+
+def coarser_without_gradients():
+    return lambda x, w: x.sin() * w if torch.is_grad_enabled() else (x.sin() * w).bfloat16()
+
+
 def last_bit():
     calls = [0]
 
@@ -179,6 +191,8 @@ FAULTS = {
     ),
     "second derivative": (by(TakesConstants), "second derivative: the second derivative by x is wrong and not refused"),
     "no_grad": (without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
+    "another dtype": (coarser_without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
+    "upstream layout": (by(TakesContiguous), "its upstream gradient not contiguous, has inf times the allowed error"),
 }
 
 
@@ -256,6 +270,15 @@ def test_right_code_holds_it(name, dtype):
     assert_parity(right, arguments.pop("definition"), given, protocol="all", **arguments)
 
 
+def test_what_is_for_training_alone_may_say_so():
+    def refuses(x, w):
+        if not torch.is_grad_enabled():
+            raise RuntimeError("for training alone")
+        return definition(x, w)
+
+    assert_parity(refuses, definition, X)
+
+
 def tuple_of(out, dtype):
     parts = tuple(o.to(dtype) if o.is_floating_point() else o for o in (out if isinstance(out, tuple) else (out,)))
     return parts if isinstance(out, tuple) else parts[0]
@@ -315,6 +338,6 @@ def test_a_later_call_on_other_values_is_judged(function, exact):
     kept: dict = {}
     KeptUpstream.kept.clear()
     found = check_parity(lambda x: function(kept, x), exact, {"x": torch.randn(8, 32)})
-    assert found.protocol and all("of a later call on other values has" in line for line in found.protocol)
+    assert found.protocol and all("of a later call on other values" in line for line in found.protocol)
     assert not found.agrees
     assert check_parity(exact, exact, {"x": torch.randn(8, 32)}).agrees

@@ -1,5 +1,7 @@
 """Sums and products in a replica drift, lose small terms and overflow as real ones do."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -143,19 +145,23 @@ def test_a_product_drifts_as_float32_does():
     assert max(found) < 2.0
 
 
-def test_a_gradient_that_sums_equal_terms_drifts_as_float32_does():
-    """Fourteen hundred equal gradients of one entry, added in turn (`bias[ids]`): a walk of 19 units, and this is 100."""
-    found = []
+@pytest.mark.parametrize("rows", [(1361,), (1, 1361), (7, 195)], ids=str)
+def test_a_gradient_that_sums_equal_terms_drifts_as_float32_does(rows):
+    """Fourteen hundred equal gradients of one entry, added in turn (`bias[ids]`): a walk of 19 units, and this is 100.
+
+    Over batch and time as over one dimension.
+    """
+    found, n = [], math.prod(rows)
     for seed in range(6):
         g = torch.rand(1, 3, generator=torch.Generator().manual_seed(seed)) + 0.5
-        real = torch.zeros(1, 3).index_put_([torch.zeros(1361, dtype=torch.long)], g.expand(1361, 3), accumulate=True)
-        exact = 1361 * g.double()
-        bias = torch.zeros(24, 1, 3, dtype=torch.float64, requires_grad=True)
+        real = torch.zeros(1, 3).index_put_([torch.zeros(n, dtype=torch.long)], g.expand(n, 3), accumulate=True)
+        exact = n * g.double()
+        bias = torch.zeros(24, *(1 for _ in rows), 3, dtype=torch.float64, requires_grad=True)
         with MonteCarlo(Recipe(), "fp32", seed) as mode:
-            out = bias.expand(24, 1361, 3)
+            out = bias.expand(24, *rows, 3)
             mode.backward = True
-            (replicas,) = torch.autograd.grad(out, bias, g.double().expand(24, 1361, 3))
-        spread = (replicas - exact).square().mean(0).sqrt()
+            (replicas,) = torch.autograd.grad(out, bias, g.double().expand(24, *rows, 3))
+        spread = (replicas.view(24, 1, 3) - exact).square().mean(0).sqrt()
         found.append(float(((real.double() - exact).abs() / spread).max()))
     assert 0.5 < max(found) < 3.0, found
 

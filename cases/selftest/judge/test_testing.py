@@ -152,6 +152,27 @@ def test_a_definitions_own_casts_say_so_too():
     assert_parity(lambda x: (x.float().exp().to(x.dtype).float() - 1).to(x.dtype), definition, inputs)
 
 
+CAST_BACK = {
+    "to": lambda x, weight: (x.float().exp().to(x.dtype) - 1) * weight,
+    "type_as": lambda x, weight: (x.float().exp().type_as(x) - 1) * weight,
+    "a branch": lambda x, weight: (x.exp().to(weight.dtype) - 1) * weight if weight.dtype == torch.bfloat16 else None,
+}
+
+
+@pytest.mark.parametrize("form", CAST_BACK)
+def test_so_do_casts_back_to_the_dtype_of_the_inputs(form):
+    """As transformers' norms have them; a cast of what is in that dtype allows nothing."""
+    inputs = drawn(torch.bfloat16, x=(64, 64), weight=(64,))
+    inputs["x"] = inputs["x"] / 64
+
+    def kernel(x, weight):
+        return ((x.float().exp().to(x.dtype).float() - 1) * weight.float()).to(x.dtype)
+
+    assert_parity(kernel, CAST_BACK[form], inputs)
+    held = lambda x, weight: (x.to(weight.dtype).exp() - 1) * weight  # noqa: E731
+    assert not check_parity(kernel, held, inputs).agrees
+
+
 def test_trees_and_modules():
     def definition(pair, scale):
         return {"sum": pair["a"] + pair["b"][0] * scale, "both": (pair["a"].sin(), pair["b"][0].argmax(-1))}
@@ -278,6 +299,10 @@ TWICE = {"function": lambda x: 2 * x, "definition": lambda x: 2 * x, "inputs": X
         ({"definition": lambda x: x @ X1["x"].mT}, r"weight.to\(x.dtype\)"),
         ({"definition": lambda x: x.mul_(2)}, "overwrite none"),
         ({"inputs": (X1["x"],)}, "inputs is a tuple"),
+        ({"inputs": {0: X1["x"]}}, "inputs has the key 0: give the name"),
+        ({"function": lambda y: 2 * y}, "has missing a required argument: 'y': wrap it in a lambda"),
+        ({"definition": lambda x, /: 2 * x}, "called with the inputs by name"),
+        ({"definition": lambda x: x * torch.rand(3)}, "the definition is random: output differs"),
         ({"inputs": {"x": X1["x"].numpy()}}, r"x is a ndarray: give torch.as_tensor\(x\)"),
         ({"inputs": {"x": torch.ones(2, dtype=torch.complex64)}}, "real and imaginary"),
         ({"inputs": {"x": {"a": X1["x"]}, "x.a": X1["x"]}}, "have one name: x.a"),
@@ -323,7 +348,7 @@ def test_a_function_is_given_the_strides_of_the_inputs_and_of_the_upstream_gradi
     x = drawn(torch.float32, x=(4, 12))["x"]
     for view in (x[:, ::3], x.T, x[:1].expand(4, 12), x[:, 3:6]):
         upstream = torch.ones(()).expand(view.shape)
-        assert_parity(lambda x: Double.apply(x), lambda x: 2 * x, {"x": view}, cotangent=upstream)
+        assert_parity(lambda x: Double.apply(x), lambda x: 2 * x, {"x": view}, cotangent=upstream, protocol="none")
         assert seen == {"x": view.stride(), "grad": upstream.stride()}
 
     def forgets_strides(x):

@@ -1,0 +1,91 @@
+"""Functions of autograd that hand on a value as it is, and round it or its gradient as a Monte Carlo mode says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from parity.judge.monte_carlo import MonteCarlo
+
+
+class Held(torch.autograd.Function):
+    """Identity whose gradient overflows where a partial gradient would: the sum that makes a bias gradient may have one term."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mode: MonteCarlo) -> torch.Tensor:
+        ctx.mode = mode
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return torch.where(grad.abs() > ctx.mode.range_partial(), torch.inf, grad), None
+
+
+def in_front(rule: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """What `rule` makes of tensors that have their replicas in front, also within `torch.vmap`; without a gradient."""
+    out: torch.Tensor = _InFront.apply(rule, *(x.detach() for x in tensors))
+    return out
+
+
+class _InFront(torch.autograd.Function):
+    @staticmethod
+    def forward(rule: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        return rule(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise AssertionError("its result has no gradient")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, rule: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> Any:
+        moved = (
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims[1:], strict=True)
+        )
+        return in_front(rule, *moved), 0
+
+
+class MadeAgain(torch.autograd.Function):
+    """Log-probs as they are; the gradient of their logits gets -off·Σg more."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(logps: torch.Tensor, z: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
+        return logps.view_as(logps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (off,) = ctx.saved_tensors
+        return grad, -off * grad.sum(-1, keepdim=True), None
+
+
+class Stored(torch.autograd.Function):
+    """Identity where a recipe keeps a narrower dtype: perturbs the value forward and its gradient backward."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, mode: MonteCarlo, forward: str | None, _: str | None, factor: float) -> torch.Tensor:
+        return mode.store(x, forward, factor).view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.mode, _, ctx.dtype, ctx.factor = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.mode.store(grad, ctx.dtype, 1 / ctx.factor), None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, *how: Any) -> Any:
+        return Stored.apply(x.movedim(in_dims[0], 0), *how), 0
