@@ -14,7 +14,7 @@ from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle
 from parity.process import elsewhere
 from parity.protocol.exceptions import Outcome
-from parity.results.row import DECIDED, STOPPED, TOKENS, VALUE, Row, finite
+from parity.results.row import DECIDED, STOPPED, VALUE, Row, finite, token_signs
 
 LONGEST = 1024
 """Tokens of a case whose errors are kept one by one."""
@@ -108,10 +108,7 @@ def _tokens(oracle: CaseOracle, quantity: str, given: Any) -> list[str]:
     if ids.numel() > LONGEST or given.shape != exact.shape:
         return []
     error = torch.where(given == exact, 0.0, (given - exact).abs()).reshape(*ids.shape, -1).amax(-1)
-    top = error[error.isfinite()].amax() if bool(error.isfinite().any()) else error.new_tensor(1.0)
-    level = torch.where(error > 0, (error / top).log2().ceil().add(9).clamp(1, 9), 0)
-    sign = torch.where(error.isfinite(), level, 9).int() + 10 * masked.cpu()
-    return ["".join(TOKENS[n] for n in line) for line in sign.tolist()]
+    return token_signs(error, masked.cpu())
 
 
 def logic_row(base: Row, quantity: str, holds: bool, message: str) -> Row:

@@ -119,6 +119,16 @@ def stopped_by(message: str) -> tuple[str, str]:
 
 TOKENS = "0123456789abcdefghij"
 """The error of a token as a sign: 9 the largest or not finite, each less half as large, 0 none; letters: a masked token."""
+
+
+def token_signs(error: Any, masked: Any) -> list[str]:
+    """Errors of tokens, a tensor (B, T), and which are masked, as a text of `TOKENS` for each sequence."""
+    top = error[error.isfinite()].amax() if bool(error.isfinite().any()) else error.new_tensor(1.0)
+    level = (error / top).log2().ceil().add(9).clamp(1, 9).where(error > 0, 0.0)
+    sign = level.where(error.isfinite(), 9.0).int() + 10 * masked
+    return ["".join(TOKENS[n] for n in line) for line in sign.tolist()]
+
+
 SIZE, VALUE = 5, 6  # digits of an error, of a value
 
 

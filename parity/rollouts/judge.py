@@ -72,19 +72,27 @@ def predictions(model: Any, rows: Rows, wanted: Tensor) -> Iterator[tuple[tuple[
             yield (row + first, position), ids[row, at], logits[row, at - 1]
 
 
-def kept_mass(logps: Tensor, ids: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Probability that top-k and top-p keep, (T,), from log-probs (T, V); 0 where the token itself is cut. Top-p keeps
-    the fewest likeliest tokens whose mass reaches p, of what top-k left."""
+def kept_mass(logps: Tensor, ids: Tensor, top_p: float, top_k: int, min_p: float = 0.0) -> Tensor:
+    """Probability that top-k, top-p and min-p keep, (T,), from log-probs (T, V); 0 where the token itself is cut. Top-p
+    keeps the fewest likeliest tokens whose mass reaches p, of what top-k left; min-p those with p ≥ min_p·max p."""
     order = logps.argsort(dim=-1, descending=True, stable=True)
     probs = logps.gather(-1, order).exp()
     if top_k > 0:
         probs = torch.where(torch.arange(probs.shape[-1]) < top_k, probs, 0.0)
     mass = probs.sum(-1, keepdim=True)
     before = (probs / mass).cumsum(-1) - probs / mass
-    keep = (probs > 0) & ((before < top_p) | (top_p >= 1))
+    keep = (probs > 0) & ((before < top_p) | (top_p >= 1)) & (probs >= min_p * probs[..., :1])
     rank = (order == ids[:, None]).double().argmax(-1, keepdim=True)
     kept = (probs * keep).sum(-1)
     return torch.where(keep.gather(-1, rank)[:, 0], kept, 0.0)
+
+
+def mismatch(differences: Tensor) -> dict[str, float]:
+    """Means over log-ratios d, trainer minus sampler: mismatch_kl = -d, k3 = exp d - d - 1, both estimates of KL(sampler ‖
+    trainer), and exp|d|."""
+    d = differences
+    measured = {"mismatch_kl": -d, "k3": d.exp() - d - 1, "mean_exp_abs_difference": d.abs().exp()}
+    return {name: float(x.mean()) for name, x in measured.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +179,7 @@ class Verdict:
             lines += [
                 "  |log-ratio|: " + ", ".join(f"{100 * q:g} % {v:.2e}" for q, v in quantiles) + f"; rms {rms(d):.2e}",
                 f"  mean ratio {float(d.exp().mean()):.6f}, which judges nothing",
+                "  " + ", ".join(f"{name} {value:.3g}" for name, value in mismatch(d).items()),
             ]
         return "\n".join(lines)
 

@@ -4,12 +4,13 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from parity import data
 from parity.errors import Unsupported, UsageError
 from parity.process import installed
 from parity.results.ledger import Entry, Ledger
@@ -74,6 +75,15 @@ class Advice:
         return f"{self.run.name}: {self.run.trainers[0]}; {self.stack.named}: {self.stack.defects}"
 
 
+def known_of(trainer: Any, model: str, quantities: Collection[str]) -> list[Entry]:
+    """What the ledger has against these quantities of a trainer of TRL over a model of the architecture `model`, for certain."""
+    kinds = tuple(k.__name__ for k in type(trainer).__mro__ if k.__name__.endswith("Trainer"))
+    args = {ALIASES.get(name, name): value for name, value in vars(trainer.args).items()}
+    run = Run(kinds[0], kinds, args, (model,), frozenset(name for name, value in args.items() if value is True))
+    found = advice(run, Ledger.load(data.ledger_file())).findings
+    return [f.entry for f in found if f.certain and {*quantities} & {*f.entry.quantities}]
+
+
 def check(config: Path, trainer: str | None, ledger: Ledger) -> Advice:
     """The known findings that the settings in a file meet; `trainer`: the class that runs them. Raises UsageError for
     an unknown trainer, and for a file that cannot be read or leaves the trainer open."""
@@ -106,8 +116,6 @@ def holds(run: Run, name: str, wanted: Any) -> bool | Unknown:
     if name in LIBRARIES:
         version = installed(name)
         return version is not None and version in SpecifierSet(wanted, prereleases=True)
-    if name == "imports":  # the settings of a trainer say nothing of it
-        return False
     if name == "uses":
         return bool({*run.uses} & {*wanted})
     if name == "model":

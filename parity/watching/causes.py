@@ -9,20 +9,25 @@ import torch
 from torch import Tensor
 
 from parity.rollouts.judge import kept_mass
-from parity.watching.own import FARTHEST, LIMIT, Own, Rows, Scores, innermost
+from parity.watching.own import Rows, Scores, innermost
 
+LIMIT, FARTHEST = 3.0, 15.0
+"""Units that the rms of all differences, and the largest of them, may reach."""
 REDUCED = 0.35
 """Share of the rms that a cause may leave."""
 SUPPORTS = (
-    *((p, 0) for p in (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)),
-    *((1.0, k) for k in (1, 5, 10, 20, 40, 50, 64, 100)),
+    *((p, 0, 0.0) for p in (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)),
+    *((1.0, k, 0.0) for k in (1, 5, 10, 20, 40, 50, 64, 100)),
+    *((1.0, 0, m) for m in (0.01, 0.02, 0.05, 0.1, 0.2)),
 )
-"""Top-p and top-k that are tried besides those of the run and of the model's generation config."""
-SOFTCAPS = "final_logit_softcapping", "logits_soft_cap", "logit_softcap"
-SCALES = "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"
-"""Names of what a transformers config says of logits."""
+"""Top-p, top-k and min-p that are tried besides those of the run and of the model's generation config."""
+NAMES = {
+    "softcap": ("final_logit_softcapping", "logits_soft_cap", "logit_softcap"),
+    "scale": ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"),
+}
+"""What a transformers config calls what a model does to logits."""
 BOUNDARY = 2.0
-"""Units within which rounding decides which tokens top-p keeps."""
+"""Units within which rounding decides which tokens top-p or min-p keeps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,18 +35,13 @@ class Difference:
     """Log-probs (n,) against a model's own, in units of its noise; NaN: there is none."""
 
     values: Tensor
-    own: Own
-
-    @property
-    def there(self) -> Tensor:
-        """(n,) bool: which tokens have a log-prob."""
-        return ~self.values.isnan()
+    own: Scores
 
     def units(self, against: Tensor | None = None, of: Tensor | None = None) -> Tensor:
         """Of the tokens `of` that have one, against the model's own log-probs or `against`."""
-        exact = self.own.scores.logps if against is None else against
-        chosen = self.there & exact.isfinite() if of is None else of & self.there & exact.isfinite()
-        return ((self.values - exact) / self.own.units)[chosen]
+        exact = self.own.logps if against is None else against
+        there = ~self.values.isnan() & exact.isfinite()
+        return ((self.values - exact) / self.own.units)[there if of is None else there & of]
 
 
 def rms(units: Tensor) -> float:
@@ -61,25 +61,28 @@ class Facts:
     Attributes:
         temperature: of the trainer's log-probs.
         sampled: whether the log-probs are a sampler's.
-        sampling: top-p and top-k of the run's config and of the model's generation config.
+        sampling: top-p, top-k and min-p of the run's config and of the model's generation config.
         head: other product of the LM head -> its logits (m, V) of the sample.
-        others: other model -> its log-probs (n,); asked only if needed.
+        others: other computation -> its log-probs (n,); asked only if needed.
         coarser: narrower dtype -> the model's own scores with its noise.
     """
 
     temperature: float
     sampled: bool = True
-    sampling: Sequence[tuple[float, int]] = ()
+    sampling: Sequence[tuple[float, int, float]] = ()
     head: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     others: Mapping[str, Callable[[], Tensor]] = dataclasses.field(default_factory=dict)
-    coarser: Mapping[str, Callable[[], Own]] = dataclasses.field(default_factory=dict)
+    coarser: Mapping[str, Callable[[], Scores]] = dataclasses.field(default_factory=dict)
 
 
 def explanations(found: Difference, rows: Rows, facts: Facts) -> list[str]:
     """The causes that explain the difference down to noise, the best first; supports that explain it alike are one cause."""
     if bool((found.values == 0).all()):
         return ["all log-probs are 0: missing ones were filled"]
-    fits = [(rms(units), *cause) for cause, units, before in _tried(found, rows, facts) if _explains(units, before)]
+    tried = ((cause, units, rms(units), rms(before)) for cause, units, before in _tried(found, rows, facts))
+    fits = [
+        (left, *cause) for cause, units, left, b in tried if len(units) > 1 and agrees(units) and left <= REDUCED * b
+    ]
     if not fits:
         for name, score in facts.coarser.items():
             other = Difference(found.values, score()).units()
@@ -93,45 +96,37 @@ def explanations(found: Difference, rows: Rows, facts: Facts) -> list[str]:
     return [f"{text} ({' or '.join(details)})" if details[0] else text for text, details in out.items()]
 
 
-def _explains(units: Tensor, before: Tensor) -> bool:
-    return len(units) > 1 and agrees(units) and rms(units) <= REDUCED * rms(before)
-
-
 Cause = tuple[str, str]
 """Its name and, of one that comes in several sizes, the size."""
 
 
 def _tried(found: Difference, rows: Rows, facts: Facts) -> Iterator[tuple[Cause, Tensor, Tensor]]:
     """(cause, the units that it leaves, the units before on the same tokens)."""
-    own, scores = found.own, found.own.scores
-    zero = (found.values == 0) & (scores.logps < -LIMIT * own.units)
+    own = found.own
+    zero = (found.values == 0) & (own.logps < -LIMIT * own.units)
     if bool(zero.any()):
         text = f"{int(zero.sum())} of {len(zero)} log-probs are 0: missing ones were filled"
         yield (text, ""), found.units(of=~zero), found.units()
     for step, side in ((1, "before"), (-1, "after")):
-        other = _moved(scores.logps, rows, step)
-        yield (
-            (f"each log-prob belongs to the token {side} it", ""),
-            found.units(other),
-            found.units(of=other.isfinite()),
-        )
-    picked = torch.zeros_like(found.there)
-    picked[scores.sample] = True
-    before, ids = found.units(of=picked), rows.token_ids[scores.sample]
+        moved = torch.nn.functional.pad(rows.back(own.logps), (step, -step), value=math.nan)[rows.picked.cpu()]
+        text = f"each log-prob belongs to the token {side} it"
+        yield (text, ""), found.units(moved), found.units(of=moved.isfinite())
+    picked = torch.zeros_like(own.logps, dtype=torch.bool)
+    picked[own.sample] = True
+    before = found.units(of=picked)
     if len(before) > 2:
-        yield from ((cause, units, before) for cause, units in _fitted(found, facts, ids, picked))
+        fitted = _fitted(found, facts, rows.token_ids[own.sample], picked)
+        yield from ((cause, units, before) for cause, units in fitted)
     for name, ask in facts.others.items():
         yield (name, ""), found.units(ask()), found.units()
 
 
 def _fitted(found: Difference, facts: Facts, ids: Tensor, picked: Tensor) -> Iterator[tuple[Cause, Tensor]]:
     """Causes that need the logits of the sample."""
-    scores, tau = found.own.scores, facts.temperature
+    scores, tau = found.own, facts.temperature
 
     def units(logps: Tensor) -> Tensor:
-        exact = scores.logps.new_full(picked.shape, math.nan)
-        exact[scores.sample] = logps
-        return found.units(exact)
+        return found.units(scores.logps.masked_fill(~picked, math.nan).masked_scatter(picked, logps))
 
     def selected(logits: Tensor, temperature: float) -> Tensor:
         return (logits.double() / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
@@ -149,55 +144,50 @@ def _fitted(found: Difference, facts: Facts, ids: Tensor, picked: Tensor) -> Ite
         return
     all_logps = (scores.logits.double() / tau).log_softmax(-1)
     own, values = selected(scores.logits, tau), found.values[scores.sample]
-    for top_p, top_k in dict.fromkeys((*facts.sampling, *SUPPORTS)):
-        odds = math.log(top_p / (1 - top_p)) if top_p < 1 else math.inf
-        near = [1 / (1 + math.exp(-odds - x * found.own.noise)) for x in (-BOUNDARY, 0.0, BOUNDARY)]
-        mass = torch.stack([kept_mass(all_logps, ids, p, top_k) for p in dict.fromkeys(near)])
-        kept = torch.where(mass > 0, own - mass.log(), -math.inf)
-        best = kept.gather(0, (kept - values).abs().nan_to_num(math.inf).argmin(0, keepdim=True))[0]
-        if (top_p, top_k) == (1.0, 0) or not bool(best.isfinite().all()):
-            continue  # nothing is cut; the sampled token would have been
-        size = " ".join([f"top-p {top_p:g}"] * (top_p < 1) + [f"top-k {top_k}"] * (top_k > 0))
-        text = "the sampler's are of the tokens that it kept, the trainer's of all"
-        yield (text, f"{size}: {float((own - best).exp().mean()):.2f} of the mass"), units(best)
+    for top_p, top_k, min_p in dict.fromkeys((*facts.sampling, *SUPPORTS)):
+        if (top_p, top_k, min_p) == (1.0, 0, 0.0):
+            continue
+        kept = [own - kept_mass(all_logps, ids, *near).log() for near in _near(top_p, top_k, min_p, scores.noise)]
+        each = torch.stack(kept).masked_fill(torch.stack(kept).isposinf(), -math.inf)  # the token itself is cut
+        best = each.gather(0, (each - values).abs().nan_to_num(math.inf).argmin(0, keepdim=True))[0]
+        if bool(best.isfinite().all()):
+            size = (
+                [f"top-p {top_p:g}"] * (top_p < 1)
+                + [f"top-k {top_k}"] * (top_k > 0)
+                + [f"min-p {min_p:g}"] * (min_p > 0)
+            )
+            text = "the sampler's are of the tokens that it kept, the trainer's of all"
+            yield (text, f"{' '.join(size)}: {float((own - best).exp().mean()):.2f} of the mass"), units(best)
+
+
+def _near(top_p: float, top_k: int, min_p: float, noise: float) -> list[tuple[float, int, float]]:
+    """A support, and those that rounding may make of it."""
+    odds = math.log(top_p / (1 - top_p)) if top_p < 1 else math.inf
+    by = [x * noise for x in (-BOUNDARY, 0.0, BOUNDARY)]
+    return list(dict.fromkeys((1 / (1 + math.exp(-odds - x)), top_k, min(min_p * math.exp(x), 1.0)) for x in by))
 
 
 def heads(model: Any, scores: Scores) -> dict[str, Tensor]:
-    """What an LM head that leaves something out makes of the sample: cause -> logits (m, V)."""
+    """The bare product of the LM head, if the model makes something else of it: what is left out then -> logits (m, V)."""
     inner = innermost(model)
     head, config = inner.get_output_embeddings(), inner.config.get_text_config()
     if scores.hidden is None or type(getattr(head, "weight", None)) is not torch.nn.Parameter:
         return {}  # not seen, or a shard
-    cap, scale = (_first(config, names) for names in (SOFTCAPS, SCALES))
-    product = torch.nn.functional.linear(scores.hidden.to(head.weight.dtype), head.weight).float().cpu()
-    bias = getattr(head, "bias", None)
-    whole = product if bias is None else product + bias.float().cpu()
-
-    def logits(z: Tensor, factor: float, cap: float | None = cap) -> Tensor:
-        return cap * torch.tanh(z * factor / cap) if cap else z * factor
-
-    def off(factor: float) -> float:
-        return float((logits(whole, factor) - scores.logits).square().sum())
-
-    factor = min(scale or 1.0, 1 / (scale or 1.0), key=off)  # some names divide, some multiply
-    out = {}
-    if cap:
-        out[f"the softcap {cap:g} of the logits is left out"] = logits(whole, factor, None)
-    if scale:
-        out[f"the scale {scale:g} of the logits is left out"] = logits(whole, 1.0)
-    if cap and scale:
-        out["softcap and scale of the logits are left out"] = whole
-    if bias is not None:
-        out["the bias of the LM head is left out"] = logits(product, factor)
-    if not cap and not scale:
-        where = "in hooks of" if head._forward_hooks or type(head) is not torch.nn.Linear else "to the logits behind"
-        out[f"what the model does {where} its LM head is left out"] = whole
-    return out
+    with torch.no_grad():
+        product = torch.nn.functional.linear(scores.hidden.to(head.weight.dtype), head.weight).float().cpu()
+    said = [
+        f"the {what} {getattr(config, n):g} of the logits"
+        for what, names in NAMES.items()
+        for n in names
+        if _changes(config, n)
+    ]
+    said += ["the bias of the LM head"] * (getattr(head, "bias", None) is not None)
+    where = "in hooks of" if head._forward_hooks or type(head) is not torch.nn.Linear else "to the logits behind"
+    return {f"{' and '.join(said) or f'what the model does {where} its LM head'} is left out": product}
 
 
-def _first(config: Any, names: Sequence[str]) -> float | None:
-    """The first of these settings that changes logits."""
-    return next((float(s) for s in (getattr(config, n, None) for n in names) if s not in (None, 0, 1)), None)
+def _changes(config: Any, name: str) -> bool:
+    return getattr(config, name, None) not in (None, 0, 1)
 
 
 def _minimum(of: Callable[[float], float]) -> float:
@@ -212,18 +202,9 @@ def _minimum(of: Callable[[float], float]) -> float:
     return math.exp((low + high) / 2)
 
 
-def _moved(logps: Tensor, rows: Rows, step: int) -> Tensor:
-    """The log-prob of the token `step` places earlier in the same row, NaN where none is in the loss."""
-    picked = rows.picked.cpu()
-    grid = logps.new_full(picked.shape, math.nan)
-    grid[picked] = logps
-    return torch.nn.functional.pad(grid, (step, -step), value=math.nan)[picked]
-
-
 def farthest(found: Difference, rows: Rows, decode: Callable[[int], str], count: int = 5) -> list[dict[str, Any]]:
     """The tokens that differ most, with text, log-probs and units."""
-    exact, ids = found.own.scores.logps, rows.token_ids.tolist()
-    units = ((found.values - exact) / found.own.units).abs()
+    ids, units = rows.token_ids.tolist(), ((found.values - found.own.logps) / found.own.units).abs()
     order = units.nan_to_num(-1.0).argsort(descending=True)[:count].tolist()
-    columns = {"logp": found.values, "own": exact, "units": units}
+    columns = {"logp": found.values, "own": found.own.logps, "units": units}
     return [{"token": decode(ids[i]), **{name: float(x[i]) for name, x in columns.items()}} for i in order]

@@ -8,74 +8,18 @@ of this model on these tokens: what another kernel, another batch or another eng
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.judge.monte_carlo import rounds_nothing
+from parity.judge.shaken import Shaken, unit
 
 SAMPLE = 256
 """Tokens whose logits are kept, to fit causes with: (256, V)."""
 CHUNK = 128
 """Tokens whose logits are in float32 at a time."""
-LIMIT, FARTHEST = 3.0, 15.0
-"""Units that the rms of all differences, and the largest of them, may reach."""
-
-
-class Shaken(TorchDispatchMode):
-    """Multiplies each result of an operation by 1 + u·ξ, ξ uniform in ±1, u the unit roundoff of its dtype, or of `dtype`.
-
-    A product in float32 is also off by u·|a|·|b|·ξ, the norms of its row and column: what the order of its sum makes of it,
-    and with tf32 what its operands lose. Random numbers are the mode's own.
-    """
-
-    def __init__(self, seed: int, dtype: torch.dtype | None = None):
-        super().__init__()
-        self.seed, self.dtype, self.generators = seed, dtype, dict[torch.device, torch.Generator]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if rounds_nothing(func):
-            return out
-        if type(out) is Tensor:
-            return self.shaken(out, args[-2:]) if func in _PRODUCTS else self.shaken(out)
-        if isinstance(out, tuple) and out and type(out[0]) is Tensor:  # an attention, with what its backward pass needs
-            return self.shaken(out[0]), *out[1:]
-        return out
-
-    def shaken(self, out: Tensor, factors: Sequence[Tensor] = ()) -> Tensor:
-        """`out`, in its own dtype, off by its rounding."""
-        if not out.is_floating_point() or out.dtype is torch.float64:
-            return out
-        wide = out.float()
-        shaken = wide * (1 + unit(self.dtype or out.dtype) * self.noise(wide))
-        if factors and out.dtype is torch.float32:
-            a, b = (x.float().norm(dim=dim, keepdim=True) for x, dim in zip(factors, (-1, -2), strict=True))
-            rounded = self.dtype or (torch.float16 if _tf32(out) else torch.float32)
-            shaken = shaken + unit(rounded) * a * b * self.noise(wide) / factors[0].shape[-1] ** (0.5 * _tf32(out))
-        largest = torch.finfo(out.dtype).max
-        return shaken.clamp_(-largest, largest).to(out.dtype)
-
-    def noise(self, x: Tensor) -> Tensor:
-        """Uniform in ±1."""
-        if x.device not in self.generators:
-            self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
-        return torch.rand(x.shape, generator=self.generators[x.device], device=x.device).mul_(2).sub_(1)
-
-
-_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
-
-
-def unit(dtype: torch.dtype) -> float:
-    """The unit roundoff of a dtype: half the distance from 1 to the next number."""
-    return torch.finfo(dtype).eps / 2
-
-
-def _tf32(x: Tensor) -> bool:
-    return x.is_cuda and torch.backends.cuda.matmul.allow_tf32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +40,23 @@ class Rows:
         """What `values` (B, T) say of these tokens, (n,) float64 on the CPU."""
         return values.detach()[self.picked].double().cpu()
 
+    def back(self, values: Tensor) -> Tensor:
+        """The reverse: (n,) as (B, T), NaN elsewhere."""
+        out = values.new_full(self.picked.shape, torch.nan)
+        out[self.picked.cpu()] = values
+        return out
+
+    def cut(self, most: int) -> "Rows":
+        """With the last `most` tokens of each prompt alone."""
+        cuts = [max(int(at[0]) - most, 0) if len(at) else 0 for at in self.places]
+        ids, places = zip(*((i[n:], at - n) for i, at, n in zip(self.ids, self.places, cuts, strict=True)), strict=True)
+        return Rows(list(ids), list(places), self.picked)
+
+    @property
+    def prompt(self) -> int:
+        """Tokens before the first one in the loss, of the row that has most."""
+        return max((int(at[0]) for at in self.places if len(at)), default=0)
+
     @property
     def token_ids(self) -> Tensor:
         """(n,)."""
@@ -106,9 +67,8 @@ def rows_of(input_ids: Tensor, attention: Tensor, mask: Tensor, count: int) -> R
     """At most `count` rows at even distances of (B, P + T) ids; `mask` (B, T): the tokens in the loss, the last T positions."""
     chosen = torch.linspace(0, len(input_ids) - 1, min(count, len(input_ids))).round().long().tolist()
     present, width = attention.bool(), mask.shape[1]
-    mask = mask.bool() & present[:, -width:]
-    mask = mask & (present.cumsum(1)[:, -width:] > 1)  # nothing predicts a row's first token
     at = present.cumsum(1)[:, -width:] - 1
+    mask = mask.bool() & present[:, -width:] & (at > 0)  # nothing predicts a row's first token
     picked = torch.zeros_like(mask)
     picked[chosen] = mask[chosen]
     return Rows([input_ids[i][present[i]] for i in chosen], [at[i][mask[i]] for i in chosen], picked)
@@ -125,6 +85,7 @@ class Scores:
         sample: which tokens have logits, (m,) long.
         logits: (m, V) float32 on the CPU, before the temperature.
         hidden: (m, H), what the LM head was given for them; None where it was not seen.
+        noise: ε in nats: a token's unit is ε·shape and its floor, added in squares.
     """
 
     logps: Tensor
@@ -133,50 +94,53 @@ class Scores:
     sample: Tensor
     logits: Tensor
     hidden: Tensor | None
+    noise: float = 0.0
+
+    @property
+    def units(self) -> Tensor:
+        """Of each token, in nats, (n,)."""
+        return ((self.noise * self.shape).square() + self.floor.square()).sqrt()
 
 
-def score(model: Any, rows: Rows, temperature: float, together: int = 1) -> Scores:
-    """`rows` by the model's own forward, `together` at a time, padded at the right."""
+def score(
+    model: Any, rows: Rows, temperature: float, together: int = 1, call: Callable[..., Any] | None = None
+) -> Scores:
+    """`rows` by the model's own forward, or by `call`, `together` at a time, padded at the right."""
     total = sum(map(len, rows.places))
     sample = torch.linspace(0, max(total - 1, 0), min(SAMPLE, total)).round().long().unique()
     parts, kept, hidden, done = [torch.zeros(0, 3)], [], [], 0
     for first in range(0, len(rows.ids), together):
         group = range(first, min(first + together, len(rows.ids)))
         begin = min((int(rows.places[i][0]) for i in group if len(rows.places[i])), default=1) - 1
-        logits, states = _logits(model, [rows.ids[i] for i in group], begin)
+        logits, states = _logits(model, call or model, [rows.ids[i] for i in group], begin)
         for row, i in enumerate(group):
             at = rows.places[i] - 1 - begin
             z, ids = logits[row][at], rows.ids[i][rows.places[i]]
             wanted = (sample[(sample >= done) & (sample < done + len(z))] - done).to(z.device)
             kept.append(z[wanted].float().cpu())
-            hidden.append(None if states is None else states[row][at][wanted])
+            hidden += [] if states is None else [states[row][at][wanted]]
             pieces = zip(z.split(CHUNK), ids.split(CHUNK), strict=True)
             parts += [_selected(part, ids, temperature).cpu() for part, ids in pieces if len(ids)]
             done += len(z)
     logps, shape, floor = torch.cat(parts).double().unbind(-1)
-    seen = [x for x in hidden if x is not None]
-    return Scores(logps, shape, floor, sample, torch.cat(kept), torch.cat(seen) if len(seen) == len(kept) else None)
+    return Scores(logps, shape, floor, sample, torch.cat(kept), torch.cat(hidden) if len(hidden) == len(kept) else None)
 
 
-def _logits(model: Any, ids: list[Tensor], begin: int) -> tuple[Tensor, Tensor | None]:
+def _logits(model: Any, call: Any, ids: list[Tensor], begin: int) -> tuple[Tensor, Tensor | None]:
     """(N, L - begin, V), those of the positions from `begin` on; and what the LM head was given, (N, L - begin, H)."""
-    width = max(map(len, ids))
-    batch = ids[0].new_zeros(len(ids), width)
-    mask = torch.zeros_like(batch)
-    for i, row in enumerate(ids):
-        batch[i, : len(row)], mask[i, : len(row)] = row, 1
-    inner, given = innermost(model), list[Tensor]()
+    batch = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+    inner, given, width = innermost(model), list[Tensor](), batch.shape[1] - begin
     known = inspect.signature(inner.forward).parameters
-    options = {"use_cache": False, "logits_to_keep": width - begin}
+    options = {n: v for n, v in {"use_cache": False, "logits_to_keep": width}.items() if n in known}
     head = inner.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda module, args: given.append(args[0])) if head is not None else None
     try:
-        out = model(input_ids=batch, attention_mask=mask, **{n: v for n, v in options.items() if n in known})
+        logits = call(input_ids=batch, attention_mask=mask, **options).logits[:, -width:]
     finally:
         if hook is not None:
             hook.remove()
-    logits: Tensor = out.logits[:, begin - width :]
-    states = given[0][:, begin - width :] if len(given) == 1 else logits[:0]
+    states = given[0][:, -width:] if len(given) == 1 else logits[:0]
     return logits, states if states.shape[:2] == logits.shape[:2] else None
 
 
@@ -192,54 +156,37 @@ def _selected(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     z = logits.float() / temperature
     total = z.logsumexp(-1)
     logps = z.gather(-1, ids[:, None])[:, 0] - total
-    p = logps.exp()
     spread = (z - total[:, None]).exp().square().sum(-1)
     floor = 8 * unit(torch.float32) * (1 + total.abs()) + unit(logits.dtype) * logps.abs()
-    return torch.stack([logps, (1 - 2 * p + spread).clamp(min=0).sqrt(), floor], -1)
+    return torch.stack([logps, (1 - 2 * logps.exp() + spread).clamp(min=0).sqrt(), floor], -1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Own:
-    """A model's own scores, and the noise of them.
-
-    Attributes:
-        scores: of each sequence alone.
-        noise: ε in nats: a token's unit is ε·shape and its floor, added in squares.
-    """
-
-    scores: Scores
-    noise: float
-
-    @property
-    def units(self) -> Tensor:
-        """Of each token, in nats, (n,)."""
-        return ((self.noise * self.scores.shape).square() + self.scores.floor.square()).sqrt()
-
-
-def own(model: Any, rows: Rows, temperature: float, seeds: Sequence[int], dtype: torch.dtype | None = None) -> Own:
-    """Scores `rows` alone, and once for each seed in pairs and shaken, by the roundoff of `dtype` if given."""
-    alone = score(model, rows, temperature)
+def noise(model: Any, rows: Rows, temperature: float, alone: Scores, dtype: torch.dtype | None = None) -> Scores:
+    """`alone`, the rows one by one, with ε of the same rows in pairs and shaken, by the roundoff of `dtype` if given."""
     shaken = []
-    for seed in seeds:
+    for seed in range(2):
         with Shaken(seed, dtype):
             shaken.append(score(model, rows, temperature, 2).logps)
     off, shape = torch.stack(shaken) - alone.logps, alone.shape.square().mean()
-    return Own(alone, float((off.square().mean() / shape).sqrt()) if float(shape) > 0 else 0.0)
+    epsilon = float((off.square().mean() / shape).sqrt()) if float(shape) > 0 else 0.0
+    return dataclasses.replace(alone, noise=epsilon)
 
 
 @contextlib.contextmanager
-def undisturbed(model: Any) -> Iterator[None]:
-    """Evaluation mode without gradients; modes and random states are put back."""
+def undisturbed(model: Any, training: bool = False) -> Iterator[None]:
+    """Evaluation mode, or the mode of training, without gradients; modes and random states are put back."""
     modes = [(m, m.training) for m in model.modules()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices), torch.no_grad():
         try:
             for module, _ in modes:
-                module.training = False
+                module.training = training
             yield
         finally:
             for module, mode in modes:
                 module.training = mode
+                if hasattr(module, "reshard"):  # by FSDP2, which else keeps a root together until its backward pass
+                    module.reshard()
 
 
 def drops(model: Any) -> bool:

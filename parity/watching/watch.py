@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import logging
 import math
 import time
@@ -14,9 +13,12 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from parity.results import watched
+from parity.rollouts.judge import kept_mass, mismatch
+from parity.trainers.definitions.micro_batch import defined, loss_mask
 from parity.watching import causes, definition
 from parity.watching.causes import Difference, Facts, agrees, rms
-from parity.watching.own import SAMPLE, Own, Rows, drops, innermost, own, rows_of, score, undisturbed
+from parity.watching.own import Rows, Scores, drops, innermost, noise, rows_of, score, undisturbed
 from parity.watching.taps import Taken, Taps
 
 logger = logging.getLogger("parity.watch")
@@ -26,6 +28,10 @@ SIDES = {
     "old": "the old log-probs differ from the policy's before an update",
     "reference": "reference and policy differ at step 1",
 }
+ABOUT = {"trainer": {"logps"}, "reference": {"ref_logps"}, "loss": {"loss", "gradient"}}
+"""What a finding is of -> quantities of the ledger's entries."""
+LIMITS = "max_prompt_length", "max_length", "vllm_max_model_length", "model_max_length", "max_position_embeddings"
+"""Names of what may cut a prompt."""
 
 
 class Mismatch(AssertionError):
@@ -42,6 +48,7 @@ class Finding:
         causes: those that explain it down to noise; empty where none of the known ones does.
         text: one line.
         tokens: those that differ most.
+        strips: units of each token as signs of `parity.results.row.TOKENS`, a text for each sequence.
     """
 
     what: str
@@ -49,23 +56,37 @@ class Finding:
     causes: tuple[str, ...]
     text: str
     tokens: tuple[Mapping[str, Any], ...] = ()
+    strips: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """A micro-batch: its scoring with gradients, those without, the tokens in the loss (B, T), and the rows looked at."""
+
+    taken: Taken
+    others: list[Taken]
+    mask: Tensor
+    rows: Rows
 
 
 class Watch(TrainerCallback):
     """What `parity.watch` returns: `findings` of the run so far; `undo()` ends it."""
 
-    def __init__(self, trainer: Any, every: int, rows: int, on_mismatch: str, to: Path, memory_budget: int):
+    def __init__(self, trainer: Any, to: Path, every: int, rows: int, on_mismatch: str, budget: int, capture: bool):
         self.trainer, self.every, self.rows, self.on_mismatch, self.to = trainer, every, rows, on_mismatch, to
-        self.budget = memory_budget
+        self.budget, self.capture = budget, capture
         self.findings: list[Finding] = []
         self.seconds = 0.0
         """Spent in it so far."""
         self._taps = Taps(trainer)
         self._taken: list[Taken] | None = None
         self._inputs: Any = {}
+        self._looked: list[dict[str, Any]] = []
         self._measured: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._said: set[tuple[str, ...]] = set()
+        self._error: Exception | None = None
+        self._mismatch = ""
         self.on_train_begin()
         if hasattr(trainer, "_generate_and_score_completions"):
             self._generated = -2  # in the midst of a run: wait for completions of the present weights
@@ -81,34 +102,53 @@ class Watch(TrainerCallback):
         self._due: int | None = None
         self._begun = self._generated = -1
         self._old: list[tuple[int, dict[str, Tensor]]] = []
-        self._sloped = False
+        self._sloped, self._noise = False, math.nan
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Gradients are complete, the weights are the old ones."""
         self._guarded(self._before_update)
+        if self._now == self._begun:
+            self._settle()
 
     def undo(self) -> None:
         """Takes every hook away; a second call does nothing."""
         self._taps.undo()
-        handler = self.trainer.callback_handler
-        handler.callbacks = [
-            c for c in handler.callbacks if c is not self
-        ]  # a new list: the old may be walked just now
+        handler = self.trainer.callback_handler  # a new list: the old may be walked just now
+        handler.callbacks = [c for c in handler.callbacks if c is not self]
         self._taken = None
 
     def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        step = self._now
         if self._due is None:
-            self._due = self._begun = step
-        self._taken = [] if step >= self._due else None
-        out = original(*args, **kwargs)
-        if self._taken == []:
-            name = type(self.trainer).__name__
-            self._say(("nothing",), f"watch: {name} hands out no log-probs: gradients alone are watched")
-        elif self._taken and self._generated in (-1, step):
-            self._guarded(self._look)
+            self._due = self._begun = self._now
+        if self._now < self._due:
+            return original(*args, **kwargs)
+        self._taken, looks, items = [], list[Look](), (*args, None, None, None)[2] or kwargs.get("num_items_in_batch")
+        before, run = len(self.findings), functools.partial(original, *args, **kwargs)
+        case = self.to.with_name(f"{self.to.stem}-step-{self._now + 1}.json")
+        out = self._captured(run, case) if self.capture else run()
+        self._guarded(lambda: looks.extend(self._ready()))
+        if not self._any(not looks or self._error is not None):
+            self._guarded(lambda: self._look(looks[0], items, float(out)))
+        if self.capture and len(self.findings) == before:
+            for file in (case, case.with_suffix(".safetensors")):
+                file.unlink(missing_ok=True)
         self._taken, self._inputs = None, {}
+        self._settle()
         return out
+
+    def _captured(self, run: Callable[[], Any], to: Path) -> Any:
+        """What `run` returns; its batch is written as a case for `parity replay`."""
+        from parity.errors import UsageError
+        from parity.tools.capture import capture
+
+        out = list[Any]()
+        try:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            with capture(self.trainer, to):
+                out.append(run())
+        except (UsageError, OSError) as error:
+            self._say(("capture",), f"watch: no case is written: {_line(error)}")
+        return out[0] if out else run()
 
     def _prepared(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
@@ -122,13 +162,8 @@ class Watch(TrainerCallback):
         return original(*args, **kwargs)
 
     def _seen(self, read: Callable[[], Taken | None]) -> None:
-        def keep() -> None:
-            taken = read()
-            if taken is not None and self._taken is not None:
-                self._taken.append(taken)
-
         if self._taken is not None:
-            self._guarded(keep)
+            self._guarded(lambda: self._taken.extend(filter(None, [read()])) if self._taken is not None else None)
 
     def _logged(self, original: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not any(name.startswith("eval_") for name in logs):
@@ -137,33 +172,50 @@ class Watch(TrainerCallback):
         return original(logs, *args, **kwargs)
 
     def _guarded(self, do: Callable[[], None]) -> None:
-        """An error of the watch itself ends it, never the run."""
+        """An error of the watch itself ends it, never the run: alone at once, with other ranks where all `_settle`."""
         begun, before = time.perf_counter(), len(self.findings)
         try:
-            try:
-                do()
-            finally:
-                if self._measured or len(self.findings) > before:
-                    self._write(self.findings[before:])
-        except Mismatch:
-            raise
+            do()
         except Exception as error:
+            self._error = self._error or error
+        if self._measured or len(self.findings) > before:
+            self._write(self.findings[before:])
+        self.seconds += time.perf_counter() - begun
+        if self._single and self._error is not None:
+            self._settle()
+
+    def _settle(self) -> None:
+        """What ends the watch on one rank ends it on all, and what ends the run; all come here at the same step."""
+        if self._any(self._error is not None):
             self.undo()
-            logger.warning("watch: %s; the run goes on unwatched", _line(error))
-        finally:
-            self.seconds += time.perf_counter() - begun
+            why = "another rank's watch has ended" if self._error is None else _line(self._error)
+            logger.warning("watch: %s; the run goes on unwatched", why)
+            self._error = None
+        if self._any(bool(self._mismatch)):
+            text, self._mismatch = self._mismatch, ""
+            raise Mismatch(text or f"watch, step {self._now + 1}: a mismatch on another rank")
+
+    def _any(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+        accelerator = self.trainer.accelerator
+        return here if self._single else bool(accelerator.reduce(torch.tensor(float(here), device=accelerator.device)))
 
     def _before_update(self) -> None:
         """The gradients of the first step; a copy of the weights where the next steps may have to know them."""
         named = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         if self._now == self._begun and getattr(self.trainer.accelerator, "scaler", None) is None:
             broken = [n for n, p in named.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
-            still = not any(p.grad is not None and bool(p.grad.any()) for p in named.values())
+            reached = {n for n, p in named.items() if p.grad is not None and bool(p.grad.any())}
+            layers = [n for n, m in self._model.named_modules() if hasattr(m, "gradient_checkpointing") and "." in n]
+            still = [n for n in layers if any(k.startswith(n + ".") for k in named)]
+            still = [n for n in still if not any(k.startswith(n + ".") for k in reached)]
             if broken:
-                more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-                self._find("gradient", math.nan, (), f"gradients are not finite: {', '.join(broken[:3])}{more}")
-            elif still and self._sloped:
+                self._find("gradient", math.nan, (), f"gradients are not finite: {_first(broken)}")
+            elif not reached and self._sloped:
                 self._find("gradient", math.nan, (), "no parameter has a gradient, and the loss has one")
+            elif still and self._sloped:
+                by = f", checkpointed by {name}" if (name := _checkpointing(self._model)) else ""
+                self._find("gradient", math.nan, (), f"no gradient reaches {_first(still)}{by}")
         small = sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget
         if small and self._single and self._generated >= 0 and self._now + 2 >= (self._due or 0):
             weights = {n: p.detach().to("cpu", copy=True) for n, p in named.items()}
@@ -181,49 +233,63 @@ class Watch(TrainerCallback):
     def _single(self) -> bool:
         return bool(self.trainer.accelerator.num_processes == 1)
 
-    def _look(self) -> None:
+    def _ready(self) -> list[Look]:
+        """The micro-batch just scored, if there is anything to look at."""
+        if not self._taken:
+            name = type(self.trainer).__name__
+            self._say(("nothing",), f"watch: {name} hands out no log-probs: gradients alone are watched")
+        taken = next((t for t in self._taken or () if t.trained), None)
+        if taken is None or self._generated not in (-1, self._now):
+            return []
+        mask = (loss_mask(self._inputs) if taken.mask is None else taken.mask)[:, -taken.logps.shape[1] :]
+        rows = rows_of(taken.ids, taken.attention, mask, self.rows)
+        return [Look(taken, [t for t in self._taken or () if not t.trained], mask, rows)] * bool(rows.picked.any())
+
+    def _look(self, at: Look, items: Any, value: float) -> None:
         """Everything about the micro-batch just scored; its backward pass is done, the optimizer has not stepped."""
-        trainer, taken = self.trainer, next((t for t in self._taken or () if t.trained), None)
-        if taken is None:
-            return
-        mask = definition.loss_mask(self._inputs) if taken.mask is None else taken.mask
-        rows = rows_of(taken.ids, taken.attention, mask[:, -taken.logps.shape[1] :], self.rows)
-        tokens = sum(map(len, rows.places))
-        if not tokens:
-            return
         self._due = self._now + self.every
-        self._temperature = float(getattr(trainer, "temperature", None) or 1.0) if taken.mask is None else 1.0
-        sides = self._sides(taken, rows, drops(trainer.model))
-        mine = self._own(rows, range(2 if self._single and tokens < SAMPLE // 4 else 1))
-        self._measured = {"tokens": tokens, "watch/noise": mine.noise}
+        self._temperature = float(getattr(self.trainer, "temperature", None) or 1.0) if at.taken.mask is None else 1.0
+        sides = {name: values for name, values in self._sides(at).items() if values is not None}
+        first = math.isnan(self._noise) or not self._single
+        mine = self._own(at.rows, noisy=first)
+        if not first:
+            mine = dataclasses.replace(mine, noise=self._noise)
+            if not all(agrees(Difference(v, mine).units()) for v in sides.values()):
+                mine = self._own(at.rows)  # its noise may have grown with the weights
+        self._noise = mine.noise
+        self._measured = {"tokens": len(mine.logps), "watch/noise": mine.noise}
         for what, values in sides.items():
-            if values is not None:
-                self._judge(what, Difference(values, mine), rows, sides["trainer"])
-        if taken.slopes is not None:
-            self._sloped = self._sloped or bool(taken.slopes.any())
-            self._loss(taken)
+            self._judge(what, Difference(values, mine), at.rows, sides.get("trainer"))
+        sampling = self._sampling()[0]
+        if "sampler" in sides and sampling != (1.0, 0, 0.0):
+            logps = (mine.logits.double() / self._temperature).log_softmax(-1)
+            self._measured["sampling/kept_mass"] = float(
+                kept_mass(logps, at.rows.token_ids[mine.sample], *sampling).mean()
+            )
+        if at.taken.slopes is not None:
+            self._sloped = self._sloped or bool(at.taken.slopes.any())
+            self._loss(at, at.taken.slopes.detach().double().cpu(), items, value)
 
-    def _own(self, rows: Rows, seeds: Sequence[int], dtype: torch.dtype | None = None) -> Own:
+    def _own(self, rows: Rows, dtype: torch.dtype | None = None, noisy: bool = True) -> Scores:
         with undisturbed(self._model), self.trainer.accelerator.autocast():
-            return own(self._model, rows, self._temperature, seeds, dtype)
+            mine = score(self._model, rows, self._temperature)
+            return noise(self._model, rows, self._temperature, mine, dtype) if noisy else mine
 
-    def _sides(self, taken: Taken, rows: Rows, dropped: bool) -> dict[str, Tensor | None]:
+    def _sides(self, at: Look) -> dict[str, Tensor | None]:
         """Log-probs of the tokens by the trainer and whoever else has them; under dropout the sampler's alone."""
+        rows, taken, dropped = at.rows, at.taken, drops(self.trainer.model)
 
         def of(name: str) -> Tensor | None:
             value = self._inputs.get(name)
-            fits = torch.is_tensor(value) and value.shape == rows.picked.shape
-            return rows.of(value) if fits else None
+            return rows.of(value) if torch.is_tensor(value) and value.shape == rows.picked.shape else None
 
         out = {"trainer": None if dropped else rows.of(taken.logps), "sampler": of("sampling_per_token_logps")}
         if not dropped and self._generated == self._now:
             out["old"] = of("old_per_token_logps")
         if not dropped and self._now == self._begun == 0 and self._is_reference():
-            out["reference"] = of("ref_per_token_logps")
-            if out["reference"] is None and taken.mask is not None:
-                others = (t for t in self._taken or () if not t.trained and t.logps.shape == taken.logps.shape)
-                same = (rows.of(t.logps) for t in others if torch.equal(t.ids, taken.ids))
-                out["reference"] = next(same, None)
+            same = (t for t in at.others if t.logps.shape == taken.logps.shape and torch.equal(t.ids, taken.ids))
+            by_scoring = None if taken.mask is None else next((rows.of(t.logps) for t in same), None)
+            out["reference"] = by_scoring if (given := of("ref_per_token_logps")) is None else given
         return out
 
     def _is_reference(self) -> bool:
@@ -239,145 +305,142 @@ class Watch(TrainerCallback):
         units = found.units()
         self._measured[f"watch/{what}_units"] = rms(units)
         if what == "sampler" and len(units):
-            against = found.own.scores.logps if trainer is None else trainer
-            d = (against - found.values)[found.there & found.values.isfinite()]
-            self._measured |= {
-                "sampling/mismatch_kl": float(-d.mean()),
-                "sampling/k3": float((d.exp() - d - 1).mean()),
-                "sampling/mean_exp_abs_difference": float(d.abs().exp().mean()),
-            }
-        if agrees(units):
-            return
-        if what != "trainer" and trainer is not None and agrees(found.units(trainer)):
-            return  # they agree with each other, and the trainer's finding is theirs
-        named, tokens, none = tuple[str, ...](), list[dict[str, Any]](), "no known cause"
+            d = (found.own.logps if trainer is None else trainer) - found.values
+            measured = mismatch(d[found.values.isfinite()])
+            self._measured |= {f"sampling/{name}": value for name, value in measured.items()}
+        if agrees(units) or (what != "trainer" and trainer is not None and agrees(found.units(trainer))):
+            return  # or they agree with each other, and the trainer's finding is theirs
+        named, tokens, strips, none = tuple[str, ...](), list[dict[str, Any]](), list[str](), "no known cause"
         try:
-            tokens = causes.farthest(found, rows, self._decoded)
+            tokens, strips = causes.farthest(found, rows, self._decoded), _strips(found, rows)
             named = tuple(causes.explanations(found, rows, self._facts(what, rows, found.own)))
         except Exception as error:
             none = f"no cause, for {_line(error)}"
         most = ", ".join(f"{t['token']!r} {t['logp']:.3f} for {t['own']:.3f}" for t in tokens[:3])
         size = f"{SIDES[what]} by {rms(units):.3g} times its noise ({len(units)} tokens)"
-        self._find(what, rms(units), named, f"{size}: {' or '.join(named) or f'{none}; most: {most}'}", tokens)
+        self._find(what, rms(units), named, f"{size}: {' or '.join(named) or f'{none}; most: {most}'}", tokens, strips)
 
     def _known(self, what: str) -> str:
         """What the ledger has against the log-probs, or the loss, of this run on this stack, with the fix."""
         try:
-            from parity import data
-            from parity.results.ledger import Ledger
-            from parity.tools.settings_check import ALIASES, Run, advice
+            from parity.tools.settings_check import known_of
         except ImportError:
             return ""  # the ledger is read with msgspec, which a training run needs not have
-        kinds = tuple(k.__name__ for k in type(self.trainer).__mro__ if k.__name__.endswith("Trainer"))
-        args = {ALIASES.get(name, name): value for name, value in vars(self.trainer.args).items()}
-        uses = frozenset(name for name, value in args.items() if value is True)
-        kind = str(getattr(innermost(self.trainer.model).config, "model_type", ""))
-        found = advice(Run(kinds[0], kinds, args, (kind,), uses), Ledger.load(data.ledger_file())).findings
-        about = {"trainer": {"logps"}, "reference": {"ref_logps"}, "loss": {"loss", "gradient"}}.get(what, set())
-        known = [f.entry for f in found if f.certain and about & {*f.entry.quantities}]
+        model = str(getattr(innermost(self.trainer.model).config, "model_type", ""))
+        known = known_of(self.trainer, model, ABOUT.get(what, ()))
         return "".join(f"; known of this stack: {e.id}, fix: {e.user.fix}" for e in known)
 
-    def _facts(self, what: str, rows: Rows, mine: Own) -> Facts:
-        """What may explain a difference of this run."""
+    def _sampling(self) -> list[tuple[float, int, float]]:
+        """Top-p, top-k and min-p of the run's config and of the model's generation config."""
         sources = (self.trainer.args, getattr(self.trainer.model, "generation_config", None))
-        sampling = [(float(getattr(s, "top_p", None) or 1.0), int(getattr(s, "top_k", None) or 0)) for s in sources]
+        found = [[getattr(s, name, None) for name in ("top_p", "top_k", "min_p")] for s in sources]
+        return [(float(p or 1.0), max(int(k or 0), 0), float(m or 0.0)) for p, k, m in found]
+
+    def _facts(self, what: str, rows: Rows, mine: Scores) -> Facts:
+        """What may explain a difference of this run."""
         others: dict[str, Callable[[], Tensor]] = {}
-        coarser: dict[str, Callable[[], Own]] = {}
+        coarser: dict[str, Callable[[], Scores]] = {}
         if self._single:
+            by = functools.partial(self._by, rows)
             for back, (_, weights) in enumerate(reversed(self._old), 1):
-                name = f"weights {back} update{'s' * (back > 1)} old"
-                others[name] = functools.partial(self._by, rows, weights)
+                others[f"weights {back} update{'s' * (back > 1)} old"] = functools.partial(by, weights)
             if hasattr(self._model, "disable_adapter") and what != "reference":
-                others["the adapter is left out"] = functools.partial(self._by, rows, None)
-            if what == "sampler":
-                for dtype in (torch.float16, torch.bfloat16):
-                    name = str(dtype).removeprefix("torch.")
-                    coarser[name] = functools.partial(self._own, rows, range(4), dtype)
-        head = {} if what == "old" else causes.heads(self._model, mine.scores)
-        return Facts(self._temperature, what == "sampler", sampling, head, others, coarser)
+                others["the adapter is left out"] = functools.partial(by, adapted=False)
+            sources = (self.trainer.args, self.trainer.processing_class, innermost(self._model).config)
+            for n in {n for s in sources for name in LIMITS if isinstance(n := getattr(s, name, None), int)}:
+                if 0 < n < rows.prompt:
+                    others[f"prompts are cut to their last {n} tokens"] = functools.partial(self._by, rows.cut(n))
+            if what == "trainer":
+                name = _checkpointing(self._model) or "hooks or modes of modules"
+                others[f"another forward pass in training than in evaluation: {name}"] = functools.partial(
+                    by, training=True
+                )
+            for dtype in (torch.float16, torch.bfloat16) if what == "sampler" else ():
+                coarser[str(dtype).removeprefix("torch.")] = functools.partial(self._own, rows, dtype)
+        head = {} if what == "old" else causes.heads(self._model, mine)
+        return Facts(self._temperature, what == "sampler", self._sampling(), head, others, coarser)
 
-    def _by(self, rows: Rows, weights: dict[str, Tensor] | None) -> Tensor:
-        """Log-probs by the model with these weights in place of its own, or without its adapter."""
+    def _by(self, rows: Rows, weights: Any = None, adapted: bool = True, training: bool = False) -> Tensor:
+        """Log-probs by the model with these weights in place of its own, without its adapter, or in training mode."""
         model = self._model
-        with undisturbed(model), self.trainer.accelerator.autocast():
-            if weights is not None:
-                device = next(model.parameters()).device
-                replaced = _Replaced(model, {n: w.to(device) for n, w in weights.items()})
-                return score(replaced, rows, self._temperature).logps
-            with model.disable_adapter():
-                return score(model, rows, self._temperature).logps
+        with undisturbed(model, training), self.trainer.accelerator.autocast():
+            if not adapted:
+                with model.disable_adapter():
+                    return score(model, rows, self._temperature).logps
+            device = next(model.parameters()).device
+            moved = {n: w.to(device) for n, w in (weights or {}).items()}
+            call = lambda **kw: torch.func.functional_call(model, moved, kwargs=kw)  # noqa: E731
+            return score(model, rows, self._temperature, call=call).logps
 
-    def _loss(self, taken: Taken) -> None:
-        """GRPO's loss by the gradient of its log-probs; of a subclass with another loss or step nothing is known."""
-        kind = type(self.trainer)
-        methods = [getattr(kind, n) for n in ("_compute_loss", "compute_loss", "training_step") if hasattr(kind, n)]
-        released = all(m.__module__.startswith(("trl.", "transformers.")) for m in methods)
-        if taken.slopes is None or not released or methods[0].__module__ != "trl.trainer.grpo_trainer":
-            return
+    def _loss(self, at: Look, slopes: Tensor, items: Any, value: float) -> None:
+        """The loss, by its value and the gradients of its log-probs."""
+        loss = defined(self.trainer, self._inputs, at.taken, at.mask, at.others, items)
         scaler = getattr(self.trainer.accelerator, "scaler", None)
-        found = taken.slopes.detach().double().cpu() / (1.0 if scaler is None else scaler.get_scale())
-        s, x = definition.policy(self.trainer, self._inputs, taken.logps, taken.entropies)
-        named = definition.faults(self.trainer, s, x, found, taken.logps.dtype)
-        if named is not None:
-            text = (
-                f"gradients of the log-probs are not those of {s.loss_type}: {' or '.join(named) or 'no known cause'}"
-            )
-            self._find("loss", math.nan, tuple(named), text)
+        slopes = slopes / (1.0 if scaler is None else scaler.get_scale())
+        if at.taken.mask is not None:  # log-probs of other tokens are the constant 0
+            slopes = slopes * at.mask.cpu()
+        found = None if loss is None else definition.faults(self.trainer, loss, at.taken.logps, slopes, value)
+        if found is not None:
+            text = f"{found[0]}: {' or '.join(found[1]) or 'no known cause'}"
+            self._find("loss", math.nan, tuple(found[1]), text)
 
-    def _find(self, what: str, units: float, named: tuple[str, ...], text: str, tokens: Any = ()) -> None:
+    def _find(
+        self, what: str, units: float, named: tuple[str, ...], text: str, tokens: Any = (), strips: Sequence[str] = ()
+    ) -> None:
         text = f"watch, step {self._now + 1}: {text}{self._known(what)}"
-        self.findings.append(Finding(what, units, named, text, tuple(tokens)))
-        self._say((what, *named), text, self.on_mismatch == "raise")
+        self.findings.append(Finding(what, units, named, text, tuple(tokens), tuple(strips)))
+        if self.on_mismatch == "warn" or self._mismatch:
+            self._say((what, *named), text)
+        elif (what, *named) not in self._said:
+            self._said.add((what, *named))
+            self._mismatch = text
 
-    def _say(self, about: tuple[str, ...], text: str, ends: bool = False) -> None:
+    def _say(self, about: tuple[str, ...], text: str) -> None:
         """Once of each."""
-        if about in self._said:
-            return
-        self._said.add(about)
-        if ends:
-            raise Mismatch(text)
-        logger.warning(text)
+        if about not in self._said:
+            self._said.add(about)
+            logger.warning(text)
 
     def _decoded(self, token: int) -> str:
         tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
         return str(tokenizer.decode([token])) if hasattr(tokenizer, "decode") else str(token)
 
     def _write(self, found: list[Finding]) -> None:
-        """One line of what was measured and found; a file that takes none ends nothing."""
+        """One line of what was measured and found, and a page of all findings; a file that takes none ends nothing."""
         measured, self._measured = self._measured, {}
         self._metrics |= {name: value for name, value in measured.items() if name != "tokens"}
+        self._looked.append({"step": self._now + 1, **measured})
         if not self.trainer.is_world_process_zero():
             return
-        line = {"step": self._now + 1, **measured, "findings": [dataclasses.asdict(f) for f in found]}
         try:
-            self.to.parent.mkdir(parents=True, exist_ok=True)
-            with self.to.open("a") as file:
-                file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+            watched.write(self.to, self._looked, self.findings, found)
         except OSError as error:
             self._say(("file",), f"watch: nothing is written: {_line(error)}")
 
 
-class _Replaced:
-    """A model called with other weights; its own stay."""
+def _strips(found: Difference, rows: Rows) -> list[str]:
+    try:
+        from parity.results.row import token_signs
+    except ImportError:
+        return []
+    units = rows.back(((found.values - found.own.logps) / found.own.units).abs())
+    return token_signs(units.nan_to_num(0.0), ~rows.picked.cpu())
 
-    def __init__(self, model: Any, weights: dict[str, Tensor]):
-        self.module, self.weights = model, weights
 
-    def __call__(self, **kwargs: Any) -> Any:
-        return torch.func.functional_call(self.module, self.weights, kwargs=kwargs)
+def _checkpointing(model: Any) -> str:
+    """The name of the function that checkpoints activations; empty if none does."""
+    layers = (m for m in model.modules() if getattr(m, "gradient_checkpointing", False))
+    function = next((f for m in layers if (f := getattr(m, "_gradient_checkpointing_func", None))), None)
+    function = getattr(function, "func", function)
+    return "" if function is None else f"{function.__module__}.{function.__qualname__}"
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _finite(x: Any) -> Any:
-    """As JSON has it: null for a number that is not finite."""
-    if isinstance(x, Mapping):
-        return {name: _finite(value) for name, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [_finite(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def watch(
@@ -387,6 +450,7 @@ def watch(
     on_mismatch: str = "warn",
     to: str | Path = "reports/watch.ndjson",
     memory_budget: int = 1 << 30,
+    capture: bool = False,
 ) -> Watch:
     """See `parity.watch`."""
     if on_mismatch not in ("warn", "raise"):
@@ -395,4 +459,4 @@ def watch(
         raise ValueError(f"every={every}, rows={rows}: at least 1")
     if not hasattr(trainer, "training_step") or not hasattr(trainer, "accelerator"):
         raise TypeError(f"watch: {type(trainer).__name__} is no trainer")
-    return Watch(trainer, every, rows, on_mismatch, Path(to), memory_budget)
+    return Watch(trainer, Path(to), every, rows, on_mismatch, memory_budget, capture)

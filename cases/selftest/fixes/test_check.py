@@ -60,7 +60,7 @@ def test_words_are_read_as_the_parser_of_a_config_reads_them(tmp_path):
 
 
 def test_every_condition_of_the_ledger_is_one_that_is_understood():
-    words = {"trainer", "model", "imports", "uses", "liger", *LIBRARIES}
+    words = {"trainer", "model", "uses", "liger", *LIBRARIES}
 
     names = ("GRPO", "DPO", "SFT", "GKD", "OnlineDPO")
     fields = {field for name in names for field in trl.fields(trl.class_named(f"{name}Config"))} | {"modules_to_save"}

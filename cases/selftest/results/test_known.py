@@ -55,7 +55,6 @@ def test_every_entry_says_what_it_means_to_a_user(entry):
     assert entry.user.when
     assert entry.user.effect.endswith(".")
     assert entry.user.fix
-    assert entry.user.applies
     committed = MENDED if is_mended(entry) else PAGE
     assert f"| {entry.user.effect} | {releases(entry)} |" in committed.read_text()
 

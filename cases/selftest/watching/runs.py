@@ -14,8 +14,11 @@ from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
 
-def sampler(prompts, trainer, change=lambda logps: logps, temperature=None, raw=False, top_p=1.0, top_k=0, model=None):
-    """A `rollout_func`: the trainer's own model generates, and hands out log-probs as an engine does."""
+def sampler(prompts, trainer, change=lambda logps: logps, temperature=None, raw=False, model=None, cut=0, **support):
+    """A `rollout_func`: the trainer's own model generates, and hands out log-probs as an engine does.
+
+    `cut`: it sees so many last tokens of a prompt alone; `support`: top_p, top_k or min_p.
+    """
     policy = model or trainer.model
     modes, found = policy.training, {"prompt_ids": [], "completion_ids": [], "logprobs": []}
     policy.eval()
@@ -23,18 +26,17 @@ def sampler(prompts, trainer, change=lambda logps: logps, temperature=None, raw=
         ids = trainer.processing_class(prompt, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             out = policy.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
+                ids[:, -cut:],
+                attention_mask=torch.ones_like(ids[:, -cut:]),
                 do_sample=True,
                 temperature=temperature or trainer.temperature,
-                top_p=top_p,
-                top_k=top_k,
+                **{"top_p": 1.0, "top_k": 0, **support},
                 max_new_tokens=trainer.max_completion_length,
                 return_dict_in_generate=True,
                 output_scores=True,
                 output_logits=True,
             )
-        tokens = out.sequences[0, ids.shape[1] :]
+        tokens = out.sequences[0, ids[:, -cut:].shape[1] :]
         rows = torch.stack([z[0].float() for z in (out.logits if raw else out.scores)]).log_softmax(-1)
         found["prompt_ids"].append(ids[0].tolist())
         found["completion_ids"].append(tokens.tolist())
@@ -89,9 +91,9 @@ def watched(trainer, tmp_path, **options):
     return watch, [json.loads(line) for line in to.read_text().splitlines()] if to.exists() else []
 
 
-def of(trainer, peft=None, **wanted):
+def of(trainer, peft=None, model="llama", dtype=torch.float32, **wanted):
     """A trainer of TRL by its name here, two steps on stored completions or its own."""
     spec = SPECS[trainer]
     more = {"teacher_model": models.model("llama")} if spec.given == "teacher_model" else {}
     settings = {"max_steps": 2, "max_length": 256, "gradient_checkpointing": False, **wanted}
-    return drive.build(spec.upstream, models.model("llama"), settings, (), "cpu", peft, **more)
+    return drive.build(spec.upstream, models.model(model, dtype), settings, (), "cpu", peft, **more)

@@ -6,8 +6,9 @@ from types import MethodType
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-from cases.selftest.watching.runs import corrected, grpo, sampler, watched
+from cases.selftest.watching.runs import corrected, grpo, of, sampler, watched
 from parity.trainers.rig import models
 from parity.upstream import trl
 
@@ -85,6 +86,67 @@ def test_an_adapter_that_the_sampler_lacks(tmp_path):
     watch, _ = watched(trainer, tmp_path)
     ((what, *causes),) = found(watch)
     assert what == "sampler" and "the adapter is left out" in causes
+
+
+def test_prompts_that_the_sampler_cut(tmp_path):
+    trainer = grpo(functools.partial(sampler, cut=2))
+    trainer.processing_class.model_max_length = 2
+    watch, _ = watched(trainer, tmp_path)
+    assert set(found(watch)) == {("sampler", "prompts are cut to their last 2 tokens")}
+
+
+class Checkpointed(TrainerCallback):
+    """Another function checkpoints the layers' activations."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        for layer in model.model.layers:
+            layer._gradient_checkpointing_func = self.function
+
+
+def halved(function, *args):
+    """Keeps activations in bfloat16."""
+    return function(*args).bfloat16().float()
+
+
+def detached(function, *args):
+    return function(*(x.detach() if torch.is_tensor(x) else x for x in args)).detach().requires_grad_()
+
+
+def test_a_checkpointing_function_that_changes_the_forward_pass(tmp_path):
+    trainer = grpo(sampler, gradient_checkpointing=True)
+    trainer.add_callback(Checkpointed(halved))
+    watch, _ = watched(trainer, tmp_path)
+    name = f"{halved.__module__}.halved"
+    assert ("trainer", f"another forward pass in training than in evaluation: {name}") in found(watch)
+    assert {what for what, *_ in found(watch)} <= {"trainer", "sampler"}
+
+
+def test_a_checkpointing_function_through_which_no_gradient_passes(tmp_path):
+    trainer = grpo(sampler, gradient_checkpointing=True, max_steps=1)
+    trainer.add_callback(Checkpointed(detached))
+    watch, _ = watched(trainer, tmp_path)
+    (text,) = (f.text for f in watch.findings)
+    assert "no gradient reaches model.layers.0" in text and text.endswith(
+        f"checkpointed by {detached.__module__}.detached"
+    )
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo-trainer", "dpo-trainer", "kto-trainer", "sft-trainer"])
+@pytest.mark.parametrize("change", [lambda loss: loss * 2, lambda loss: loss + loss.detach().abs() + 1])
+def test_a_loss_that_is_not_divided_and_one_that_is_logged_wrong(tmp_path, name, change):
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 1}
+    trainer = grpo(sampler, **settings) if name == "grpo" else of(name, **settings)
+    replaced(trainer, "compute_loss", lambda self, loss: change(loss))
+    watch, _ = watched(trainer, tmp_path)
+    ((what, *causes),) = found(watch)
+    assert what == "loss"
+    if float(change(torch.tensor(0.0))):
+        assert "the loss that is logged is " in watch.findings[0].text and causes[0].endswith("gradients are right")
+    else:
+        assert "2 times too large: not divided by the micro-batches of an optimizer step" in causes
 
 
 def test_a_softcap_that_the_trainers_head_lacks(tmp_path):

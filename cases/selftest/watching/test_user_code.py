@@ -4,13 +4,16 @@ import copy
 import functools
 import json
 import logging
+import pickle
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
 import parity
-from cases.selftest.watching.runs import grpo, sampler, watched
+from cases.selftest.watching.runs import grpo, of, sampler, watched
+from parity.registry import loss_family
+from parity.sampling.find import find
 from parity.upstream import trl
 from parity.watching import causes
 from parity.watching.watch import Mismatch, Watch
@@ -105,6 +108,39 @@ def test_a_mismatch_that_is_raised_is_in_the_file_and_the_run_may_go_on(tmp_path
     assert [f["what"] for f in line["findings"]] == ["sampler"]
     run(trainer)
     assert trainer.state.global_step == 2 and len(watch.findings) == 3
+
+
+def test_the_batch_that_differs_is_a_case_and_its_page_has_the_tokens(tmp_path):
+    watch, _ = watched(grpo(RAW, temperature=0.7), tmp_path, every=50, capture=True)
+    (file,) = tmp_path.glob("*.json")
+    case, _ = find(str(file), tmp_path)
+    assert file.name == "watch-step-1.json" and case.family == "policy"
+    assert loss_family("policy").build(case).tensors["sampling_logps"].shape == (8, 8)
+    page = (tmp_path / "watch.html").read_text()
+    assert watch.findings[0].text in page and '<i class="e9">' in page and page.count('aria-label="sequence') == 8
+
+
+def test_a_clean_run_leaves_no_case_and_no_page(tmp_path):
+    watched(grpo(sampler), tmp_path, capture=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["watch.ndjson"]
+
+
+def test_a_batch_that_cannot_be_a_case_is_said_and_the_run_goes_on(tmp_path, said):
+    trainer = of("dpo-trainer")
+    watched(trainer, tmp_path, capture=True)
+    assert (
+        trainer.state.global_step == 2
+        and len(said) == 1
+        and "no case is written: UsageError: capture: DPOTrainer" in said[0]
+    )
+
+
+def test_a_watched_trainer_is_pickled_with_its_watch(tmp_path):
+    trainer = of("sft-trainer")
+    parity.watch(trainer, to=tmp_path / "watch.ndjson")
+    again = pickle.loads(pickle.dumps(trainer))
+    run(again)
+    assert (tmp_path / "watch.ndjson").exists() and again.state.global_step == 2
 
 
 def test_each_training_is_watched_from_its_first_step(tmp_path):

@@ -63,6 +63,7 @@ def test_a_clean_run_is_silent(tmp_path, dtype, wanted, said):
             ({"raw": True}, "temperature 1 (raw log-probs: none is applied) where the trainer's is 0.7"),
             ({"top_p": 0.8}, "(top-p 0.8: 0."),
             ({"top_k": 20}, "(top-k 20: "),
+            ({"min_p": 0.1}, "min-p 0.1: 0."),
             ({"change": early}, "each log-prob belongs to the token after it"),
             ({"change": filled}, "log-probs are 0: missing ones were filled"),
             ({"change": torch.zeros_like}, "all log-probs are 0"),

@@ -83,4 +83,9 @@ def strips(finding: Finding) -> list[tuple[Row, list[list[tuple[int, bool]]]]]:
     """(row, its sequences as (level 0 to 9, masked) of each token), of the smallest case with `ENOUGH` tokens or the largest."""
     sized = sorted((max(sum(map(len, r.tokens)) for r in p.rows), n, p) for n, p in enumerate(finding.parts))
     case = next((p for count, _, p in sized if count >= ENOUGH), sized[-1][2])
-    return [(r, [[_LEVELS.get(sign, (9, False)) for sign in line] for line in r.tokens]) for r in case.rows if r.tokens]
+    return [(r, levels(r.tokens)) for r in case.rows if r.tokens]
+
+
+def levels(texts: Sequence[str]) -> list[list[tuple[int, bool]]]:
+    """(level 0 to 9, masked) of each token of sequences as texts of `TOKENS`."""
+    return [[_LEVELS.get(sign, (9, False)) for sign in line] for line in texts]

@@ -24,7 +24,7 @@ from parity.results import memory, trend
 from parity.results.ledger import Ledger
 from parity.results.report import stack, wording
 from parity.results.report.findings import Finding, ImplementationCase, findings, grouped, headroom
-from parity.results.report.plots import placed, plots, strips
+from parity.results.report.plots import levels, placed, plots, strips
 from parity.results.report.summary import DTYPES, Line, Summary
 from parity.results.row import STOPPED, Row
 
@@ -177,7 +177,9 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     found.filters |= {"md": escape, "code": code, "ticks": ticks, "wrapped": wrapped, "aligned": aligned}
-    found.globals.update(w=wording, s=stack, headroom=headroom, text_of=text_of, plots=plots, strips=strips)
+    found.globals.update(
+        w=wording, s=stack, headroom=headroom, text_of=text_of, plots=plots, strips=strips, levels=levels
+    )
     return found
 
 

@@ -47,26 +47,35 @@ def launch(trainers: Mapping[str, Mapping[str, Any]], sharding: str, ranks: int)
     the twin, as `twins.SETTINGS`; `sharding`: "none" or "fsdp2". Raises Unsupported when a process fails or takes longer
     than `TIMEOUT` seconds, with the last error."""
     with tempfile.TemporaryDirectory(prefix="parity-ranks-") as name:
-        plan, written = Path(name, "plan.json"), Path(name, "log")
+        plan = Path(name, "plan.json")
         plan.write_text(json.dumps([trainers, sharding]))
-        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
-        torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-        torchrun += ["-m", "parity.trainers.rig.ranks", str(plan)]
-        env = os.environ | environment("cpu", 1) | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-        with (
-            open(written, "wb") as log,
-            subprocess.Popen([sys.executable, *torchrun], env=env, stdout=log, stderr=subprocess.STDOUT) as process,
-        ):
-            try:
-                code = process.wait(TIMEOUT)
-            except subprocess.TimeoutExpired:
-                raise Unsupported(f"{ranks} ranks did not end within {TIMEOUT:.0f} s") from None
-            finally:
-                process.terminate()  # torchrun ends its ranks
-        if code:
-            errors = re.findall(r"\w+Error: .*", written.read_text(errors="replace"))
-            raise Unsupported(f"{ranks} ranks failed: {errors[-1] if errors else f'exit code {code}'}")
+        started("parity.trainers.rig.ranks", [str(plan)], ranks)
         return {t: [Rank(**torch.load(plan.parent / f"{t}-{i}")) for i in range(ranks)] for t in trainers}
+
+
+def started(module: str, argv: Sequence[str], ranks: int) -> None:
+    """Runs a module in `ranks` processes that can talk to each other.
+
+    Raises:
+        Unsupported: when a process fails or takes longer than `TIMEOUT` seconds, with the last error.
+    """
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
+    torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", module, *argv]
+    env = os.environ | environment("cpu", 1) | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen([sys.executable, *torchrun], env=env, stdout=log, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            code = process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise Unsupported(f"{ranks} ranks did not end within {TIMEOUT:.0f} s") from None
+        finally:
+            process.terminate()  # torchrun ends its ranks
+        log.seek(0)
+        if code:
+            errors = re.findall(r"\w+Error: .*", log.read().decode(errors="replace"))
+            raise Unsupported(f"{ranks} ranks failed: {errors[-1] if errors else f'exit code {code}'}")
 
 
 def main(argv: Sequence[str]) -> int:

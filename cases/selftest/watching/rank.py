@@ -1,0 +1,81 @@
+"""One of two processes that train together, bare and watched: `python -m cases.selftest.watching.rank SHARDING FOLDER`."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from parity.process import prepare
+
+RUNS = "bare", "watched", "raised", "broken"
+
+
+def trained(run, trainer, folder, rank):
+    """What a run of three steps ended in: a hash of the weights, findings, the exception; the second rank alone has a fault."""
+    import torch
+
+    import parity
+
+    planted = run in ("raised", "broken") and rank == 1
+    watch = None
+    if run != "bare":
+        watch = parity.watch(
+            trainer, every=1, to=folder / f"{run}-{rank}.ndjson", on_mismatch="raise" if run == "raised" else "warn"
+        )
+    if planted and run == "raised":  # its sampler's, or its reference's, log-probs are not those of the model
+        original = watch._sides
+        watch._sides = lambda at: {name: None if v is None else v + 1 for name, v in original(at).items()}
+    if planted and run == "broken":
+        watch._ready = functools.partial(int, "a fault of the watch")
+    ended = ""
+    try:
+        trainer.train()
+    except AssertionError as error:
+        ended = f"{type(error).__name__}: {error}"
+    found = hashlib.sha256()
+    for _, p in sorted(trainer.model.named_parameters()):
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        found.update(whole.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    findings = [] if watch is None else [f.what for f in watch.findings]
+    looks = 0 if watch is None else len(watch._looked)
+    return {
+        "weights": found.hexdigest(),
+        "step": trainer.state.global_step,
+        "ended": ended,
+        "findings": findings,
+        "looks": looks,
+    }
+
+
+def main(sharding, folder):
+    """Every run, one after the other."""
+    prepare("cpu", 1)
+    from parity.trainers.rig import models, ranks
+
+    joining = {name: os.environ.pop(name) for name in ranks.JOINING}  # as in `ranks.main`
+    models.saved("llama")
+    os.environ.update(joining)
+    rank = int(os.environ["RANK"])
+    from cases.selftest.watching.runs import grpo, of, sampler
+    from parity.trainers.rig import drive
+    from parity.upstream import trl
+
+    sharded = sharding == "fsdp2"
+    with ranks.sharding_on_any_device() if sharded else contextlib.nullcontext():
+        out = {}
+        for run in RUNS:
+            shared = {"max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+            if sharded:
+                trainer = of("dpo-trainer", **shared | {"gradient_accumulation_steps": 1}, **ranks.FULL_SHARD)
+            else:
+                trainer = grpo(sampler, **shared)
+            with drive.seeded(), trl.quiet():
+                out[run] = trained(run, trainer, Path(folder), rank)
+    Path(folder, f"{rank}.json").write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

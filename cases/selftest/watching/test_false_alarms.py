@@ -1,0 +1,65 @@
+"""Clean steps of many settings: no warning. `python -m cases.selftest.watching.test_false_alarms [STEPS]` counts more of them."""
+
+import itertools
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases.selftest.watching.runs import corrected, grpo, of, sampler, watched
+
+STEPS = 40
+"""Of each of the 2 x 26 runs, each step looked at: 2,080."""
+DTYPES = torch.float32, torch.bfloat16
+LOSSES = "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"
+SETTINGS = [
+    *(("corrected", {"loss_type": loss, "beta": 0.04 * (n % 2)}) for n, loss in enumerate(LOSSES)),
+    *(("grpo", {"model": model, "temperature": 0.7, "beta": 0.04}) for model in ("qwen2", "gemma2", "cohere")),
+    ("grpo", {"num_iterations": 2, "loss_type": "dapo"}),
+    ("grpo", {"importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 0.01}),
+    ("grpo", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "gradient_checkpointing": True}),
+    ("rloo-trainer", {"beta": 0.05}),
+    ("rloo-trainer", {"model": "gemma2", "num_iterations": 2}),
+    *(("dpo-trainer", {"loss_type": [loss]}) for loss in ("sigmoid", "hinge", "ipo", "apo_down")),
+    ("dpo-trainer", {"model": "gemma2", "gradient_accumulation_steps": 2}),
+    ("kto-trainer", {"loss_type": "kto"}),
+    ("kto-trainer", {"loss_type": "apo_zero_unpaired"}),
+    ("sft-trainer", {"loss_type": "nll", "gradient_accumulation_steps": 2}),
+    ("sft-trainer", {"loss_type": "dft"}),
+    ("online-dpo-trainer", {}),
+]
+RUNS = list(itertools.product(DTYPES, SETTINGS))
+
+
+def findings(dtype, name, wanted, steps, folder):
+    """What was found in a clean run of so many steps, and how many were looked at."""
+    wanted = {"max_steps": steps, "dtype": dtype, "num_train_epochs": 99, **wanted}
+    made = {"grpo": grpo, "corrected": corrected}.get(name)
+    trainer = of(name, **wanted) if made is None else made(sampler, **wanted)
+    watch, lines = watched(trainer, folder)
+    return [f.text for f in watch.findings], len(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, settings", RUNS)
+def test_a_clean_run_is_silent(tmp_path, dtype, settings):
+    found, looked = findings(dtype, *settings, STEPS, tmp_path)
+    assert not found and looked == STEPS
+
+
+def main(steps):
+    """A line for each run, and the sum."""
+    logging.disable(logging.WARNING)
+    total, alarms = 0, 0
+    for dtype, settings in RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            found, looked = findings(dtype, *settings, steps, Path(folder))
+        total, alarms = total + looked, alarms + len(found)
+        print(dtype, settings, looked, "steps", *found, "so far", total, "steps", alarms, "alarms", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else STEPS)

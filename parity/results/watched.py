@@ -1,0 +1,35 @@
+"""The files of a watched run: `watch.ndjson`, a line for each look, and beside it a page of all findings."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def write(to: Path, looked: Sequence[Mapping[str, Any]], findings: Sequence[Any], fresh: Sequence[Any]) -> None:
+    """Adds the last of the looks with its `fresh` findings to `to`; the page has all of them, and needs jinja2 and rich.
+
+    Raises:
+        OSError: where a file cannot be written.
+    """
+    line = {**looked[-1], "findings": [dataclasses.asdict(f) for f in fresh]}
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with to.open("a") as file:
+        file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+    if fresh:
+        try:
+            from parity.results.report.render import filled
+        except ImportError:  # a training run needs not have them
+            return
+        to.with_suffix(".html").write_text(filled("watch.html.j2", findings=findings, looked=looked))
+
+
+def _finite(x: Any) -> Any:
+    """As JSON has it: null for a number that is not finite."""
+    if isinstance(x, Mapping):
+        return {name: _finite(value) for name, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x

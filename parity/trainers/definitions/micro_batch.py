@@ -1,0 +1,179 @@
+"""The loss of one micro-batch of a real trainer, by its definition: a function of the log-probs that the trainer has.
+
+Masks, advantages, references and settings are the trainer's own; what the losses are is in `parity.families`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.families.policy_losses import CONFIG_FIELDS, losses
+from parity.families.preference_losses import DPO, Pairs, unpaired
+
+Define = Callable[[Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """The loss of one micro-batch by its definition.
+
+    Attributes:
+        name: its type.
+        of: log-probs (B, T) float64 -> what is minimised, 0-dim, divided by all that it is divided by.
+        mask: (B, T) float64, the tokens in the loss.
+        padded: what counting padding makes of each gradient, a factor (B, 1) or number; None: nothing is divided by tokens.
+        without: cause -> the loss that it makes.
+        valued: whether `of` is all of the loss: no term that log-probs have no part in.
+    """
+
+    name: str
+    of: Define
+    mask: Tensor
+    padded: Tensor | None = None
+    without: Mapping[str, Define] = dataclasses.field(default_factory=dict)
+    valued: bool = True
+
+
+def loss_mask(inputs: Any) -> Tensor:
+    """Which tokens of the completions are in the loss, (B, T)."""
+    mask: Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def _exact(x: Any) -> Any:
+    return x.detach().double().cpu() if torch.is_tensor(x) else None
+
+
+def _grpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, items: Any) -> Loss:
+    """`parity.families.policy_losses.losses`."""
+    args = trainer.args
+    absent = {"importance_sampling_level": "token", "use_bias_correction_kl": False, "max_completion_length": 1}
+    s = SimpleNamespace(**{n: getattr(args, n, absent.get(n)) for n in CONFIG_FIELDS})
+    valued = not s.entropy_coef and not getattr(trainer, "aux_loss_enabled", False)
+    s.beta, s.entropy_coef, s.mode = trainer.beta, 0.0, "train"  # the bonus reaches the entropies alone
+    s.accumulation = accumulation(trainer)
+    s.steps_per_generation = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+    if args.loss_type == "dr_grpo":
+        s.max_completion_length = trainer.max_completion_length
+    count, quantile = inputs.get("num_items_in_batch"), getattr(args, "top_entropy_quantile", 1.0)
+    x = SimpleNamespace(
+        mask=mask,
+        advantages=_exact(inputs["advantages"]),
+        old_logps=_exact(inputs.get("old_per_token_logps")),
+        ref_logps=_exact(inputs.get("ref_per_token_logps")),
+        sampling_logps=_exact(inputs.get("sampling_per_token_logps")),
+        importance_sampling_ratio=_exact(inputs.get("importance_sampling_ratio")),
+        top_entropy_quantile=None if quantile >= 1 else torch.tensor(quantile),
+        num_items_in_batch=float(mask.sum() if count is None else count) / trainer.accelerator.num_processes,
+    )
+    entropies = _exact(taken.entropies)
+
+    def of(x: SimpleNamespace, lp: Tensor) -> Tensor:
+        return losses(s, x, lp, torch.zeros_like(lp) if entropies is None else entropies)["loss"]
+
+    without = SimpleNamespace(**{**vars(x), "importance_sampling_ratio": None})
+    dropped = {"the sampler's importance ratio is not applied": lambda lp: of(without, lp)}
+    padded = {"grpo": mask.mean(-1, keepdim=True), "sapo": mask.mean(-1, keepdim=True), "bnpo": mask.mean()}
+    applied = dropped if x.importance_sampling_ratio is not None else {}
+    return Loss(s.loss_type, lambda lp: of(x, lp), mask, padded.get(s.loss_type), applied, valued)
+
+
+def _rloo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, items: Any) -> Loss:
+    """-mean of min(ρA, clip(ρ)A), ρ = π/π_old of whole completions."""
+    a, old, low, high = (
+        *map(_exact, (inputs["advantages"], inputs["old_logps"])),
+        trainer.epsilon_low,
+        trainer.epsilon_high,
+    )
+
+    def of(lp: Tensor) -> Tensor:
+        ratio = ((lp * mask).sum(1) - old).exp()
+        return -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a).mean() / accumulation(trainer)
+
+    return Loss("rloo", of, mask)
+
+
+def _dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
+    """`parity.families.preference_losses.DPO`, its types weighted."""
+    args = trainer.args
+    if args.ld_alpha not in (None, 1.0) or args.use_weighting or args.f_divergence_type == "alpha_divergence":
+        return None
+    same = next((_exact(t.logps) for t in others if torch.equal(t.ids, taken.ids)), None)
+    ref = [inputs.get(f"ref_{side}_logps") for side in ("chosen", "rejected")] if same is None else []
+    ref = [_exact(r) for r in ref] if same is None else list((same * mask).sum(1).chunk(2))
+    s = SimpleNamespace(beta=args.beta, smoothing=args.label_smoothing, tau=args.discopop_tau, alpha=0.0)
+    s.divergence = getattr(args.f_divergence_type, "value", args.f_divergence_type)
+    types = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
+    weights = dict(zip(types, getattr(args, "loss_weights", None) or [1.0] * len(types), strict=True))
+
+    def of(lp: Tensor) -> Tensor:
+        chosen = mask.chunk(2)[0]
+        nll = -(lp.chunk(2)[0] * chosen).sum() / chosen.sum()
+        pairs = Pairs(s, (lp * mask).sum(1).chunk(2), ref, mask.sum(1).clamp(min=1).chunk(2), nll)
+        return sum((w * DPO[name](pairs).mean() for name, w in weights.items()), lp.new_zeros(())) / accumulation(
+            trainer
+        )
+
+    return Loss("+".join(types), of, mask, valued=not trainer.aux_loss_enabled)
+
+
+def _kto(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
+    """`parity.families.preference_losses.unpaired`; z of the completions beside other prompts, policy first."""
+    args, ref = trainer.args, inputs.get("ref_logps")
+    same = next(
+        (t.logps * (t.mask if t.mask is not None else 1) for t in others if torch.equal(t.ids, taken.ids)), None
+    )
+    beside = [
+        _exact((t.logps * t.mask).sum(1)) for t in others if t.mask is not None and not torch.equal(t.ids, taken.ids)
+    ]
+    beside += [_exact(inputs[n]) for n in ("ref_KL_logps",) if torch.is_tensor(inputs.get(n))]
+    ref = _exact(same.sum(1) if same is not None else ref)
+    if ref is None or (args.loss_type == "kto" and (len(beside) != 2 or trainer.accelerator.num_processes > 1)):
+        return None
+    z = (beside[0] - beside[1]).mean().clamp(min=0) if args.loss_type == "kto" else None
+    s = SimpleNamespace(beta=args.beta, desirable=args.desirable_weight, undesirable=args.undesirable_weight)
+    labels = torch.as_tensor(inputs["label"]).bool().cpu()
+    return Loss(
+        args.loss_type,
+        lambda lp: unpaired((lp * mask).sum(1) - ref, labels, s, z).mean() / accumulation(trainer),
+        mask,
+        valued=not trainer.aux_loss_enabled,
+    )
+
+
+def _sft(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, items: Any) -> Loss:
+    """-Σ log p / N over the N tokens of the optimizer step, of all ranks; dft: -Σ p·log p / N, p without gradient."""
+    whole = accumulation(trainer) == 1 and trainer.accelerator.num_processes == 1
+    count = float(mask.sum() if whole or items is None else items) / trainer.accelerator.num_processes
+    steps = 1 if items is not None else accumulation(trainer)
+    dft = trainer.args.loss_type == "dft"
+    return Loss(
+        trainer.args.loss_type,
+        lambda lp: -(mask * lp * (lp.detach().exp() if dft else 1.0)).sum() / max(count, 1.0) / steps,
+        mask,
+        mask.mean(),
+        valued=not trainer.aux_loss_enabled,
+    )
+
+
+LOSSES = {"grpo": _grpo, "rloo": _rloo, "dpo": _dpo, "kto": _kto, "sft": _sft}
+"""Module of TRL's trainer -> its loss; of a subclass with another loss or step nothing is known."""
+
+
+def accumulation(trainer: Any) -> int:
+    """Micro-batches of this optimizer step."""
+    return int(getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps))
+
+
+def defined(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
+    """The definition of the trainer's loss of this micro-batch, if it is one that is known."""
+    kind = type(trainer)
+    methods = [getattr(kind, n) for n in ("_compute_loss", "compute_loss", "training_step") if hasattr(kind, n)]
+    released = all(m.__module__.startswith(("trl.", "transformers.")) for m in methods)
+    package, _, module = methods[0].__module__.rpartition(".")
+    make = LOSSES.get(module.removesuffix("_trainer")) if released and package.startswith("trl.") else None
+    return None if make is None else make(trainer, inputs, taken, mask.double().cpu(), others, items)
