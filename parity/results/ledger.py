@@ -39,14 +39,8 @@ SEVERITIES: dict[Severity, str] = {
 
 class ForUser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A finding in the terms of a user of the library. An entry that is `part_of` another has no line of its own.
-<<<<<<< HEAD
     `applies` lists alternatives, each a table of settings of a training run: "trainer" and "loss_type" take lists of
-    names, "model", "imports" and "uses" lists of words of which one must occur, the name of a library a version
-=======
-
-    `applies` lists alternatives, each a table of settings of a training run (none: a trainer never meets it): "trainer" and "loss_type" take lists of
     names, "model" and "uses" lists of words of which one must occur, the name of a library a version
->>>>>>> 611037bf (watch: losses of RLOO, DPO, KTO and SFT, the logged value, ranks that end together, cases and a page of what differs)
     specifier, numbers a table with `min`, `max` or `not`; all of a table must hold. What no setting shows is in
     `only_if`. `rank` orders the lines, `since` is the release that brought it, where that was bisected or read."""
 

@@ -126,6 +126,8 @@ class Watch(TrainerCallback):
         before, run = len(self.findings), functools.partial(original, *args, **kwargs)
         case = self.to.with_name(f"{self.to.stem}-step-{self._now + 1}.json")
         out = self._captured(run, case) if self.capture else run()
+        if self._taken is None:
+            return out  # it ended in the midst of the step
         self._guarded(lambda: looks.extend(self._ready()))
         if not self._any(not looks or self._error is not None):
             self._guarded(lambda: self._look(looks[0], items, float(out)))
@@ -202,6 +204,9 @@ class Watch(TrainerCallback):
 
     def _before_update(self) -> None:
         """The gradients of the first step; a copy of the weights where the next steps may have to know them."""
+        aged = self._single and self._generated >= 0 and self._now + 2 >= (self._due or 0)
+        if self._now != self._begun and not aged:
+            return
         named = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         if self._now == self._begun and getattr(self.trainer.accelerator, "scaler", None) is None:
             broken = [n for n, p in named.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
@@ -217,7 +222,7 @@ class Watch(TrainerCallback):
                 by = f", checkpointed by {name}" if (name := _checkpointing(self._model)) else ""
                 self._find("gradient", math.nan, (), f"no gradient reaches {_first(still)}{by}")
         small = sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget
-        if small and self._single and self._generated >= 0 and self._now + 2 >= (self._due or 0):
+        if small and aged:
             weights = {n: p.detach().to("cpu", copy=True) for n, p in named.items()}
             self._old = [*self._old[-1:], (self._now, weights)]
 
@@ -351,10 +356,8 @@ class Watch(TrainerCallback):
                 if 0 < n < rows.prompt:
                     others[f"prompts are cut to their last {n} tokens"] = functools.partial(self._by, rows.cut(n))
             if what == "trainer":
-                name = _checkpointing(self._model) or "hooks or modes of modules"
-                others[f"another forward pass in training than in evaluation: {name}"] = functools.partial(
-                    by, training=True
-                )
+                how = f" (activations checkpointed by {name})" if (name := _checkpointing(self._model)) else ""
+                others[f"in training the model computes something else{how}"] = functools.partial(by, training=True)
             for dtype in (torch.float16, torch.bfloat16) if what == "sampler" else ():
                 coarser[str(dtype).removeprefix("torch.")] = functools.partial(self._own, rows, dtype)
         head = {} if what == "old" else causes.heads(self._model, mine)
@@ -430,7 +433,7 @@ def _strips(found: Difference, rows: Rows) -> list[str]:
 def _checkpointing(model: Any) -> str:
     """The name of the function that checkpoints activations; empty if none does."""
     layers = (m for m in model.modules() if getattr(m, "gradient_checkpointing", False))
-    function = next((f for m in layers if (f := getattr(m, "_gradient_checkpointing_func", None))), None)
+    function = next(reversed([f for m in layers if (f := getattr(m, "_gradient_checkpointing_func", None))]), None)
     function = getattr(function, "func", function)
     return "" if function is None else f"{function.__module__}.{function.__qualname__}"
 

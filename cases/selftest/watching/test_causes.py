@@ -6,10 +6,9 @@ from types import MethodType
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from cases.selftest.watching.runs import corrected, grpo, of, sampler, watched
-from parity.trainers.rig import models
+from parity.trainers.rig import checkpointing, models
 from parity.upstream import trl
 
 
@@ -95,43 +94,34 @@ def test_prompts_that_the_sampler_cut(tmp_path):
     assert set(found(watch)) == {("sampler", "prompts are cut to their last 2 tokens")}
 
 
-class Checkpointed(TrainerCallback):
-    """Another function checkpoints the layers' activations."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        for layer in model.model.layers:
-            layer._gradient_checkpointing_func = self.function
-
-
-def halved(function, *args):
-    """Keeps activations in bfloat16."""
-    return function(*args).bfloat16().float()
+def test_a_checkpointing_function_that_was_replaced(tmp_path):
+    policy = models.model("llama")
+    checkpointing.install(policy)  # the trainer takes the stock function in its place
+    watch, _ = watched(grpo(sampler, policy=policy, gradient_checkpointing=True, max_steps=1), tmp_path)
+    name = "torch.utils.checkpoint.checkpoint"
+    assert found(watch) == [
+        ("trainer", f"in training the model computes something else (activations checkpointed by {name})")
+    ]
 
 
 def detached(function, *args):
-    return function(*(x.detach() if torch.is_tensor(x) else x for x in args)).detach().requires_grad_()
-
-
-def test_a_checkpointing_function_that_changes_the_forward_pass(tmp_path):
-    trainer = grpo(sampler, gradient_checkpointing=True)
-    trainer.add_callback(Checkpointed(halved))
-    watch, _ = watched(trainer, tmp_path)
-    name = f"{halved.__module__}.halved"
-    assert ("trainer", f"another forward pass in training than in evaluation: {name}") in found(watch)
-    assert {what for what, *_ in found(watch)} <= {"trainer", "sampler"}
+    return function(*args).detach().requires_grad_()
 
 
 def test_a_checkpointing_function_through_which_no_gradient_passes(tmp_path):
-    trainer = grpo(sampler, gradient_checkpointing=True, max_steps=1)
-    trainer.add_callback(Checkpointed(detached))
-    watch, _ = watched(trainer, tmp_path)
+    policy = models.model("llama")
+    original = policy.gradient_checkpointing_enable
+
+    def enable(*args, **kwargs):
+        original(*args, **kwargs)
+        for layer in policy.model.layers:
+            layer._gradient_checkpointing_func = detached
+
+    policy.gradient_checkpointing_enable = enable
+    watch, _ = watched(grpo(sampler, policy=policy, gradient_checkpointing=True, max_steps=1), tmp_path)
     (text,) = (f.text for f in watch.findings)
-    assert "no gradient reaches model.layers.0" in text and text.endswith(
-        f"checkpointed by {detached.__module__}.detached"
-    )
+    by = f"checkpointed by {detached.__module__}.detached"
+    assert text == f"watch, step 1: no gradient reaches model.layers.0, model.layers.1, {by}"
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo-trainer", "dpo-trainer", "kto-trainer", "sft-trainer"])

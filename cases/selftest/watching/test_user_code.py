@@ -2,9 +2,9 @@
 
 import copy
 import functools
+import html
 import json
 import logging
-import pickle
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ def test_the_batch_that_differs_is_a_case_and_its_page_has_the_tokens(tmp_path):
     case, _ = find(str(file), tmp_path)
     assert file.name == "watch-step-1.json" and case.family == "policy"
     assert loss_family("policy").build(case).tensors["sampling_logps"].shape == (8, 8)
-    page = (tmp_path / "watch.html").read_text()
+    page = html.unescape((tmp_path / "watch.html").read_text())
     assert watch.findings[0].text in page and '<i class="e9">' in page and page.count('aria-label="sequence') == 8
 
 
@@ -133,14 +133,6 @@ def test_a_batch_that_cannot_be_a_case_is_said_and_the_run_goes_on(tmp_path, sai
         and len(said) == 1
         and "no case is written: UsageError: capture: DPOTrainer" in said[0]
     )
-
-
-def test_a_watched_trainer_is_pickled_with_its_watch(tmp_path):
-    trainer = of("sft-trainer")
-    parity.watch(trainer, to=tmp_path / "watch.ndjson")
-    again = pickle.loads(pickle.dumps(trainer))
-    run(again)
-    assert (tmp_path / "watch.ndjson").exists() and again.state.global_step == 2
 
 
 def test_each_training_is_watched_from_its_first_step(tmp_path):
