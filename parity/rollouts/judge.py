@@ -19,7 +19,6 @@ from parity.judge.recipe import DTYPES, EAGER, NAMES
 from parity.judge.stages import in_dtype
 from parity.recording import Recording
 from parity.rollouts import engine_models
-from parity.trainers.definitions.training_step import measured
 
 Rows = Sequence[tuple[list[int], list[int]]]
 Sampling = tuple[float, float, int]  # temperature, top-p (1: none), top-k (0: none)
@@ -186,6 +185,8 @@ class Verdict:
 
 def judge(recording: Recording, trainer: Trainer, definition: str = "truncated") -> Verdict:
     """The recording's sampler log-probs against `trainer`'s, under a definition of `DEFINITIONS`."""
+    from parity.trainers.definitions.training_step import measured  # drives TRL; a watched run needs the statistics alone
+
     f, rows, width = recording.facts, recording.rows(), recording.completion_ids.shape[1]
     sampling = (float(f["temperature"]), float(f["top_p"]), int(f["top_k"]))
     asked = (sampling[0], 1.0, 0) if definition == "full" else sampling
