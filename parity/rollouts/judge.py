@@ -3,11 +3,13 @@
 The mean ratio judges nothing: by E_s[π/s] = 1 it is 1 for every trainer, right or wrong.
 """
 
+from __future__ import annotations  # a watched run needs the statistics alone, without msgspec
+
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +19,10 @@ from parity.judge.gates import Judgement, failed
 from parity.judge.operations import as_definition
 from parity.judge.recipe import DTYPES, EAGER, NAMES
 from parity.judge.stages import in_dtype
-from parity.recording import Recording
 from parity.rollouts import engine_models
+
+if TYPE_CHECKING:
+    from parity.recording import Recording
 
 Rows = Sequence[tuple[list[int], list[int]]]
 Sampling = tuple[float, float, int]  # temperature, top-p (1: none), top-k (0: none)
@@ -185,7 +189,7 @@ class Verdict:
 
 def judge(recording: Recording, trainer: Trainer, definition: str = "truncated") -> Verdict:
     """The recording's sampler log-probs against `trainer`'s, under a definition of `DEFINITIONS`."""
-    from parity.trainers.definitions.training_step import measured  # drives TRL; a watched run needs the statistics alone
+    from parity.trainers.definitions.training_step import measured
 
     f, rows, width = recording.facts, recording.rows(), recording.completion_ids.shape[1]
     sampling = (float(f["temperature"]), float(f["top_p"]), int(f["top_k"]))
