@@ -154,6 +154,10 @@ def without_gradients():
     return lambda x, w: x.sin() * w if torch.is_grad_enabled() else x.sin()
 
 
+def crashes_without_gradients():
+    return lambda x, w: x.sin() * w if torch.is_grad_enabled() else x.sin() * (1 / 0)
+
+
 def overwrites():
     def call(x, w):
         out = x.sin() * w.clone()
@@ -192,6 +196,7 @@ FAULTS = {
     "second derivative": (by(TakesConstants), "second derivative: the second derivative by x is wrong and not refused"),
     "no_grad": (without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
     "another dtype": (coarser_without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
+    "crash": (crashes_without_gradients, "no_grad: the call fails, ZeroDivisionError"),
     "upstream layout": (by(TakesContiguous), "its upstream gradient not contiguous, has inf times the allowed error"),
 }
 
