@@ -20,6 +20,7 @@ DEFAULT = ("inputs", "bits", "accumulation", "interleaved", "repeated", "no_grad
 ALL = (*DEFAULT, "nan", "default dtype", "second derivative", "checkpoint", "reentrant checkpoint", "compile")
 NEED_GRADIENTS = ("accumulation", "interleaved", "nan", "second derivative", "checkpoint", "reentrant checkpoint")
 REFUSALS = (RuntimeError, ValueError, AssertionError)
+CRASHES = (RecursionError, torch.OutOfMemoryError, torch.AcceleratorError)
 FORWARDS = 3
 """Other forwards before a backward."""
 
@@ -154,7 +155,8 @@ class FunctionCalls(protocol.Calls[Tensors]):
                 with torch.enable_grad():
                     found += [f"{name}: {line}" for line in way()]
             except Exception as error:
-                if name == "no_grad" and isinstance(error, REFUSALS):  # what needs gradients says so: no wrong result
+                refused = isinstance(error, REFUSALS) and not isinstance(error, CRASHES)
+                if name == "no_grad" and refused:  # what needs gradients says so: no wrong result
                     continue
                 found.append(f"{name}: the call fails, {told(error)}")
         return found

@@ -257,7 +257,8 @@ _DTYPE = torch.Tensor.dtype.__get__
 class Definition(Double):
     """Within it a definition's own casts to 16 bits say where it stores: float64 in an exact run, rounded in a replica.
 
-    Its tensors are float64, and tell it that they have the dtype of the inputs, `own`: what it casts back to `x.dtype` is stored.
+    Its tensors are float64, and tell it that they have `own`, the coarsest dtype of the inputs: what it casts to
+    `x.dtype` is stored.
     """
 
     def __init__(self, own: torch.dtype):

@@ -36,7 +36,7 @@ class Shaken(TorchDispatchMode):
         wide = out.float()
         shaken = wide * (1 + unit(self.dtype or out.dtype) * self.noise(wide))
         if factors and out.dtype is torch.float32:
-            tf32 = out.is_cuda and torch.backends.cuda.matmul.allow_tf32
+            tf32 = out.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
             a, b = (x.float().norm(dim=dim, keepdim=True) for x, dim in zip(factors, (-1, -2), strict=True))
             u = unit(self.dtype or (torch.float16 if tf32 else torch.float32))
             shaken = shaken + u * a * b * self.noise(wide) / factors[0].shape[-1] ** (0.5 * tf32)

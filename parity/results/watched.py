@@ -23,7 +23,7 @@ def write(to: Path, looked: Sequence[Mapping[str, Any]], findings: Sequence[Any]
             from parity.results.report.render import filled
         except ImportError:  # a training run needs not have them
             return
-        to.with_suffix(".html").write_text(filled("watch.html.j2", findings=findings, looked=looked))
+        to.with_suffix(".html").write_text(filled("watch.html.j2", findings=findings, looked=looked), "utf-8")
 
 
 def _finite(x: Any) -> Any:

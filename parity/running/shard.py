@@ -225,9 +225,10 @@ class Session:
         thorough: bool | Callable[[Implementation], bool],
         most: int | None = None,
     ) -> Iterator[Row]:
-        """Rows of a case, the known ones marked; pairs that killed a worker before are left out, and some of a slow function."""
+        """Rows of a case, the known ones marked; pairs that killed a worker before are left out, and some of a slow function
+        where it is not judged once more."""
         skip = {i for c, i in shard.skip if c == case.id} if shard else set()
-        for i in chosen if shard else ():
+        for i in chosen if shard and most else ():
             if i.id not in skip and (message := left_out(i, case)):
                 skip.add(i.id)
                 yield empty_row(loss_family(case.family), case, i.id, self.device, message=message)

@@ -124,7 +124,8 @@ class Watch(TrainerCallback):
             return original(*args, **kwargs)
         self._taken, looks, items = [], list[Look](), (*args, None, None, None)[2] or kwargs.get("num_items_in_batch")
         before, run = len(self.findings), functools.partial(original, *args, **kwargs)
-        case = self.to.with_name(f"{self.to.stem}-step-{self._now + 1}.json")
+        rank = self.trainer.accelerator.process_index
+        case = self.to.with_name(f"{self.to.stem}-step-{self._now + 1}{f'-rank-{rank}' if rank else ''}.json")
         out = self._captured(run, case) if self.capture else run()
         if self._taken is None:
             return out  # it ended in the midst of the step
@@ -177,11 +178,13 @@ class Watch(TrainerCallback):
         """An error of the watch itself ends it, never the run: alone at once, with other ranks where all `_settle`."""
         begun, before = time.perf_counter(), len(self.findings)
         try:
-            do()
+            try:
+                do()
+            finally:
+                if self._measured or len(self.findings) > before:
+                    self._write(self.findings[before:])
         except Exception as error:
             self._error = self._error or error
-        if self._measured or len(self.findings) > before:
-            self._write(self.findings[before:])
         self.seconds += time.perf_counter() - begun
         if self._single and self._error is not None:
             self._settle()

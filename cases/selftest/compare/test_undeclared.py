@@ -13,6 +13,7 @@ from parity.implementations.user import from_function
 from parity.judge.recipe import Recipe
 from parity.registry import loss_family
 from parity.results.report.findings import suggested
+from parity.results.row import Row
 
 LOGPROBS = loss_family("logprobs")
 
@@ -154,3 +155,11 @@ def test_an_entropy_of_logits_that_are_not_shifted_is_weak_and_no_logic_error():
     assert "Recipe(entropy='unshifted')" in rows[0].message
     assert failing(with_entropy(), Recipe(entropy="unshifted", output="any")) == []
     assert "logic" in {r.cls for r in failing(with_entropy(1.001), Recipe(entropy="unshifted", output="any"))}
+
+
+def test_a_recipe_is_said_in_the_rows_that_it_explains_alone():
+    about = {"implementation": "f.py:f", "family": "logprobs", "dtype": "bf16", "device": "cpu", "quantity": "logps"}
+    found = {"new": {"recipes": ["Recipe(a)"]}, "known": {"recipes": ["Recipe(b)"], "known": "an-entry"}}
+    found |= {"both": {"recipes": ["Recipe(b)"], "blame": "both"}, "none": {"known": "an-entry"}}
+    rows = [Row(case=case, verdict="disagree", **about, **fields) for case, fields in found.items()]
+    assert {row.case for row in suggested(rows) if "Recipe(a)" in row.message} == {"new"}

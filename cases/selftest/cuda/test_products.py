@@ -11,6 +11,7 @@ from parity.implementations.implementation import Implementation
 from parity.judge import products
 from parity.judge.products import CutOperands, Products, cut
 from parity.judge.recipe import TF32, TF32_TRUNCATED, Recipe
+from parity.judge.shaken import Shaken
 from parity.judging.assess import CaseOracle, _on, confirmed, judge_all
 from parity.protocol.call import execute
 from parity.registry import family, run_case
@@ -26,6 +27,20 @@ def test_the_grid_of_tf32():
     assert cut(x, TF32)[:4].tolist() == [1 + step, 1.0, -1 - step, 3.0]
     assert cut(x, TF32_TRUNCATED)[:4].tolist() == [1.0, 1.0, -1.0, 3.0]
     assert cut(x, TF32)[4:].tolist() == pytest.approx([1e-30, torch.inf, 0.0], rel=2.0**-10)
+
+
+def test_the_noise_of_a_product_knows_the_newer_switch_of_tf32(monkeypatch):
+    x, matmul = torch.ones(8, 64), torch.backends.cuda.matmul
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    before, off = matmul.fp32_precision, []
+    try:
+        for value in ("ieee", "tf32"):
+            matmul.fp32_precision = value
+            with Shaken(0):
+                off.append(float((x @ x.T - 64).abs().max()))
+    finally:
+        matmul.fp32_precision = before
+    assert 0 < 100 * off[0] < off[1]
 
 
 class SplitSums(CutOperands):

@@ -158,6 +158,13 @@ def crashes_without_gradients():
     return lambda x, w: x.sin() * w if torch.is_grad_enabled() else x.sin() * (1 / 0)
 
 
+def recurses_without_gradients():
+    def deeper(x):
+        return deeper(x)
+
+    return lambda x, w: x.sin() * w if torch.is_grad_enabled() else deeper(x)
+
+
 def overwrites():
     def call(x, w):
         out = x.sin() * w.clone()
@@ -197,6 +204,7 @@ FAULTS = {
     "no_grad": (without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
     "another dtype": (coarser_without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
     "crash": (crashes_without_gradients, "no_grad: the call fails, ZeroDivisionError"),
+    "recursion": (recurses_without_gradients, "no_grad: the call fails, RecursionError"),
     "upstream layout": (by(TakesContiguous), "its upstream gradient not contiguous, has inf times the allowed error"),
 }
 

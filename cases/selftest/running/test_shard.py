@@ -28,7 +28,7 @@ from parity.running.plan import At, Checked, Confirmed, Judged, Options, Shard, 
 from parity.running.shard import Session
 
 KERNELS = "fixtures/kernels.py"
-FIRST = ["logprobs-a3d28913ce", "logprobs-bc0ceaa0e2", "logprobs-8631b982f2"]
+FIRST = ["logprobs-a3d28913ce", "logprobs-bc0ceaa0e2", "logprobs-61a77ec991"]
 PROFILE = Profile(shrink_seconds=60.0, findings=2)
 
 
@@ -85,6 +85,14 @@ def test_a_slow_function_gets_a_share_of_its_cases_and_the_summary_says_so(tmp_p
     assert len(left) >= 2 * len(judged) > 0 and not judged & {r.case for r in left}
     notes = summarise(Header(header=About()), rows(events)).notes
     assert f"{name}: {len(left)} cases left out: a call takes 3.0 s, so it gets one case in 6" in notes
+
+
+def test_a_slow_function_that_is_wrong_is_judged_once_more_and_not_left_out(tmp_path, monkeypatch):
+    own, events = session("wrong_beyond_eight", tmp_path)
+    asked = []
+    monkeypatch.setattr(shard_module, "left_out", lambda i, case: "left out" if case in asked else asked.append(case))
+    own.run(drawn_shard(60, 10))
+    assert sum(r.failing for r in rows(events)) > 0 and not [r for r in rows(events) if r.message == "left out"]
 
 
 @pytest.fixture(scope="module")

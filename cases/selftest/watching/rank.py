@@ -23,7 +23,11 @@ def trained(run, trainer, folder, rank):
     watch = None
     if run != "bare":
         watch = parity.watch(
-            trainer, every=1, to=folder / f"{run}-{rank}.ndjson", on_mismatch="raise" if run == "raised" else "warn"
+            trainer,
+            every=1,
+            to=folder / f"{run}.ndjson",
+            on_mismatch="raise" if run == "raised" else "warn",
+            capture=run == "raised",
         )
     if planted and run == "raised":  # its sampler's, or its reference's, log-probs are not those of the model
         original = watch._sides

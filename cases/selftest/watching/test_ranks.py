@@ -16,7 +16,8 @@ SHARDINGS = "none", "fsdp2"
 def found(sharding):
     with tempfile.TemporaryDirectory() as folder:
         ranks.started("cases.selftest.watching.rank", [sharding, folder], 2)
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
+        cases = sorted(path.name for path in Path(folder).glob("*-step-*"))
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) | {"cases": cases} for rank in range(2)]
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
@@ -39,3 +40,8 @@ def test_an_error_on_one_rank_ends_the_watch_on_both_and_no_run(sharding):
     for rank in found(sharding):
         assert rank["broken"]["step"] == 3 and not rank["broken"]["ended"] and rank["broken"]["looks"] == 0
         assert rank["broken"]["weights"] == rank["bare"]["weights"]
+
+
+def test_the_case_of_a_rank_with_a_mismatch_stays():
+    names = "raised-step-1-rank-1.json", "raised-step-1-rank-1.safetensors"
+    assert found("none")[0]["cases"] == [*names]

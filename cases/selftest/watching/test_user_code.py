@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 import parity
 from cases.selftest.watching.runs import grpo, of, sampler, watched
 from parity.registry import loss_family
+from parity.results import watched as watched_files
 from parity.sampling.find import find
 from parity.upstream import trl
 from parity.watching import causes
@@ -97,6 +98,15 @@ def test_a_file_that_cannot_be_written_ends_nothing(tmp_path, said):
     run(trainer)
     assert len(watch.findings) == 2 and trainer.state.global_step == 2
     assert [line.partition(":")[2].partition(":")[0] for line in said if "written" in line] == [" nothing is written"]
+
+
+def test_a_page_that_fails_ends_the_watch_and_not_the_run(tmp_path, said, monkeypatch):
+    monkeypatch.setattr(watched_files, "write", lambda *_: "\udc80".encode())
+    trainer = grpo(RAW, temperature=0.7)
+    parity.watch(trainer, every=1, to=tmp_path / "watch.ndjson")
+    run(trainer)
+    assert trainer.state.global_step == 2
+    assert [line for line in said if "UnicodeEncodeError" in line and "the run goes on unwatched" in line]
 
 
 def test_a_mismatch_that_is_raised_is_in_the_file_and_the_run_may_go_on(tmp_path):

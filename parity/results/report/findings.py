@@ -268,7 +268,7 @@ def suggested(rows: Iterable[Row]) -> list[Row]:
         every = set.intersection(*map(set, lists)) if lists else set[str]()
         if every:
             best[name] = min(sorted(every), key=lambda recipe: sum(found.index(recipe) for found in lists))
-    return [_with(row, best[row.implementation]) if row.recipes and row.implementation in best else row for row in rows]
+    return [_with(row, it) if (it := best.get(row.implementation, "")) in row.recipes else row for row in rows]
 
 
 UNEXPLAINED = ("protocol", "relation", "pooled slope")
