@@ -69,7 +69,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     out = head.draw_head(draw, st, dtype, profile=profile, contexts=contexts)
     out["method"] = pick("dpo", "dpo", "dpo", "cpo", "cpo", "orpo", "kto", "kto")
     out |= {
-        "loss_type": pick(*LOSS_TYPES[out["method"]], *["sigmoid"] * 4 * (out["method"] == "dpo")),
+        "loss_type": pick(*LOSS_TYPES[out["method"]]),
         "beta": draw(head.number(st, 0.003, 4.0, 0.1, 0.05, 0.5, 1.0)),
         "average": pick(False, False, True),
         "nll": pick(0.0, 0.0, 1.0, 0.4),
@@ -77,7 +77,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         "gamma": draw(head.number(st, 0.05, 3.0, 0.5, 1.0)),
         "tau": draw(head.number(st, 0.01, 2.0, 0.05)),
         "reference": pick("head", "head", "head", "none"),
-        "gap": pick("near", "near", "near", "apart", "apart", "equal"),
+        "gap": pick("near", "near", "apart", "equal"),
         "labels": pick("mixed", "mixed", "mixed", "all", "none"),
         "kl": pick(0.0, 0.3, 4.0),
         "desirable": pick(1.0, 1.0, 0.7),
@@ -88,9 +88,6 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     }
     if pick(True, True, True, False):
         out |= {name: SETTINGS[name].default for name in WIRING}
-    if pick(True, False, False):  # margins at which a log-sigmoid saturates
-        out |= {"gap": "apart", "average": False, "peak": pick(4.0, 12.0), "beta": pick(0.5, 1.0, 4.0)}
-        out |= {"T": max(out["T"], 6), "V": max(out["V"], 8)}
     return canonical(dtype, out)
 
 

@@ -98,7 +98,7 @@ class Session:
         """A frozen case, every implementation of its family on it, or those that the file names and a user's own."""
         case, only, thorough = of_file.case, of_file.implementations, not of_file.fast
         chosen = [i for i in self._of(case) if only is None or i.id in only or i.is_function]
-        rows = self._judged(case, chosen, shard, thorough and self.profile.frozen_whole)
+        rows = list(self._judged(case, chosen, shard, thorough and self.profile.frozen_whole))
         for row in rows:
             self.emit(Judged(replace(row, frozen=name)))
         for entry, frozen in self.ledger.frozen():
@@ -117,19 +117,30 @@ class Session:
         chosen: Sequence[Implementation],
         shard: Shard,
         thorough: bool | Callable[[Implementation], bool] = False,
-    ) -> list[Row]:
-        """Rows of a case. `CONFIRMATION` replicas do where a loss clearly shows what is known; those that fail otherwise are
-        judged once more, beside their references, with as many as it takes."""
+    ) -> Iterator[Row]:
+        """Rows of a case, each as soon as it stands. `CONFIRMATION` replicas do where a loss clearly shows what is known; what
+        fails otherwise is judged once more, beside its references, with as many as it takes."""
         if self.measuring or is_trainer(case.family):
-            return list(self._run(case, chosen, shard, thorough))
-        rows = list(self._run(case, chosen, shard, thorough, CONFIRMATION))
-        near = (r for r in rows if r.failing and (not r.known or (r.headroom is not None and r.headroom < NEAR)))
-        again = {row.implementation for row in near}
+            yield from self._run(case, chosen, shard, thorough)
+            return
+        held, told = list[Row](), set[tuple[str, str]]()
+        try:
+            for row in self._run(case, chosen, shard, thorough, CONFIRMATION):
+                if row.failing and (not row.known or (row.headroom is not None and row.headroom < NEAR)):
+                    held.append(row)
+                else:
+                    told.add((row.implementation, row.subject))
+                    yield row
+        except Retired:  # a fresh process goes on behind this case
+            yield from held
+            raise
+        again = {row.implementation for row in held}
         if again:
             beside = again | {i.extends for i in chosen if i.id in again}
-            whole = self._run(case, [i for i in chosen if i.id in beside or i.role == "reference"], shard, thorough)
-            rows = [r for r in rows if r.implementation not in again] + [r for r in whole if r.implementation in again]
-        return rows
+            chosen = [i for i in chosen if i.id in beside or i.role == "reference"]
+            for row in self._run(case, chosen, shard, thorough):
+                if row.implementation in again and (row.implementation, row.subject) not in told:
+                    yield row
 
     def _drawn(self, case: Case, shard: Shard) -> None:
         for one in (case, *second_pass(case, self.device, not self.profile.derandomised)):
