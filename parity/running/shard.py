@@ -146,9 +146,8 @@ class Session:
         for one in (case, *second_pass(case, self.device, not self.profile.derandomised)):
             chosen = [i for i in self._of(one) if selected(i, one, self.profile.cost, self.device)]
             takes = any(i.role != "reference" and refusal(i, one, self.device) is None for i in chosen)
-            if takes or all(
-                i.role == "reference" for i in self._of(one)
-            ):  # which alone run where nothing else is asked for
+            alone = all(i.role == "reference" for i in self._of(one))  # nothing else is asked for
+            if takes or alone:
                 thorough = functools.partial(repeated, case=one, one_in=self.profile.thorough)
                 for row in self._judged(one, chosen, shard, thorough):
                     self.emit(Judged(row))
