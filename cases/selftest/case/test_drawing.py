@@ -235,7 +235,9 @@ def test_every_group_of_policy_settings_moves_nearly_alone() -> None:
 
 def test_rows_are_as_long_as_completions_are() -> None:
     """A counter in 16 bits, a sum of lengths in float16, a block of 2,048: of policy losses and of the others."""
-    lengths = {name: [family(name).full_settings(case).T for case in stream(name)] for name in EXCLUDED}
+    lengths = {
+        name: [family(name).full_settings(case).T for case in stream(name)] for name in (*EXCLUDED, "preference")
+    }
     assert {name for name, of in lengths.items() if sum(n > 2048 for n in of) < 3} == set()
     assert sum(n > 32768 for of in lengths.values() for n in of) >= 3
 
