@@ -275,8 +275,9 @@ class Audit(Recorder):
         terminalreporter.write_line("calls" + "".join(name.rjust(13) for name in WRONG))
         for where, counts in sorted(by_place.items(), key=lambda pair: -sum(pair[1].values())):
             cells = "".join(str(counts[name] or "").rjust(13) for name in WRONG)
-            holds = "".join(f"  none derived: {known}" for known in derived[where][:1] if isinstance(known, str))
-            if derived[where] and not holds:
+            why = [known for known in derived[where] if isinstance(known, str)]
+            holds = f"  none derived: {why[0]}" if why else ""
+            if derived[where] and not why:
                 holds = "  derived: atol={:.2g}, rtol={:.2g}".format(*map(max, zip(*derived[where], strict=True)))
             terminalreporter.write_line(f"{counts['calls']:>5}{cells}  {where}{holds}")
 

@@ -74,11 +74,9 @@ class FunctionCalls(protocol.Calls[Tensors]):
 
     def upstream(self, x: Tensors, outputs: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         given = {n: self.problem.given.get(n, g) for n, g in self.problem.cotangents.items() if n in outputs}
-        return {
-            n: (outputs[n], _memory(laid_out(g)).to(outputs[n]).as_strided(g.shape, laid_out(g).stride()))
-            for n, g in given.items()
-            if outputs[n].requires_grad and outputs[n].shape == g.shape
-        }
+        there = {n: g for n, g in given.items() if outputs[n].requires_grad and outputs[n].shape == g.shape}
+        laid = {n: laid_out(g) for n, g in there.items()}
+        return {n: (outputs[n], _memory(g).to(outputs[n]).as_strided(g.shape, g.stride())) for n, g in laid.items()}
 
     def backward(self, x: Tensors, outputs: Mapping[str, torch.Tensor], retain_graph: bool = False) -> None:
         if (pairs := self.upstream(x, outputs)) and self.problem.leaves:

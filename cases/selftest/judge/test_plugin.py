@@ -123,3 +123,22 @@ def test_the_audit_says_the_tolerance_that_a_definition_gives(tmp_path):
     for line in ("14", "19"):
         atol, rtol = map(float, found[line].split(", rtol="))
         assert atol < 1e-2 and rtol == 0.023, section  # 6 units of bf16
+
+
+UNKNOWN_ONCE = """
+import torch
+from torch.testing import assert_close
+
+def spectrum(x):
+    return torch.linalg.svdvals(x) if len(x) > 4 else 2 * x
+
+def test_spectrum():
+    for rows in (4, 8):
+        x = torch.randn(rows, 8)
+        assert_close(spectrum(x).clone(), spectrum(x))
+"""
+
+
+def test_the_audit_says_why_a_definition_gives_no_tolerance_in_some_calls_of_a_place(tmp_path):
+    section = run(tmp_path, UNKNOWN_ONCE, "--parity-audit", "--parity-definition=spectrum").split("of the calls")[1]
+    assert re.search(r"test_kernel.py:11  none derived: .*svd", section), section

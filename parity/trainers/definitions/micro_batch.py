@@ -84,11 +84,8 @@ def _grpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, item
 
 def _rloo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, items: Any) -> Loss:
     """-mean of min(ρA, clip(ρ)A), ρ = π/π_old of whole completions."""
-    a, old, low, high = (
-        *map(_exact, (inputs["advantages"], inputs["old_logps"])),
-        trainer.epsilon_low,
-        trainer.epsilon_high,
-    )
+    a, old = _exact(inputs["advantages"]), _exact(inputs["old_logps"])
+    low, high = trainer.epsilon_low, trainer.epsilon_high
 
     def of(lp: Tensor) -> Tensor:
         ratio = ((lp * mask).sum(1) - old).exp()
@@ -114,9 +111,8 @@ def _dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[A
         chosen = mask.chunk(2)[0]
         nll = -(lp.chunk(2)[0] * chosen).sum() / chosen.sum()
         pairs = Pairs(s, (lp * mask).sum(1).chunk(2), ref, mask.sum(1).clamp(min=1).chunk(2), nll)
-        return sum((w * DPO[name](pairs).mean() for name, w in weights.items()), lp.new_zeros(())) / accumulation(
-            trainer
-        )
+        total = sum((w * DPO[name](pairs).mean() for name, w in weights.items()), lp.new_zeros(()))
+        return total / accumulation(trainer)
 
     return Loss("+".join(types), of, mask, valued=not trainer.aux_loss_enabled)
 

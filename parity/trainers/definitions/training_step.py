@@ -1,7 +1,7 @@
 """A training step by its definition: the model in float64, the family's loss on its logits, and replicas of the step.
 
 A trainer's gradients are compared with it. Where transformers' code casts to float32 (normalisation, softmax, rotary
-angles), `Double` keeps float64.
+angles), `parity.judge.operations.Double` keeps float64.
 """
 
 import dataclasses
