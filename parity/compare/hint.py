@@ -123,18 +123,20 @@ def undeclared(
     """The recipes under which every quantity agrees, the finest first; of a user's function alone."""
     if not implementation.is_function:
         return []
-    failing = [name for name, j in judgements.items() if not j.agrees]
     recipe = implementation.recipe_for(oracle.inputs)
     dtype = "bf16" if oracle.inputs.context == "autocast" else oracle.inputs.case.dtype
-    came = [v for name in oracle.family.outputs if (v := outcome.quantities.get(name)) is not None]
-    exact = all(v.dtype.itemsize >= 4 for v in came)
+    outputs = {name: outcome.quantities.get(name) for name in oracle.family.outputs}
+    narrow = (
+        dtype != "fp32"
+        and recipe.output == "any"
+        and any(v.dtype.itemsize < 4 for v in outputs.values() if v is not None)
+    )
     return Explaining(
         recipe,
         dtype,
         lambda wider, names: judged(oracle, implementation, outcome, wider, only=names, most=REPLICAS),
-        failing,
-        [name for name in judgements if name not in failing],
+        judgements,
+        outputs,
         casts=any(oracle.inputs.tensors[n].dtype == torch.float32 for n in oracle.inputs.leaves),  # type: ignore[union-attr]
-        wide=exact and not {*oracle.family.outputs} & {*failing},
-        always={} if exact or recipe.output != "any" or dtype == "fp32" else {"output": "input"},
+        always={"output": "input"} if narrow else {},
     ).recipes()

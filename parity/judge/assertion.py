@@ -265,21 +265,18 @@ def _explained(
     problem: Problem, values: Mapping[str, torch.Tensor | None], recipe: Recipe, quantities: Mapping[str, Judgement]
 ) -> str | None:
     """The recipe, of some coarser ones, under which everything agrees and which allows least; tf32 products come first."""
-    wrong = [n for n, j in quantities.items() if not j.agrees]
 
     def judged(other: Recipe, names: Collection[str]) -> dict[str, Judgement]:
         return {n: _judge(problem, n, values, other, CONFIRMATION, False) for n in names}
 
-    tf32 = dataclasses.replace(recipe, matmul="tf32", matmul_backward="tf32")
-    if problem.dtype == "fp32" and all(j.agrees for j in judged(tf32, wrong).values()):
-        return TF32_PRODUCTS
-    agreeing = [n for n in quantities if n not in wrong]
-    outputs = [v for n in problem.outputs if (v := values.get(n)) is not None]
-    wide = not {*problem.outputs} & {*wrong} and all(v.dtype.itemsize >= 4 for v in outputs)
-    narrow = problem.dtype != "fp32" and recipe.output == problem.dtype
-    always = {"output": "input"} if narrow else {}
     casts = any(x.dtype == torch.float32 for x in problem.tensors.values())
-    found = Explaining(recipe, problem.dtype, judged, wrong, agreeing, casts, wide, always).recipes()
+    always = {"output": "input"} if problem.dtype != "fp32" and recipe.output == problem.dtype else {}
+    outputs = {n: values.get(n) for n in problem.outputs}
+    explaining = Explaining(recipe, problem.dtype, judged, quantities, outputs, casts, always)
+    tf32 = dataclasses.replace(recipe, matmul="tf32", matmul_backward="tf32")
+    if problem.dtype == "fp32" and all(j.agrees for j in judged(tf32, explaining.failing).values()):
+        return TF32_PRODUCTS
+    found = explaining.recipes()
     return found[0] if found else None
 
 

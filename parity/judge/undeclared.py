@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from parity.judge.gates import Judgement
 from parity.judge.recipe import UNIT_ROUNDOFF, Recipe
 
@@ -45,21 +47,35 @@ class Explaining:
         recipe: as it is declared, resolved.
         dtype: of the inputs.
         judge: judges the result again.
-        failing: the quantities that are wrong.
-        agreeing: the others.
+        judgements: of every quantity, by the recipe as it is declared.
+        outputs: output -> as it came; None where it is missing.
         casts: whether an input is in float32, so that a cast of the inputs to `dtype` rounds.
-        wide: whether all outputs agree and came in float32: then nothing before them is rounded to 16 bits.
         always: fields that each recipe has besides, so that it can be declared as it is printed.
     """
 
     recipe: Recipe
     dtype: str
     judge: Judge
-    failing: Collection[str]
-    agreeing: Collection[str]
+    judgements: Mapping[str, Judgement]
+    outputs: Mapping[str, torch.Tensor | None]
     casts: bool
-    wide: bool
-    always: dict[str, Any] = dataclasses.field(default_factory=dict)
+    always: dict[str, Any]
+
+    @property
+    def failing(self) -> list[str]:
+        """The quantities that are wrong."""
+        return [name for name, j in self.judgements.items() if not j.agrees]
+
+    @property
+    def agreeing(self) -> list[str]:
+        """The others."""
+        return [name for name, j in self.judgements.items() if j.agrees]
+
+    @property
+    def wide(self) -> bool:
+        """Whether all outputs agree and came in float32: then nothing before them is rounded to 16 bits."""
+        came = [v for v in self.outputs.values() if v is not None]
+        return not {*self.outputs} & {*self.failing} and all(v.dtype.itemsize >= 4 for v in came)
 
     def recipes(self) -> list[str]:
         """Those under which all agrees, as they are declared, "Recipe(logits='bf16')"; that which allows least first.
