@@ -144,12 +144,15 @@ class Watch(TrainerCallback):
         from parity.errors import UsageError
         from parity.tools.capture import capture
 
-        out = list[Any]()
+        out, begun = list[Any](), False
         try:
             to.parent.mkdir(parents=True, exist_ok=True)
             with capture(self.trainer, to):
+                begun = True
                 out.append(run())
         except (UsageError, OSError) as error:
+            if begun and not out:
+                raise  # the step's own
             self._say(("capture",), f"watch: no case is written: {_line(error)}")
         return out[0] if out else run()
 

@@ -5,9 +5,11 @@ import functools
 import html
 import json
 import logging
+import pickle
 
 import pytest
 import torch
+from accelerate.state import GradientState
 from transformers import TrainerCallback
 
 import parity
@@ -145,6 +147,28 @@ def test_a_batch_that_cannot_be_a_case_is_said_and_the_run_goes_on(tmp_path, sai
     )
 
 
+def test_a_step_that_fails_while_its_batch_is_kept_fails_once(tmp_path):
+    calls = []
+
+    def full(self, *args, **kwargs):
+        calls.append(self.state.global_step)
+        raise OSError("no space left")
+
+    trainer = subclassed(grpo(sampler), compute_loss=full)
+    parity.watch(trainer, to=tmp_path / "watch.ndjson", capture=True)
+    with pytest.raises(OSError, match="no space left"):
+        run(trainer)
+    assert calls == [0]
+
+
+def test_a_preference_loss_whose_reference_it_does_not_see_has_no_definition(tmp_path, said):
+    trainer = of("dpo-trainer")
+    parity.watch(trainer, every=1, to=tmp_path / "watch.ndjson")
+    trainer.ref_model._forward_hooks.clear()
+    run(trainer)
+    assert not said and len((tmp_path / "watch.ndjson").read_text().splitlines()) == 2
+
+
 def test_each_training_is_watched_from_its_first_step(tmp_path):
     trainer = grpo(RAW, temperature=0.7)
     watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
@@ -220,6 +244,19 @@ def test_a_copy_of_a_watched_trainer_is_watched_by_itself(tmp_path):
     theirs.undo()
     run(trainer)
     assert len(theirs.findings) == 1 and len(watch.findings) == 1
+
+
+def test_a_watched_trainer_can_be_pickled_as_far_as_trl_goes(tmp_path):
+    """GRPOTrainer cannot; others of 1.16 cannot train afterwards, nor be pickled after what a training leaves in accelerate."""
+    GradientState._reset_state()
+    trainer = of("dpo-trainer", max_steps=1)
+    parity.watch(trainer, to=tmp_path / "watch.ndjson")
+    copied = pickle.loads(pickle.dumps(trainer))
+    (theirs,) = (c for c in copied.callback_handler.callbacks if isinstance(c, Watch))
+    assert theirs.trainer is copied
+    theirs.undo()
+    assert not {"training_step", "log"} & vars(copied).keys() and not copied.model._forward_hooks
+    assert {"training_step", "log"} <= vars(trainer).keys() and trainer.model._forward_hooks
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "vespo"])

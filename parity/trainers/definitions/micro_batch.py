@@ -102,6 +102,8 @@ def _dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[A
     same = next((_exact(t.logps) for t in others if torch.equal(t.ids, taken.ids)), None)
     ref = [inputs.get(f"ref_{side}_logps") for side in ("chosen", "rejected")] if same is None else []
     ref = [_exact(r) for r in ref] if same is None else list((same * mask).sum(1).chunk(2))
+    if any(r is None for r in ref):
+        return None
     s = SimpleNamespace(beta=args.beta, smoothing=args.label_smoothing, tau=args.discopop_tau, alpha=0.0)
     s.divergence = getattr(args.f_divergence_type, "value", args.f_divergence_type)
     types = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
