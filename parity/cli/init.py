@@ -51,6 +51,7 @@ GATE = """      - run: parity run --implementation {loss} --ledger {ledger}
       - run: cat reports/summary.md >> "$GITHUB_STEP_SUMMARY"
         if: always()
 """
+UNKNOWN = "https://github.com/OWNER/llm-parity"
 LEDGER = "# What is known to be wrong with our losses, besides the shipped ledger; written by `parity ledger add`.\n"
 
 
@@ -98,15 +99,19 @@ def _check(folder: Path, loss: str) -> None:
 
 
 def _requirement(extra: str) -> str:
-    """How pip gets what runs here: from the repository that it was installed from, else by name and version."""
-    name = f"llm-parity{extra}"
-    installed = importlib.metadata.distribution("llm-parity")
-    source = json.loads(installed.read_text("direct_url.json") or "{}")
+    """How pip gets what runs here: from the repository that it was installed from, or that it stands in. Where that has no
+    address, OWNER stands for it: the name is not published."""
+    try:
+        told = importlib.metadata.distribution("llm-parity").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        told = None
+    source = json.loads(told or "{}")
     if "vcs_info" in source:
-        return f"'{name} @ git+{source['url']}@{source['vcs_info']['commit_id']}'"
-    if source.get("url", "").startswith("file://"):
-        asked = ["git", "-C", source["url"].removeprefix("file://"), "remote", "get-url", "origin"]
+        return f"'llm-parity{extra} @ git+{source['url']}@{source['vcs_info']['commit_id']}'"
+    folder = Path(source.get("url", "").removeprefix("file://") or Path(__file__).parents[2])
+    origin = ""
+    if (folder / ".git").exists():  # else that of a repository around site-packages
+        asked = ["git", "-C", str(folder), "remote", "get-url", "origin"]
         origin = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-        if origin.startswith("https://"):
-            return f"'{name} @ git+{origin}'"
-    return f"'{name}=={installed.version}'"
+    origin = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", origin)
+    return f"'llm-parity{extra} @ git+{origin if origin.startswith('https://') else UNKNOWN}'"

@@ -33,6 +33,8 @@ backends.cuda.matmul.allow_bf16_reduced_precision_reduction backends.mkldnn.enab
 utils.deterministic.fill_uninitialized_memory
 """.split()
 """Attributes below `torch` that are true or false."""
+PRECISIONS = "backends backends.cuda.matmul backends.cudnn backends.cudnn.conv backends.cudnn.rnn backends.mkldnn.matmul".split()
+"""Where torch keeps its newer `fp32_precision`."""
 SDP = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 Changed = tuple[list[bindings.Change], dict[str, Any]]
 """Names that were rebound, and entries of `WATCHES` with what they are now."""
@@ -127,14 +129,22 @@ def _switch(path: str) -> bool | str:
 
 def _switches() -> dict[str, bool | str]:
     out = {f"torch.{path}": _switch(path) for path in SWITCHES}
+    out |= {f"torch.{p}.fp32_precision": owner.fp32_precision for p, owner in _precisions()}
     return out | {f"torch.backends.cuda.{name}": getattr(torch.backends.cuda, f"{name}_enabled")() for name in SDP}
+
+
+def _precisions() -> Iterator[tuple[str, Any]]:
+    owners = ((path, operator.attrgetter(path)(torch)) for path in PRECISIONS)
+    return ((path, owner) for path, owner in owners if hasattr(owner, "fp32_precision"))
 
 
 def _put_switches(value: dict[str, bool | str]) -> None:
     for path in SWITCHES:
         owner, _, name = path.rpartition(".")
-        if _switch(path) != value[f"torch.{path}"]:
+        if _switch(path) != value[f"torch.{path}"] != "mixed":
             setattr(operator.attrgetter(owner)(torch), name, value[f"torch.{path}"])
+    for path, precise in _precisions():
+        precise.fp32_precision = value[f"torch.{path}.fp32_precision"]
     for name in SDP:
         getattr(torch.backends.cuda, f"enable_{name}")(value[f"torch.backends.cuda.{name}"])
 
@@ -164,7 +174,10 @@ WATCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         lambda: str(torch.get_default_device()),
         lambda d: torch.set_default_device(None if d == "cpu" else d),
     ),
-    "float32_matmul_precision": (matmul_precision, torch.set_float32_matmul_precision),
+    "float32_matmul_precision": (
+        matmul_precision,
+        lambda v: None if v == "mixed" else torch.set_float32_matmul_precision(v),
+    ),
     "deterministic algorithms": (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1]),

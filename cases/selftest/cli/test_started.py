@@ -86,21 +86,35 @@ def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
 
 
 @pytest.mark.parametrize(
-    ("source", "requirement"),
+    ("source", "origin", "address"),
     [
-        (
-            '{"url": "https://x.org/p.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}',
-            "@ git+https://x.org/p.git@abc'",
-        ),
-        ('{"url": "file:///nowhere/at/all", "dir_info": {}}', "==7.1'"),
-        (None, "==7.1'"),
+        ('{"url": "https://x.org/p.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}', None, "https://x.org/p.git@abc"),
+        ('{"url": "file://HERE", "dir_info": {}}', "https://x.org/p.git", "https://x.org/p.git"),
+        ('{"url": "file://HERE", "dir_info": {}}', "git@x.org:a/p.git", "https://x.org/a/p.git"),
+        ('{"url": "file://HERE", "dir_info": {}}', None, "https://github.com/OWNER/llm-parity"),
+        ('{"url": "file:///nowhere/at/all", "dir_info": {}}', None, "https://github.com/OWNER/llm-parity"),
+        (None, None, "https://github.com/OWNER/llm-parity"),
     ],
 )
-def test_the_workflow_installs_from_where_this_was_installed(repository, monkeypatch, source, requirement):
-    installed = SimpleNamespace(version="7.1", read_text=lambda name: source)
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+def test_the_workflow_installs_from_where_this_was_installed(
+    repository, monkeypatch, tmp_path_factory, source, origin, address
+):
+    """From a repository always: the name is not published."""
+    there = tmp_path_factory.mktemp("source")
+    subprocess.run(["git", "init", "-q", str(there)], check=True)
+    if origin:
+        subprocess.run(["git", "-C", str(there), "remote", "add", "origin", origin], check=True)
+
+    def distribution(name):
+        if source is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return SimpleNamespace(read_text=lambda name: source.replace("HERE", str(there)))
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    monkeypatch.setattr("parity.cli.init.__file__", str(there / "site-packages" / "parity" / "cli" / "init.py"))
     said = CliRunner().invoke(main, ["init"]).output
-    assert requirement in (repository / ".github/workflows/parity.yml").read_text() and requirement in said
+    workflow = (repository / ".github/workflows/parity.yml").read_text()
+    assert f"'llm-parity @ git+{address}'" in workflow and address in said
 
 
 def test_init_needs_a_repository_and_the_file_of_the_loss(tmp_path, monkeypatch, repository):

@@ -167,9 +167,23 @@ def test_torchs_newer_precision_switch_is_seen_and_put_back(monkeypatch):
         assert matmul_precision() == "mixed"
     finally:
         leaks = before.restore()
-    assert {"float32_matmul_precision changed", "switch torch.backends.cudnn.allow_tf32 changed"} <= set(leaks)
+    assert {"float32_matmul_precision changed", "switch torch.backends.cudnn.conv.fp32_precision changed"} <= set(leaks)
     assert torch.backends.cudnn.allow_tf32 is True
     assert matmul_precision() == "highest" and torch.backends.cuda.matmul.allow_tf32 is False
+
+
+def test_a_state_in_which_torchs_switches_contradict_each_other_is_put_back():
+    """A user's file may set the newer switch when it is imported: the state before each of its calls."""
+    clean = process_state.take()
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        mixed = process_state.take()
+        assert mixed.states["switch"]["torch.backends.cuda.matmul.allow_tf32"] == "mixed"
+        clean.restore()
+        assert mixed.restore() and not list(mixed.differing())
+    finally:
+        clean.restore()
+    assert not list(clean.differing())
 
 
 SWITCHES = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
