@@ -138,7 +138,7 @@ def finite(value: float | None, digits: int = SIZE) -> float | None:
 
 
 class Asked(msgspec.Struct, kw_only=True):
-    """What a run was asked for, besides profile and seed: a run that goes on asks for the same."""
+    """What a run was asked for, besides profile and seed: a run that goes on asks for the same. `confirm`: by a night."""
 
     families: tuple[str, ...] = ()
     implementations: tuple[str, ...] = ()
@@ -146,6 +146,7 @@ class Asked(msgspec.Struct, kw_only=True):
     device: str = "auto"
     require: tuple[str, ...] = ()
     ledger: str | None = None
+    confirm: bool = False
     files: dict[str, str] = field(default_factory=dict)
 
 

@@ -69,6 +69,8 @@ def again(options: Options) -> tuple[Options, RunResult]:
     if not isinstance(asked, Asked) or about.profile is None:
         raise UsageError(f"{path}: written by an earlier parity, which did not record what was asked for: run anew")
     then = Options.of(asked, profile=about.profile, seed=about.seed)
+    if options.confirm and not then.confirm:
+        raise UsageError(f"{path}: `parity run` has written it since: start a new night")
     names = ["profile", "seed", *ASKED]
     for name in names:
         given, value = getattr(options, name), getattr(then, name)

@@ -16,7 +16,7 @@ from parity.cli.options import seconds as seconds_of
 from parity.errors import UsageError
 from parity.nightly import night, steps
 from parity.results import memory
-from parity.results.report.rows import read
+from parity.results.report.rows import read, rewrite
 from parity.running import supervisor
 from parity.running.plan import ShardDone
 
@@ -171,6 +171,14 @@ def test_a_night_that_was_killed_goes_on(played, tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "run", interrupted)
     given = night.Night(profile="quick", families=("logprobs",), implementations=("fixes",), reports=tmp_path, seed=7)
     assert night.run(given, lambda line: None, lambda *_: None) == (130, None), "nothing more is done"
+    header, rows = read(tmp_path / "results.ndjson")
+    header.header.asked.confirm = False
+    rewrite(tmp_path / "later.ndjson", header, rows)
+    (tmp_path / "results.ndjson").rename(tmp_path / "of the night")
+    (tmp_path / "later.ndjson").rename(tmp_path / "results.ndjson")
+    with pytest.raises(UsageError, match="`parity run` has written it since: start a new night"):
+        run(resume=True)
+    (tmp_path / "of the night").rename(tmp_path / "results.ndjson")
     monkeypatch.setattr(supervisor, "run", dies)
     with pytest.raises(MemoryError):
         run(resume=True)
