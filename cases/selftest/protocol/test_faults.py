@@ -76,3 +76,18 @@ def test_a_library_that_does_not_import_here_is_said_once_and_is_no_crash(tmp_pa
     assert outcome.message.startswith("needs_a_gpu does not import here: AttributeError")
     outcome = call.guarded(implementation, lambda: importlib.import_module("imports_later").wrong())
     assert outcome.verdict == "crashed"
+
+
+def test_what_torchs_compiler_says_names_the_cache_that_a_kill_may_have_broken(monkeypatch):
+    """Its own first line says nothing: `backend='inductor' raised:`."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def inductor():
+        raise AssertionError
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/cache")
+    with pytest.raises(BackendCompilerFailed) as raised:
+        raise BackendCompilerFailed(inductor, RuntimeError("C++ compile error\n\nCommand: g++"), None)
+    said = exceptions.ended_by(raised.value, load()["cce.torch_compile"]).message
+    assert "RuntimeError: C++ compile error; " in said
+    assert said.endswith("remove /the/cache")
