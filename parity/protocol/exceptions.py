@@ -141,5 +141,6 @@ def _first_line(error: BaseException) -> str:
     if line == "backend='inductor' raised:":
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-        line = f"{text.splitlines()[1][:200]}; a process that is killed while it compiles may leave this behind: remove {cache_dir()}"
+        cause = text.splitlines()[1][:200]
+        line = f"{cause}; a process that is killed while it compiles may leave this behind: remove {cache_dir()}"
     return "".join(c if c.isprintable() else "\ufffd" for c in line)

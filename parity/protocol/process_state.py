@@ -33,7 +33,9 @@ backends.cuda.matmul.allow_bf16_reduced_precision_reduction backends.mkldnn.enab
 utils.deterministic.fill_uninitialized_memory
 """.split()
 """Attributes below `torch` that are true or false."""
-PRECISIONS = "backends backends.cuda.matmul backends.cudnn backends.cudnn.conv backends.cudnn.rnn backends.mkldnn.matmul".split()
+PRECISIONS = (
+    "backends backends.cuda.matmul backends.cudnn backends.cudnn.conv backends.cudnn.rnn backends.mkldnn.matmul".split()
+)
 """Where torch keeps its newer `fp32_precision`."""
 SDP = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 Changed = tuple[list[bindings.Change], dict[str, Any]]

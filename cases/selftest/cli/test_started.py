@@ -88,7 +88,11 @@ def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
 @pytest.mark.parametrize(
     ("source", "origin", "address"),
     [
-        ('{"url": "https://x.org/p.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}', None, "https://x.org/p.git@abc"),
+        (
+            '{"url": "https://x.org/p.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}',
+            None,
+            "https://x.org/p.git@abc",
+        ),
         ('{"url": "file://HERE", "dir_info": {}}', "https://x.org/p.git", "https://x.org/p.git"),
         ('{"url": "file://HERE", "dir_info": {}}', "git@x.org:a/p.git", "https://x.org/a/p.git"),
         ('{"url": "file://HERE", "dir_info": {}}', None, "https://github.com/OWNER/llm-parity"),
