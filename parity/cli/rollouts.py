@@ -27,6 +27,7 @@ def rollouts() -> None:
 @options.count("--max-tokens", None, 32)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--name", default=None, help="name of the files; default: the model's")
+@click.option("--contract", is_flag=True, help="ask what one request cannot show: top-k, order, batch size, cache")
 @options.path("--out", default="reports/rollouts")
 def record_command(**given: Any) -> None:
     """Sample with an engine, store ids and log-probs.
@@ -49,17 +50,22 @@ def record_command(**given: Any) -> None:
 def judge_command(paths: tuple[str, ...], **given: Any) -> None:
     """Judge an engine's log-probs against the trainer's.
 
-    The unit is the trainer's own rounding. Without RECORDING: those that are shipped. Exit code 1 if one disagrees.
+    The unit is the trainer's own rounding. Then the contract of an engine, line by line. Without RECORDING: those that
+    are shipped. Exit code 1 if one disagrees or a line is broken.
     """
     prepare("cpu", 1)
     from parity import recording
-    from parity.rollouts.judge import judged
+    from parity.rollouts import contract
 
-    agrees = True
-    for path in paths or [str(rollouts_dir() / name) for name in recording.shipped()]:
+    found = []
+    for path in paths or sorted(map(str, rollouts_dir().glob("**/*-t*.json"))):
         one = recording.load(path)
-        verdict = judged(one, **given)
+        verdict, broken = contract.held(one, **given)
         click.echo(verdict.text(one))
-        agrees = agrees and verdict.agrees
+        found.append((one, broken))
+    if given["support"] == "truncated":
+        for line, answer in contract.table(found).items():
+            click.echo(f"{line}, {contract.LINES[line]}: {answer}")
+    agrees = not any(broken for _, broken in found)
     click.echo("An engine that computed on a CPU says nothing of its GPU kernels.")
     raise SystemExit(0 if agrees else 1)

@@ -31,10 +31,12 @@ BATCH = 16
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """(B, T) float64 each: log-prob over the whole vocabulary, and the kept mass under top-p and top-k (0: token cut)."""
+    """(B, T) float64 each: log-prob over the whole vocabulary, the kept mass under top-p and top-k (0: token cut), and the
+    log-prob of the likeliest token."""
 
     full: Tensor
     kept: Tensor
+    likeliest: Tensor | None = None
 
     @property
     def truncated(self) -> Tensor:
@@ -47,7 +49,7 @@ def score(model: Any, rows: Rows, width: int, sampling: Sampling) -> Scores:
     as vLLM and transformers have it. Logits leave the model in its own dtype; the log-softmax is taken in float64, so
     that what differs is the model's own. Raises UsageError where a logit is NaN."""
     temperature, top_p, top_k = sampling
-    full, kept = torch.zeros(len(rows), width, dtype=torch.float64), torch.ones(len(rows), width, dtype=torch.float64)
+    full, likeliest, kept = (torch.full((len(rows), width), x, dtype=torch.float64) for x in (0.0, 0.0, 1.0))
     lengths = torch.tensor([len(completion) for _, completion in rows])
     with torch.no_grad():
         for place, ids, logits in predictions(model, rows, torch.arange(width) < lengths[:, None]):
@@ -56,8 +58,8 @@ def score(model: Any, rows: Rows, width: int, sampling: Sampling) -> Scores:
                 raise UsageError(f"row {int(place[0][broken][0])}: the trainer's logits are NaN")
             logps = (logits.cpu().double() / temperature).log_softmax(-1)
             full[place] = logps.gather(-1, ids[:, None])[:, 0]
-            kept[place] = kept_mass(logps, ids, top_p, top_k)
-    return Scores(full, kept)
+            kept[place], likeliest[place] = kept_mass(logps, ids, top_p, top_k), logps.amax(-1)
+    return Scores(full, kept, likeliest)
 
 
 def predictions(model: Any, rows: Rows, wanted: Tensor) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, Tensor]]:
@@ -144,7 +146,8 @@ class Verdict:
         log_ratios: of the sampled tokens, trainer minus sampler in nats; NaN where the sampler has none, infinite where the
             trainer's top-p or top-k excludes the token.
         fits: other explanation -> rms of the sampler's log-probs against it, best first.
-        explanation: what explains a disagreement: it has at most half the rms, or is another dtype's rounding.
+        explanation: what explains a disagreement: it leaves at most half the rms and no more than is allowed, or is
+            another dtype's rounding.
     """
 
     definition: str
@@ -195,7 +198,8 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
     sampling = (float(f["temperature"]), float(f["top_p"]), int(f["top_k"]))
     asked = (sampling[0], 1.0, 0) if definition == "full" else sampling
     mask, sampler = recording.mask, recording.sampler_logps
-    mine = trainer.score(rows, width, asked).truncated
+    scores = trainer.score(rows, width, asked)
+    mine = scores.truncated
     found = (mine - sampler.double())[mask]
     model = trainer.in_float64()
     tokens = sum(len(prompt) + len(completion) for prompt, completion in rows)
@@ -211,9 +215,9 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
     if all(j.agrees for j in judgements.values()):
         return Verdict(definition, judgements, found, {}, None)
     capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
-    fits = explanations(recording, trainer, sampling, mine, capped)
-    best = next(iter(fits), None)
-    if best and fits[best] <= 0.5 * rms(found):
+    fits = explanations(recording, trainer, sampling, scores, capped)
+    best, error = next(iter(fits), None), max(2.0, judgements["log-probs"].gates.get("norm", 0.0))
+    if best and fits[best] * error <= rms(found):  # down to what rounding is allowed
         return Verdict(definition, judgements, found, fits, best)
     for dtype in (torch.float16, torch.bfloat16):
         if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps:
@@ -318,19 +322,19 @@ def judged(recording: Recording, model: str | None, adapter: Path | None, suppor
 
 
 def explanations(
-    recording: Recording, trainer: Trainer, sampling: Sampling, mine: Tensor, capped: bool
+    recording: Recording, trainer: Trainer, sampling: Sampling, scores: Scores, capped: bool
 ) -> dict[str, float]:
-    """What else the sampler's log-probs may be -> rms against it, best first. `mine` (B, T): what they are not.
+    """What else the sampler's log-probs may be -> rms against it, best first. `scores`: what they are not.
     `capped`: whether the model has a softcap on its logits."""
-    rows, width, mask = recording.rows(), recording.completion_ids.shape[1], recording.mask
-    candidates: dict[str, Tensor] = {}
-    if sampling != (1.0, 1.0, 0):
+    rows, width, mask, mine = recording.rows(), recording.completion_ids.shape[1], recording.mask, scores.truncated
+    sampler, candidates = recording.sampler_logps.double(), dict[str, Tensor]()
+    if sampling[0] != 1:
         raw = trainer.score(rows, width, (1.0, 1.0, 0)).full
         candidates["raw log-probs: the temperature is not in them"] = raw
     if recording.truncated:
-        scores = trainer.score(rows, width, sampling)
-        candidates["top-p or top-k is not in them"] = scores.full
-        candidates["those of the distribution that was sampled from"] = scores.truncated
+        cut = trainer.score(rows, width, sampling)
+        candidates["top-p or top-k is not in them"] = cut.full
+        candidates["those of the distribution that was sampled from"] = cut.truncated
     nothing = mine.new_full((len(mine), 1), math.nan)
     candidates["each belongs to the token before it"] = torch.cat([nothing, mine[:, :-1]], 1)
     after = torch.where(mask, mine, math.nan)
@@ -338,7 +342,9 @@ def explanations(
     if capped:
         uncapped = dataclasses.replace(trainer, change=lambda model: without_softcap(trainer.change(model)))
         candidates["a softcap of the logits is missing"] = uncapped.score(rows, width, sampling).truncated
-    sampler = recording.sampler_logps.double()
+    candidates["missing ones are filled with 0"] = mine.masked_fill(sampler == 0, 0.0)
+    if scores.likeliest is not None:
+        candidates["those of the likeliest token"] = mine - scores.full + scores.likeliest
     differences = {name: (logps - sampler)[mask] for name, logps in candidates.items()}
     out = {name: rms(d) for name, d in differences.items() if bool(d.isfinite().any())}
     return dict(sorted(out.items(), key=lambda item: item[1]))

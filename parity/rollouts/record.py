@@ -16,7 +16,7 @@ from parity.case.case import hashes
 from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
 from parity.recording import Recording
-from parity.rollouts import engine_models, server, vllm_engine
+from parity.rollouts import contract, engine_models, server, vllm_engine
 from parity.rollouts.judge import Trainer
 from parity.rollouts.server import Request, Sampled
 
@@ -39,6 +39,7 @@ class RecordingOptions:
     max_tokens: int = 32
     seed: int = 0
     name: str | None = None
+    contract: bool = False
 
     def command(self) -> str:
         """The command line that makes this again."""
@@ -46,6 +47,7 @@ class RecordingOptions:
         words += [f"--temperature {t:g}" for t in self.temperatures] + [f"--top-p {p:g}" for p in self.top_ps]
         given = {"top-k": self.top_k, "rows": self.rows, "max-tokens": self.max_tokens, "seed": self.seed}
         words += [f"--{k} {v}" for k, v in given.items()] + ([f"--prompts {self.prompts}"] if self.prompts else [])
+        words += ["--contract"] * self.contract
         return " ".join(words)
 
 
@@ -53,11 +55,14 @@ def record(options: RecordingOptions) -> Iterator[Path]:
     """The manifests of the recordings, one after the other as they are written."""
     folder = engine_models.folder_of(options.model)
     prompts = read_prompts(options, folder)
-    longest = max(map(len, prompts)) + options.max_tokens + 1
+    longest = max(map(len, prompts)) + options.max_tokens + 1 + contract.SHARED * options.contract
     sample = engine(options, folder, longest)
     for temperature, top_p in itertools.product(options.temperatures, options.top_ps):
         request = Request(prompts, temperature, top_p, options.top_k, options.max_tokens, options.seed)
         yield recording.save(_recording(options, folder, request, sample(request)), options.out)
+    base = Request(prompts, max_tokens=options.max_tokens, seed=options.seed)
+    for asked, request, found in contract.questions(base, sample) if options.contract else ():
+        yield recording.save(_recording(options, folder, request, found, asked), options.out)
 
 
 def engine(options: RecordingOptions, folder: Path, max_length: int) -> Callable[[Request], Sampled]:
@@ -100,7 +105,7 @@ def _ids(line: str, folder: Path) -> list[int]:
     return list(AutoTokenizer.from_pretrained(folder)(line)["input_ids"])
 
 
-def _recording(options: RecordingOptions, folder: Path, request: Request, found: Sampled) -> Recording:
+def _recording(options: RecordingOptions, folder: Path, request: Request, found: Sampled, asked: str = "") -> Recording:
     import importlib.metadata
 
     rows = list(zip(request.prompts, found.completions, strict=True))
@@ -121,11 +126,12 @@ def _recording(options: RecordingOptions, folder: Path, request: Request, found:
         "versions": versions,
         "processor": torch.backends.cpu.get_cpu_capability(),
         "command": options.command(),
+        **({"asked": asked} if asked else {}),
     }
     stem = options.name or Path(options.model).name.removeprefix(engine_models.PREFIX)
     name = f"{stem}-{options.dtype}-t{request.temperature:g}-p{request.top_p:g}"
     return Recording(
-        name + (f"-k{request.top_k}" if request.top_k else ""),
+        name + (f"-k{request.top_k}" if request.top_k else f"-{asked.replace(' ', '-')}" * bool(asked)),
         facts,
         padded(request.prompts, torch.int32),
         torch.tensor([len(p) for p in request.prompts], dtype=torch.int32),

@@ -45,6 +45,8 @@ def opened(model: str, dtype: str, max_length: int) -> Callable[[Request], Sampl
     from vllm import LLM, SamplingParams
 
     fixed = {"logprobs_mode": "processed_logprobs", "enforce_eager": True, "seed": 0}
+    if max_length <= 128:  # a block of the CPU's cache would never be full, and nothing be read from it
+        fixed["block_size"] = 32
     llm = LLM(model=model, dtype=DTYPES[dtype], max_model_len=max_length, **fixed)
 
     def sample(request: Request) -> Sampled:
@@ -58,7 +60,9 @@ def opened(model: str, dtype: str, max_length: int) -> Callable[[Request], Sampl
         again = llm.generate([{"prompt_token_ids": ids} for ids in whole], asked, use_tqdm=False)
         three = zip(again, request.prompts, completions, strict=True)
         raw = [_of(out.prompt_logprobs[len(p) :], ids) for out, p, ids in three]
-        return Sampled(completions, logps, raw, facts())
+        return Sampled(
+            completions, logps, raw, {**facts(), "cached_tokens": sum(o.num_cached_tokens or 0 for o in outs)}
+        )
 
     return sample
 

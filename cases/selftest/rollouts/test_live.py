@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from parity.rollouts import engine_models
+from parity.rollouts.contract import LINES
 from parity.rollouts.vllm_engine import distribution
 
 pytestmark = [
@@ -34,3 +35,12 @@ def test_a_softcap_that_the_engine_lost(tmp_path):
     assert rollouts("record", "--engine", "vllm", *words, "--max-tokens", "16", "--out", str(tmp_path))[0] == 0
     code, out = rollouts("judge", str(tmp_path / "uncapped-fp32-t0.7-p1"), "--model", "tiny-gemma2")
     assert code == 1 and "what fits better: a softcap of the logits is missing" in out
+
+
+def test_every_line_of_the_contract_holds(tmp_path):
+    asked = ["--temperature", "1", "--temperature", "0.7", "--top-p", "1", "--top-p", "0.8", "--contract"]
+    words = ["--model", "tiny-llama", "--engine", "vllm", *asked, "--rows", "12", "--max-tokens", "16"]
+    assert rollouts("record", *words, "--out", str(tmp_path))[0] == 0
+    code, out = rollouts("judge", *map(str, sorted(tmp_path.glob("*.json"))))
+    lines = [line for line in out.splitlines() if line.split(",")[0] in LINES]
+    assert code == 0 and len(lines) == len(LINES) and all(": holds (" in line for line in lines)

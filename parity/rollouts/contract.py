@@ -1,0 +1,98 @@
+"""The contract of an engine's log-probs: each line of it is asked of the engine, and judged by the definition."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from parity.case.case import hashes
+from parity.recording import Recording
+from parity.rollouts.judge import Verdict, judged
+from parity.rollouts.server import Request, Sampled
+
+LINES = {
+    "processed": "log-probs are those of the distribution that was sampled from",
+    "raw": "raw log-probs are at temperature 1 over the whole vocabulary",
+    "temperature": "the temperature is in them",
+    "top-p": "top-p is in them",
+    "top-k": "top-k is in them",
+    "place": "each belongs to the token at its place",
+    "missing": "each sampled token has one, and none is filled in",
+    "order": "prompts in another order get their own",
+    "batch size": "a prompt alone gets those of its definition too",
+    "prefix cache": "prompts that the engine has seen get them too",
+}
+"""Line -> what it promises; the last three are asked by `questions`, the others by any recording that can show them."""
+SHARED = 64
+"""Tokens that all prompts begin with when the cache is asked: whole blocks of it."""
+BLAMED = {
+    **dict.fromkeys(("token before", "token after", "likeliest"), "place"),
+    "filled": "missing",
+    "temperature": "temperature",
+}
+"""Words of an explanation -> the line that it breaks."""
+SAMPLED = "temperature", "top-p", "top-k"
+
+
+def questions(base: Request, sample: Callable[[Request], Sampled]) -> Iterator[tuple[str, Request, Sampled]]:
+    """(line, request, answer) of what one request alone cannot show: top-k, another order, each prompt alone, a second time."""
+    narrow = dataclasses.replace(base, temperature=1.0, top_p=1.0, top_k=5)
+    yield "top-k", narrow, sample(narrow)
+    turned = dataclasses.replace(base, prompts=base.prompts[::-1])
+    yield "order", turned, sample(turned)
+    each = [sample(dataclasses.replace(base, prompts=[p], seed=base.seed + i)) for i, p in enumerate(base.prompts)]
+    raw = [a.raw[0] for a in each if a.raw is not None]
+    parts = [a.completions[0] for a in each], [a.logps[0] for a in each]
+    yield "batch size", base, Sampled(*parts, raw if len(raw) == len(each) else None, each[0].facts)
+    shared = (hashes(base.seed, "shared", (SHARED,)) % 50 + 3).astype(int).tolist()
+    again = dataclasses.replace(base, prompts=[shared + p for p in base.prompts])
+    sample(again)
+    yield "prefix cache", again, sample(again)
+
+
+def lines_of(recording: Recording) -> list[str]:
+    """The lines that a recording can show, what it was asked for first."""
+    f = recording.facts
+    shown = {"raw": recording.raw_logps is not None, "temperature": f["temperature"] != 1, "top-p": f["top_p"] < 1}
+    shown |= {"top-k": f["top_k"] > 0, "prefix cache": f.get("asked") == "prefix cache" and f.get("cached_tokens") != 0}
+    shown |= {name: f.get("asked") == name for name in ("order", "batch size")}
+    return [name for name in LINES if shown.get(name, True)]
+
+
+def held(recording: Recording, **trainer: Any) -> tuple[Verdict, dict[str, str]]:
+    """The verdict of a recording against the `trainer` of `judged`, and what is `broken` in it."""
+    verdict, raw = judged(recording, **trainer), None
+    if recording.raw_logps is not None:
+        whole = {**recording.facts, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        raw = judged(dataclasses.replace(recording, facts=whole, sampler_logps=recording.raw_logps), **trainer)
+    return verdict, broken(recording, verdict, raw)
+
+
+def broken(recording: Recording, verdict: Verdict, raw: Verdict | None) -> dict[str, str]:
+    """Line -> why this recording breaks it. `raw`: the verdict of its raw log-probs as such.
+
+    A disagreement that is explained breaks the line of its explanation; another one what the recording was asked for, else
+    the settings that it was sampled with, else "processed".
+    """
+    out = {} if raw is None or raw.agrees else {"raw": f"{recording.name}: fails by {raw.worst}"}
+    absent = int((~recording.sampler_logps.isfinite())[recording.mask].sum())
+    if absent:
+        out["missing"] = f"{recording.name}: {absent} of {int(recording.mask.sum())} tokens have none"
+    if not verdict.agrees:
+        why = verdict.explanation or f"fails by {verdict.worst}"
+        named = [line for words, line in BLAMED.items() if words in str(verdict.explanation)][:1]
+        sampled = [name for name in SAMPLED if name in lines_of(recording)]
+        if "is not in them" in why:
+            named = named or [name for name in sampled if name != "temperature"]
+        asked = [str(recording.facts["asked"])] if "asked" in recording.facts else sampled
+        out |= dict.fromkeys(named or asked or ["processed"], f"{recording.name}: {why}")
+    return out
+
+
+def table(judged: Iterable[tuple[Recording, Mapping[str, str]]]) -> dict[str, str]:
+    """Line -> "holds", what breaks it, or "not asked", of recordings with what is `broken` in each."""
+    shown: dict[str, int] = {}
+    faults: dict[str, str] = {}
+    for recording, found in judged:
+        faults = {**found, **faults}
+        shown |= {name: shown.get(name, 0) + 1 for name in lines_of(recording)}
+    return {n: faults.get(n) or (f"holds ({shown[n]} recordings)" if n in shown else "not asked") for n in LINES}
