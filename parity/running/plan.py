@@ -69,6 +69,11 @@ class Options:
         return "" if self.file == Path("reports/results.ndjson") else f" --reports {shlex.quote(str(self.file))}"
 
     @property
+    def own(self) -> str:
+        """What it needs to know the families of a user's files."""
+        return "".join(f" --family {shlex.quote(name)}" for name in self.families if ".py:" in name)
+
+    @property
     def findings(self) -> Path:
         """Folder of the minimised cases."""
         return self.reports / "findings"

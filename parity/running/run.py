@@ -129,6 +129,7 @@ def _follow(
                 absent |= {event.row.implementation} if event.row.absent else set()
                 role = roles.get(event.row.implementation, event.row.role)
                 state.rows.append(replace(event.row, run=run, role=role, shard=shard.name))
+                state.rows[-1].replay += state.options.own
                 if shard.kind in ("drawn", "besides"):  # whose cases only this run's rows have
                     state.rows[-1].replay += state.options.place
                 write(state.rows[-1])

@@ -12,10 +12,11 @@ from parity.compare.result_rows import replay_line
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.process import prepare
-from parity.registry import facts, family, run_case, select
+from parity.registry import facts, family, resolved, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report import render
 from parity.results.row import Row
+from parity.running.plan import Options
 from parity.running.provenance import resolve_device
 from parity.sampling.find import find, followed
 
@@ -31,13 +32,15 @@ def replay(
     minimise: Path | None = None,
     reports: Path = Path("reports"),
     test: Path | None = None,
+    families: tuple[str, ...] = (),
 ) -> int:
     """Run the case through the named implementations (else the one it was found with, else all) and print the findings.
     `minimise`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked
-    for by id; `test`: a file for a pytest that runs this again."""
+    for by id; `test`: a file for a pytest that runs this again; `families`: FILE.py:NAME of a user's own."""
     ids, smallest = implementations, minimise
     from parity.results.report.summary import not_judged
 
+    own = Options(families=tuple(resolved(name) and name for name in families)).own
     select(ids)  # a user's own family is known from here on
     case, found_with = find(name, reports)
     device = resolve_device(device)
@@ -52,14 +55,15 @@ def replay(
         before, case = _extent(case), smallest_part(case, _one(chosen, "--minimise"), smallest, device)
         render.show(f"wrote {smallest}: {_extent(case)} of {before}", console)
     if test is not None:
-        _write_test(test, case, _one(chosen, "--test").id, console)
+        _write_test(test, case, _one(chosen, "--test").id, own, console)
     wanted = {i.id for i in chosen}
     references = [i for i in select(()) if i.family == case.family and i.role == "reference" and i.id not in wanted]
     rows = list(run_case(case, [*references, *chosen], device))
     place = "" if reports == Path("reports") else f" --reports {shlex.quote(str(reports))}"
     for row in rows:
         stored = Path(name).suffix == ".json" or smallest
-        row.replay = replay_line(str(smallest or name), row.implementation) if stored else row.replay + place
+        row.replay = (replay_line(str(smallest or name), row.implementation) if stored else row.replay) + own
+        row.replay += "" if stored else place
     if issue:
         return _issue(case, chosen, rows, console, name)
     for implementation in chosen:
@@ -88,7 +92,7 @@ def test_{name}(tmp_path):
     """{who} agrees with the definition in float64."""
     file = tmp_path / "case.json"
     file.write_text(json.dumps(CASE))
-    asked = [sys.executable, "-m", "parity", "replay", str(file), "--implementation", {who!r}]
+    asked = [sys.executable, "-m", "parity", "replay", str(file), "--implementation", {who!r}{own}]
     done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 '''
@@ -102,7 +106,7 @@ def _one(chosen: Sequence[Implementation], option: str) -> Implementation:
     return named[0]
 
 
-def _write_test(to: Path, case: Case, who: str, console: Console) -> None:
+def _write_test(to: Path, case: Case, who: str, own: str, console: Console) -> None:
     """A test for the user's own repository. Raises UsageError where the case has stored tensors, or the file is there."""
     if case.tensors:
         raise UsageError(f"case {case.id}: --test is for drawn cases; keep the case file and replay it")
@@ -112,7 +116,8 @@ def _write_test(to: Path, case: Case, who: str, console: Console) -> None:
         raise UsageError(f"{to}: the test runs from this folder, {Path.cwd()}; give it a place below")
     depth = len(to.resolve().relative_to(Path.cwd()).parts) - 1
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(TEST.format(depth=depth, case=case.to_json(), name=case.id.replace("-", "_"), who=who))
+    more = "".join(f", {word!r}" for word in shlex.split(own))
+    to.write_text(TEST.format(depth=depth, case=case.to_json(), name=case.id.replace("-", "_"), who=who, own=more))
     render.show(f"wrote {to}: python -m pytest {shlex.quote(str(to))}", console)
 
 

@@ -18,9 +18,11 @@ def done(*words, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
 
-@pytest.mark.parametrize("minimise", ["--minimise", "--no-minimise"])
-def test_each_line_ends_as_it_should(tmp_path, minimise):
-    own = ("--family", f"{FIXTURE}:FAMILY", "--implementation", f"{FIXTURE}:wrong")
+@pytest.mark.parametrize(("minimise", "file"), [("--minimise", "wrong.py"), ("--no-minimise", FIXTURE)])
+def test_each_line_ends_as_it_should(tmp_path, minimise, file):
+    """The function may be in another file than its family."""
+    (tmp_path / "wrong.py").write_text("def wrong(x, weight, eps):\n    return x / (x.norm(dim=-1, keepdim=True) + eps)\n")
+    own = ("--family", f"{FIXTURE}:FAMILY", "--implementation", f"{file}:wrong")
     (tmp_path / "none.toml").write_text(
         "alone = true"
     )  # the defects of the installed libraries have each a line of their own
