@@ -39,7 +39,7 @@ PROFILES = {
     "nightly": Profile(derandomised=False, shrink_seconds=60.0, findings=40, minimise_seconds=600.0),
     "soak": Profile(derandomised=False, shrink_seconds=60.0, findings=40, minimise_seconds=600.0),
 }
-CASES = {"demo": 8, "quick": 60, "pr": 400, "nightly": 6000, "soak": 60000}
+CASES = {"demo": 12, "quick": 60, "pr": 400, "nightly": 6000, "soak": 60000}
 """Profile -> cases of a family that it draws, over all shards."""
 CASES_OF = {
     "logprobs": {"quick": 40, "pr": 700},

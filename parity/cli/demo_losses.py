@@ -11,7 +11,9 @@ def log_probs(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> 
 
 def clipped(ratio: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     """PPO's clipped loss, averaged over the tokens of each sequence, then over sequences (GRPO)."""
-    gain = advantages.float().unsqueeze(-1)
+    gain = (
+        advantages.float() if advantages.dim() == 2 else advantages.float().unsqueeze(-1)
+    )  # of a token, or a sequence
     per_token = -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
     return ((per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
 

@@ -25,10 +25,11 @@ class Findings:
         workers: int,
         confirm: bool = False,
         folder: Path = Path("reports/findings"),
+        minimise: bool = True,
     ):
         self.rows, self.profile, self.folder = rows, profile, folder
         self.fresh = confirm or not profile.derandomised
-        self.seconds = profile.minimise_seconds * workers
+        self.minimise, self.seconds = minimise, profile.minimise_seconds * workers * minimise
         self._told: set[tuple[str, str]] = set()
         self._dealt, self._begun = 0, set[str]()
 
@@ -69,7 +70,7 @@ class Findings:
             covered.update(same)
             within = len(out) < self.profile.findings
             minimise = bool(drawn) and within and seconds > 0
-            if drawn and not minimise:
+            if drawn and not minimise and self.minimise:
                 lead.minimised = False
             cases = [
                 (shard.index, shard.of, case.to_json())

@@ -64,8 +64,7 @@ def execute(
             before.rewrite(path)
         state = before or RunResult(head)
         state.options = options
-        found = Findings(state.rows, profile, len(plan.extra), options.confirm, options.findings)
-        found.seconds *= options.minimise
+        found = Findings(state.rows, profile, len(plan.extra), options.confirm, options.findings, options.minimise)
         deadline = plan.settings["deadline"]
 
         def tell(now: str, stage: str) -> None:

@@ -21,7 +21,9 @@ def done(*words, **options):
 @pytest.mark.parametrize(("minimise", "file"), [("--minimise", "wrong.py"), ("--no-minimise", FIXTURE)])
 def test_each_line_ends_as_it_should(tmp_path, minimise, file):
     """The function may be in another file than its family."""
-    (tmp_path / "wrong.py").write_text("def wrong(x, weight, eps):\n    return x / (x.norm(dim=-1, keepdim=True) + eps)\n")
+    (tmp_path / "wrong.py").write_text(
+        "def wrong(x, weight, eps):\n    return x / (x.norm(dim=-1, keepdim=True) + eps)\n"
+    )
     own = ("--family", f"{FIXTURE}:FAMILY", "--implementation", f"{file}:wrong")
     (tmp_path / "none.toml").write_text(
         "alone = true"

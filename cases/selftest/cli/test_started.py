@@ -15,6 +15,7 @@ from cases.selftest.nightly.test_action import WRONG
 from parity.cli.commands import main
 from parity.cli.init import init
 from parity.errors import UsageError
+from parity.results.report.rows import read
 
 ABSENT = ("trl", "transformers", "liger_kernel", "cut_cross_entropy", "triton")
 HIDING = f"""
@@ -51,7 +52,10 @@ def test_the_demo_finds_the_dropped_ratio_without_trl_and_its_replay_line_works(
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^right +agrees in all of (9|\d\d) cases$", done.stdout, re.MULTILINE)
     assert re.search(r"^ratio_dropped +disagrees in (9|\d\d) of \1 cases$", done.stdout, re.MULTILINE)
-    assert (tmp_path / "reports/demo/index.html").stat().st_size > 10_000
+    page = tmp_path / "reports/demo/index.html"
+    assert page.stat().st_size > 10_000 and "not made smaller" not in page.read_text()
+    rows = read(tmp_path / "reports/demo/results.ndjson")[1]
+    assert max(row.settings["B"] * row.settings["T"] for row in rows) <= 60, "a finding to be read"
     line = re.search(r"^replay +parity (replay .*)$", done.stdout, re.MULTILINE)[1]
     again = ran(tmp_path, "-m", "parity", *shlex.split(line), env=env)
     assert again.returncode == 1 and "class    logic" in again.stdout, again.stdout + again.stderr
