@@ -148,7 +148,7 @@ class Session:
             takes = any(i.role != "reference" and refusal(i, one, self.device) is None for i in chosen)
             alone = all(i.role == "reference" for i in self._of(one))  # nothing else is asked for
             if takes or alone:
-                thorough = functools.partial(repeated, case=one, one_in=self.profile.thorough)
+                thorough = functools.partial(repeated, case=one, one_in=self.profile.thorough, device=self.device)
                 for row in self._judged(one, chosen, shard, thorough):
                     self.emit(Judged(row))
 

@@ -1,6 +1,7 @@
 """Which drawn cases an implementation gets, by what it declares to take (nothing is run to find out) and by what it costs."""
 
 import dataclasses
+import functools
 import itertools
 import statistics
 import zlib
@@ -38,6 +39,8 @@ TRIED = 3
 """Cases with one of two settings, and values of the other, of which a case with both is made, where no draw has both."""
 SECONDS_PER_CASE = 0.5
 """Of a user's function whose calls take longer, a case costs this on average: it gets fewer of them."""
+LOGITS, CHUNKS, CHUNK_VOCABULARY = 1 << 14, 64, {"logprobs"}
+"""So many logits, or chunks of a call, cost as much as a small case; the families whose `chunk_size` is of the vocabulary."""
 SECOND_PASS = 4
 """One in so many plain float32 cases is run with tf32 products too, where there are such."""
 VOCABULARIES = (128_256, 151_936, 262_144)
@@ -141,7 +144,8 @@ def besides(
     """What an implementation gets besides the draws that it takes and is given: (draw, the nearest case that it takes).
 
     A covering array over what it takes: each brings two settings together, or a value, that none of its cases has yet; small
-    ones for a kernel in Triton's interpreter. Then others, until it has `least` cases; without `every_pair` no more than these.
+    ones for a kernel in Triton's interpreter. Then others, until it has `least` cases: of those that cost as much as ten a tenth
+    first, and the rest where there is nothing else. Without `every_pair` no more than `least`.
     """
     own = [case for case in drawn if gets(case) and refusal(implementation, case, device) is None]
     given = {case.id for case in own}
@@ -153,13 +157,15 @@ def besides(
     for case, near in _joined(implementation, [*own, *(near for _, near in pool.values())], device):
         pool.setdefault(near.id, (case, near))
     met = frozenset[Hashable]().union(*map(shown, own))
-    array = covering(
-        list(pool.values()), lambda pair: shown(pair[1]), met, lambda pair: price(implementation, pair[1], device)
-    )
+    cost = functools.partial(price, implementation, device=device)
+    each = cost if implementation.interpreted else lambda case: 1.0  # elsewhere a case more costs more than a large one
+    array = covering(list(pool.values()), lambda pair: shown(pair[1]), met, lambda pair: each(pair[1]))
     new = [pair for pair in array if _stands(pair[1])]
     wanted = max(0, least - len(own))
     new = new if every_pair else new[:wanted]
-    rest = (pair for pair in pool.values() if pair not in new and _stands(pair[1]))
+    dear = {near.id for _, near in pool.values() if zlib.crc32(f"dear/{near.id}".encode()) % int(cost(near))}
+    others = sorted(pool.values(), key=lambda pair: pair[1].id in dear)
+    rest = (pair for pair in others if pair not in new and _stands(pair[1]))
     return new + list(itertools.islice(rest, max(0, wanted - len(new))))
 
 
@@ -217,12 +223,17 @@ def selected(implementation: Implementation, case: Case, cost: int, device: str)
 
 
 def price(implementation: Implementation, case: Case, device: str) -> float:
-    """The time of a case in that of a small one: in Triton's interpreter every block costs."""
-    if device != "cpu" or not implementation.interpreted:
+    """The time of a case in that of a small one: on the CPU logits and chunks cost, in Triton's interpreter every block."""
+    if device != "cpu":
         return 1.0
     family = loss_family(case.family)
-    rows, length = family.sizes(family.full_settings(case))
-    return 1 + rows * (1 + length // 256) / 16
+    s = family.full_settings(case)
+    rows, length = family.sizes(s)
+    chunk = (s.chunk_size if case.family in CHUNK_VOCABULARY else None) or length
+    chunks = -(-length // chunk)
+    if implementation.interpreted:
+        return 1 + rows * chunks * (1 + chunk // 256) / 16
+    return 1 + rows * length / LOGITS + (chunks - 1) / CHUNKS
 
 
 def left_out(implementation: Implementation, case: Case) -> str:
@@ -240,8 +251,10 @@ def _one_in(implementation: Implementation) -> int:
     return max(1, round(statistics.median(calls) / SECONDS_PER_CASE)) if calls else 1
 
 
-def repeated(implementation: Implementation, case: Case, one_in: int) -> bool:
-    """Whether an implementation gets the repeated calls on a drawn case; costly and slow ones sixteen times as rarely.
+def repeated(implementation: Implementation, case: Case, one_in: int, device: str) -> bool:
+    """Whether an implementation gets the repeated calls on a drawn case; costly and slow ones sixteen times as rarely, and on a
+    case that costs as much as ten ten times as rarely: what they show needs no size.
     Not by the lowest bits, as `selected`: a CRC is linear, so those of one share decide those of the other."""
     one_in = one_in * 16 if implementation.every > 1 or _one_in(implementation) > 1 else one_in
-    return (zlib.crc32(f"thorough/{implementation.id}/{case.id}".encode()) >> 8) % one_in == 0
+    every = one_in if implementation.interpreted else int(one_in * price(implementation, case, device))
+    return (zlib.crc32(f"thorough/{implementation.id}/{case.id}".encode()) >> 8) % every == 0

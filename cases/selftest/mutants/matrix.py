@@ -99,7 +99,7 @@ def _judged(oracle: CaseOracle, mutant: Mutant, fate: Fate, known: Sequence[Outc
     """
     case, implementation = oracle.inputs.case, mutant.implementation
     oracle = oracle.offered(implementation)
-    thorough = repeated(implementation, case, PROFILES[PROFILE].thorough)
+    thorough = repeated(implementation, case, PROFILES[PROFILE].thorough, oracle.inputs.device.type)
     fate = dataclasses.replace(fate, cases=fate.cases + 1)
     if mutant.mistake and mutant.pure:
         outcome = execute(implementation, oracle.inputs)

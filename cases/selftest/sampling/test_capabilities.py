@@ -200,6 +200,15 @@ def test_a_kernel_in_the_interpreter_gets_its_pairs_in_small_cases():
         assert [near for _, near in found] == [first]
 
 
+def test_of_costly_cases_few_fill_up_what_an_implementation_gets():
+    family = loss_family("logprobs")
+    large, small = ([family.case(n, "fp32", {"B": 1, "T": t, "V": 9}) for n in range(40)] for t in (1 << 16, 2))
+    found = [near for _, near in besides(NARROW, [*large, *small], lambda case: False, 30, "cpu")]
+    assert len(found) == 30 and 1 <= sum(case in large for case in found) < 10
+    found = [near for _, near in besides(NARROW, large, lambda case: False, 30, "cpu")]  # there is nothing else
+    assert len(found) == 30
+
+
 def test_no_draw_holds_what_says_nothing():
     for name in loss_families():
         family = loss_family(name)

@@ -51,12 +51,22 @@ def test_a_share_of_a_share_is_drawn_from_all_of_it() -> None:
     for name in ("liger.cross_entropy", "fixes.selective_log_probs.kept", "trl.logprob_entropy_kernel", "mine"):
         one = dataclasses.replace(load()["liger.cross_entropy"], id=name, every=4, interpreted=False)
         theirs = [case for case in found if selected(one, case, 1, "cpu")]
-        again = [case for case in theirs if repeated(one, case, 1)]
+        again = [case for case in theirs if repeated(one, case, 1, "cpu")]
         assert len(theirs) / 40 < len(again) < len(theirs) / 8, name
-        often = [case for case in found if repeated(dataclasses.replace(one, every=1), case, 4)]
+        often = [case for case in found if repeated(dataclasses.replace(one, every=1), case, 4, "cpu")]
         assert (
             len(often) / 16 < sum(not stale_cache.number(case) % stale_cache.ONE_IN for case in often) < len(often) / 4
         ), name
+
+
+@pytest.mark.parametrize("large", [{"T": 1 << 16}, {"V": 1 << 18}, {"V": 4096, "chunk_size": 5}])
+def test_repeated_calls_are_made_on_small_cases(large):
+    """A case that costs as much as ten has a tenth of them; a GPU's time is that of its launches."""
+    one = load()["trl.selective_log_softmax"]
+    small, dear = ([Case("logprobs", seed, "fp32", {"B": 1, **s}) for seed in range(800)] for s in ({}, large))
+    assert 150 < sum(repeated(one, case, 4, "cpu") for case in small) < 250
+    assert 0 < sum(repeated(one, case, 4, "cpu") for case in dear) < 60
+    assert 150 < sum(repeated(one, case, 4, "cuda") for case in dear) < 250
 
 
 def test_a_slow_function_gets_fewer_cases_and_each_left_out_is_said(monkeypatch):
@@ -67,9 +77,9 @@ def test_a_slow_function_gets_fewer_cases_and_each_left_out_is_said(monkeypatch)
     assert 180 < sum(map(bool, said)) < 195  # one in eight stays
     assert next(filter(None, said)) == "left out: a call takes 4.1 s, so it gets one case in 8"
     assert (
-        sum(repeated(slow, case, 4) for case in found)
+        sum(repeated(slow, case, 4, "cpu") for case in found)
         < 10
-        < sum(repeated(dataclasses.replace(slow, id="quick.py:f"), case, 4) for case in found)
+        < sum(repeated(dataclasses.replace(slow, id="quick.py:f"), case, 4, "cpu") for case in found)
     )
     monkeypatch.setitem(SECONDS, slow.id, [0.1, 0.1, 30.0])  # compiled once
     assert not any(left_out(slow, case) for case in found)
