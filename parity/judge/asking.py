@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from parity.judge.operations import is_floating
 from parity.judge.oracle import gradient_name
-from parity.judge.problem import UPSTREAM, Problem, named, upstream
+from parity.judge.problem import UPSTREAM, Problem, in_order, named, upstream
 from parity.judge.recipe import DTYPES, UNIT_ROUNDOFF, Recipe
 
 
@@ -122,10 +122,14 @@ def _check_call(function: Any, inputs: Mapping[str, Any], parameters: Collection
     except (TypeError, ValueError):  # no function, or one of C
         return
     try:
-        signature.bind(**dict.fromkeys((*inputs, *parameters)))
+        ordered = in_order(function, inputs)
+        signature.bind(*(inputs if ordered else ()), **dict.fromkeys((*(() if ordered else inputs), *parameters)))
     except TypeError as error:
         name = getattr(function, "__qualname__", None) or type(function).__qualname__
-        raise ValueError(f"{name} is called with the inputs by name, and has {error}: wrap it in a lambda") from error
+        raise ValueError(
+            f"{name} is called with the inputs by name, or in order if it has none of the names, and has {error}: "
+            "wrap it in a lambda, a module in a module"
+        ) from error
 
 
 def names_of(argument: str, names: Collection[str], tensors: Collection[str], trees: Collection[str] = ()) -> set[str]:

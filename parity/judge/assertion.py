@@ -17,6 +17,7 @@ from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate, l
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating
+from parity.judge.oracle import gradient_name
 from parity.judge.problem import Problem, call
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 from parity.judge.record import Parity, ParityError
@@ -56,7 +57,7 @@ def assert_parity(
             "a[0]" in a list); with `actual` those that it holds.
         also: other correct forms of the definition, such as one that uses a stored output in its backward pass; added to those
             that a definition has as its own `also`.
-        in_place: inputs that the function may overwrite.
+        in_place: inputs that the function may overwrite; "grad_output": its upstream gradient.
         recipe: the precision that the function may have; default: float32 inside, results in the dtype of the inputs.
         cotangent: the upstream gradient of the output, or output -> gradient, required with gradients in `actual`; or "random",
             "ones" or "zeros" (expanded scalars), "scaled" (random times 65,536, in float16 1,024) for every output.
@@ -122,7 +123,10 @@ def check_parity(
     problem = posed(function, definition, inputs, actual, grad, also, cotangent, seed)
     recipe = resolved(recipe, problem)
     asked = parts(protocol)
-    calls = FunctionCalls(function, problem, names_of("in_place", in_place, problem.tensors, problem.inputs))
+    upstream = map(gradient_name, problem.cotangents)
+    calls = FunctionCalls(
+        function, problem, names_of("in_place", in_place, problem.tensors, {*problem.inputs, *upstream})
+    )
     values = calls.values() if actual is None else dict(actual)
     quantities = _judged(problem, values, recipe)
     wrong = {name: values.get(name) for name, j in quantities.items() if not j.agrees}

@@ -41,7 +41,7 @@ class FunctionCalls(protocol.Calls[Tensors]):
     Attributes:
         function: a function or a module.
         problem: its definition, inputs and upstream gradients.
-        in_place: inputs that it may overwrite.
+        in_place: inputs that it may overwrite, and with "grad_" outputs whose upstream gradient it may.
         agrees: (name, value, under the problem's own values) -> whether the value agrees with the definition.
     """
 
@@ -67,7 +67,11 @@ class FunctionCalls(protocol.Calls[Tensors]):
 
     def forward(self, x: Tensors) -> Tensors:
         handed = {n: t.clone() if n in self.in_place and t.requires_grad else t for n, t in x.items()}
-        return named(call(self.function, self.problem.inputs, handed, self.problem.parameters))
+        out = named(call(self.function, self.problem.inputs, handed, self.problem.parameters))
+        known = self.problem.outputs
+        if len(out) == len(known) and not set(out) & set(known):  # other names, in the same order
+            return dict(zip(known, out.values(), strict=True))
+        return out
 
     def on_leaves(self, x: Tensors, leaves: Mapping[str, torch.Tensor]) -> Tensors:
         return {**x, **leaves}
@@ -82,7 +86,8 @@ class FunctionCalls(protocol.Calls[Tensors]):
         if (pairs := self.upstream(x, outputs)) and self.problem.leaves:
             torch.autograd.backward(*zip(*pairs.values(), strict=True), retain_graph=retain_graph)
             before = self.upstream(x, outputs)
-            self._note(f"upstream gradient of {n}" for n in pairs if not same_bits(pairs[n][1], before[n][1]))
+            kept = {n for n in pairs if gradient_name(n) not in self.in_place}
+            self._note(f"upstream gradient of {n}" for n in kept if not same_bits(pairs[n][1], before[n][1]))
 
     def gradients(self, x: Tensors) -> dict[str, torch.Tensor | None]:
         out = {gradient_name(n): leaf.grad for n, leaf in self.leaves(x).items()}

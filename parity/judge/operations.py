@@ -233,14 +233,26 @@ def _integer_power(name: str, args: Any) -> bool:
     return name == "pow" and isinstance(args[1], int | float) and float(args[1]).is_integer() and abs(args[1]) <= 4
 
 
+def _wide(x: Any) -> Any:
+    return x.double() if is_floating(x) else x
+
+
 class Double(TorchFunctionMode):
-    """Within it a cast to float32 goes to float64."""
+    """Within it a cast to float32 goes to float64, and so does a tensor of the definition's own where torch mixes no dtypes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
         kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
-        return func(*(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
+        args = [torch.float64 if a is torch.float32 else a for a in args]
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            given = [*args, *kwargs.values()]
+            if isinstance(error, NotImplementedError) or len({x.dtype for x in given if is_floating(x)}) < 2:
+                raise
+            args, kwargs = [_wide(a) for a in args], {k: _wide(v) for k, v in kwargs.items()}
+            return func(*args, **kwargs)
 
 
 _NARROW = {torch.float16: "fp16", torch.bfloat16: "bf16"}

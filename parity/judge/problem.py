@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ Definition = Callable[..., Any]
 def named(tree: Any, root: str = "output") -> dict[str, torch.Tensor]:
     """The tensors of a tree by name: "loss" under the key of a dictionary, "output" alone, "output[0]" in a tuple."""
     out: dict[str, torch.Tensor] = {}
+    if dataclasses.is_dataclass(tree):
+        tree = vars(tree)
     for path, leaf in tree_flatten_with_path(tree)[0]:
         if not isinstance(leaf, torch.Tensor):
             continue
@@ -211,8 +214,18 @@ def call(
     if isinstance(function, torch.nn.Module):
         exact = any(is_floating(x) and x.dtype == torch.float64 for x in tensors.values())
         buffers = {n: b.double() if exact and is_floating(b) else b.clone() for n, b in function.named_buffers()}
-        return torch.func.functional_call(function, buffers | state, (), arguments)
-    return function(**arguments, **state)
+        given = (tuple(arguments.values()), {}) if in_order(function, arguments) else ((), arguments)
+        return torch.func.functional_call(function, buffers | state, *given)
+    return function(*arguments.values(), **state) if in_order(function, arguments) else function(**arguments, **state)
+
+
+def in_order(function: Any, names: Collection[str]) -> bool:
+    """Whether a function, or a module, has none of the names and so takes its arguments in their order."""
+    try:
+        known = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function).parameters
+    except (TypeError, ValueError):  # one of C
+        return False
+    return not set(names) & set(known) and all(p.kind is not p.VAR_KEYWORD for p in known.values())
 
 
 def laid_out(x: torch.Tensor) -> torch.Tensor:
@@ -238,7 +251,4 @@ def _said() -> Iterator[None]:
     except NotImplementedError:
         raise
     except RuntimeError as error:
-        raise ValueError(
-            f"the definition fails on float64 inputs ({error}): let it overwrite none of them, and cast tensors of its own, "
-            "as in weight.to(x.dtype)"
-        ) from error
+        raise ValueError(f"the definition fails on float64 inputs ({error}): let it overwrite none of them") from error

@@ -48,6 +48,24 @@ def test_modules_of_transformers_are_definitions():
     assert done.returncode == 0 and done.stdout.count("| float") == 10, done.stdout + done.stderr[-2000:]
 
 
+def test_tests_of_liger_are_judgements_of_a_line():
+    script = ROOT / "cases/scripts/kernels/liger_tests.py"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir=.",
+        "-c",
+        "/dev/null",
+        script.name,
+    ]
+    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+
+
 def test_every_mistake_is_caught_in_one_operation():
     for mutant in kernel_mutants.MUTANTS:
         assert kernel_mutants.killed("moe_combine", mutant, "fp32", kernel_mutants.judged), mutant
