@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.judge.identities import in_front
+from parity.judge.long_sums import MANY
 from parity.judge.monte_carlo import MonteCarlo, name_of, rounds_nothing
 from parity.judge.recipe import DTYPES, NARROW, UNIT_ROUNDOFF
 from parity.judge.stages import stored
@@ -61,8 +62,8 @@ class AnyOperation(MonteCarlo):
     """`MonteCarlo` for definitions of any kind, `width` replicas at once under `torch.vmap`.
 
     Elementwise arithmetic is off by half a unit in the last place, a library function by up to 2, a product by
-    max(2, √K/2)·u·(|A|·|B|), a sum that an index makes, or a cumulative one, by max(2, √n/2)·u·Σ|x|. Composite operations
-    are taken apart by torch's decompositions.
+    max(2, √K/2)·u·(|A|·|B|), a sum that an index makes, or a cumulative one, by max(2, √n/2)·u·Σ|x|; what an index sends to one
+    place is added in float32, term after term. Composite operations are taken apart by torch's decompositions.
 
     Raises:
         NotImplementedError: for an operation without a rule, by name, with the remedy.
@@ -144,8 +145,17 @@ class AnyOperation(MonteCarlo):
         out = func(*args, **kwargs)
         if not adds or not out.is_floating_point():
             return out
-        ones = [torch.ones_like(a) if is_floating(a) else a for a in args]
-        return self._within(out, func(*_absolute(args), **kwargs), func(*ones, **kwargs))
+        terms = func(*(torch.ones_like(a) if is_floating(a) else a for a in args), **kwargs)
+        size = func(*_absolute(args), **kwargs)
+        if terms.numel() and float(terms.amax()) > MANY:  # added in turn, in float32
+            by = self.noise.stretch(out.new_empty(self.width)) / 2
+            rows = all(len(a) == self.width for a in (out, *filter(is_floating, args)) if a.dim())
+            scaled = lambda a: by.view(-1, *[1] * (a.dim() - 1)) if rows and a.dim() else by[0]  # noqa: E731
+            turn = func(*((a * scaled(a)).float() if is_floating(a) else a for a in args), **kwargs).double() / scaled(
+                out
+            )
+            out = torch.where(torch.isfinite(turn), turn, out)
+        return self._within(out, size, terms)
 
     def _convolution_backward(self, func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, ...]:
         grad, weight, grouped = args[0], args[2], self._in_groups(args[9])

@@ -160,11 +160,17 @@ def attention(
 def attention_made_again(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, scale: float | None = None
 ) -> torch.Tensor:
-    """`attention` whose backward makes the weights again, p = exp(s' - L), and takes Σ dO·O from the output (Dao et al. 2022).
+    """`attention` in the form of `made_again`."""
+    return made_again(lambda: _scores(q, k, causal, scale), _grouped(v, q))
 
-    s' is another product than the s of the forward pass and its L = log Σ exp s, so that Σ p·(dP - Σ dO·O) is 0 no longer.
+
+def made_again(scores: Callable[[], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    """softmax(s)·v whose backward makes the weights again, p = exp(s' - L), and takes Σ dO·O from the output (Dao et al. 2022).
+
+    s' is another product than the s of the forward pass and its L = log Σ exp s, so that Σ p·(dP - Σ dO·O) is 0 no longer, nor
+    p = 1 for a single key. `scores()` makes s, and is called twice; any masks and sinks are its.
     """
-    first, again, values = _scores(q, k, causal, scale), _scores(q, k, causal, scale), _grouped(v, q)
+    first, again = scores(), scores()
     output = (torch.softmax(first, -1) @ values).detach()
     weights = stored((again - first.logsumexp(-1, keepdim=True).detach()).exp())
     total = weights.sum(-1, keepdim=True)

@@ -160,18 +160,30 @@ def causal_conv(x, weight):
     return sum(padded[..., i : i + x.shape[-1]] * weight[:, i : i + 1] for i in range(4))
 
 
+def with_sink(q, k, sink):
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    return torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+
+
 def attention_with_sink(q, k, v, sink):
     """One more logit a head, to nothing (gpt-oss)."""
+    return stored(torch.softmax(with_sink(q, k, sink), -1)[..., :-1]) @ v
+
+
+def with_window(q, k, window):
     scores = q @ k.mT * q.shape[-1] ** -0.5
-    whole = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-    return stored(torch.softmax(whole, -1)[..., :-1]) @ v
+    near = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    return scores.masked_fill((near < 0) | (near >= window), -torch.inf)
 
 
 def attention_with_window(q, k, v, window):
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    near = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
-    scores = scores.masked_fill((near < 0) | (near >= window), -torch.inf)
-    return stored(torch.softmax(scores, -1)) @ v
+    return stored(torch.softmax(with_window(q, k, window), -1)) @ v
+
+
+vars(attention_with_sink)["also"] = (
+    lambda q, k, v, sink: D.made_again(lambda: with_sink(q, k, sink), F.pad(v, (0, 0, 0, 1))),
+)
+vars(attention_with_window)["also"] = (lambda q, k, v, window: D.made_again(lambda: with_window(q, k, window), v),)
 
 
 def window_by_torch(q, k, v, window):

@@ -462,6 +462,19 @@ def test_a_cumulative_sum_may_be_added_term_after_term():
     assert not check_parity(wrong, lambda x: x.cumsum(-1), inputs, grad=()).agrees
 
 
+def rows_at(x, weight, ids):
+    return torch.zeros_like(x[:2]).index_add(0, ids, x), weight[ids]
+
+
+def test_what_an_index_adds_up_may_be_added_term_after_term():
+    """Equal terms round alike at every addition: 4,096 times 0.99475 are off by 1,008 units of float32."""
+    x, weight, ids = torch.full((4096, 1), 0.99475), torch.tensor([0.7, -1.1]), torch.zeros(4096, dtype=torch.int64)
+    inputs = {"x": x, "weight": weight, "ids": ids}
+    assert_parity(rows_at, rows_at, inputs, cotangent={"output[1]": torch.full((4096,), 0.99475)})
+    wrong = check_parity(lambda **x: (1.001 * rows_at(**x)[0], rows_at(**x)[1]), rows_at, inputs)
+    assert "output[0]" in wrong.wrong
+
+
 def test_what_a_process_allows_its_products_does_not_widen_the_replicas():
     seen = []
 
