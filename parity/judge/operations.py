@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from parity.judge.identities import in_front
 from parity.judge.long_sums import MANY
 from parity.judge.monte_carlo import MonteCarlo, name_of, rounds_nothing
 from parity.judge.recipe import DTYPES, NARROW, UNIT_ROUNDOFF
-from parity.judge.stages import stored
+from parity.judge.stages import of_dtype, own_dtype, stored
 
 aten = torch.ops.aten
 
@@ -270,17 +271,18 @@ _CASTS = {
     torch.Tensor.to: None,
     torch.Tensor.type: None,
     torch.Tensor.type_as: None,
-    torch.Tensor.half: "fp16",
-    torch.Tensor.bfloat16: "bf16",
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
 }
+_AS_FIRST = (torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.reshape_as)
 _DTYPE = torch.Tensor.dtype.__get__
 
 
 class Definition(Double):
     """Within it a definition's own casts to 16 bits say where it stores: float64 in an exact run, rounded in a replica.
 
-    Its tensors are float64, and tell it that they have `own`, the coarsest dtype of the inputs: what it casts to
-    `x.dtype` is stored.
+    Its tensors are float64, and tell it that they have the dtype that torch would give them, or `own`, the coarsest one of
+    the inputs, where that is not known: what it casts to `x.dtype` is stored.
     """
 
     def __init__(self, own: torch.dtype):
@@ -290,18 +292,34 @@ class Definition(Double):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DTYPE:
             found = func(*args)
-            return self.own if found == torch.float64 and not _of_torch() else found
+            return self._dtype(args[0]) if found == torch.float64 and not _of_torch() else found
         given, kwargs = args[1:], kwargs or {}
-        asked = [_NARROW[a] for a in (*given, *kwargs.values()) if isinstance(a, torch.dtype) and a in _NARROW]
+        asked = [a for a in (*given, *kwargs.values()) if isinstance(a, torch.dtype)]
         if func in _CASTS and args[0].is_floating_point():
-            like = [_NARROW.get(self.own) for a in given if is_floating(a)]
-            name = next(iter((*asked, *like)), _CASTS[func])
-            if name is not None:
-                return _stored_unless_held(args[0].double(), name)
-        elif asked:
+            like = [self._dtype(a) for a in given if is_floating(a)]
+            dtype = next(iter((*asked, *like)), _CASTS[func])
+            if dtype in _NARROW:
+                return of_dtype(_stored_unless_held(args[0].double(), _NARROW[dtype]), dtype)
+        else:
             args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _NARROW else a for a in args)
             kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v in _NARROW else v for k, v in kwargs.items()}
-        return super().__torch_function__(func, types, args, kwargs)
+            dtype = next(iter(asked), None)
+        out = super().__torch_function__(func, types, args, kwargs)
+        return self._named(out, func, dtype, [a for a in _flat((args, *kwargs.values())) if is_floating(a)])
+
+    def _dtype(self, x: torch.Tensor) -> torch.dtype:
+        return own_dtype(x) or (self.own if x.dtype == torch.float64 else x.dtype)
+
+    def _named(self, out: Any, func: Any, dtype: torch.dtype | None, operands: list[torch.Tensor]) -> Any:
+        """`out`, whose floating-point tensors have the dtype that was asked for, or that of the operands' promotion."""
+        new = [x for x in _flat((out,)) if is_floating(x) and not any(x is a for a in operands)]
+        if new and dtype is None:
+            leading = operands[:1] if func in _AS_FIRST else [a for a in operands if a.dim()] or operands
+            dtype = torch.float32 if func is torch.Tensor.float or not leading else None
+            dtype = dtype or functools.reduce(torch.promote_types, map(self._dtype, leading))
+        for x in new:
+            of_dtype(x, dtype)
+        return out
 
 
 def _of_torch() -> bool:

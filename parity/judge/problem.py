@@ -16,6 +16,7 @@ from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.operations import AnyOperation, OwnConstants, as_definition, is_floating
 from parity.judge.oracle import LARGEST_STACK, Oracle, Quantities, doubled, stacked, with_gradients
 from parity.judge.recipe import DTYPES, NAMES, UNIT_ROUNDOFF, Recipe
+from parity.judge.stages import of_dtype
 
 Definition = Callable[..., Any]
 
@@ -128,7 +129,7 @@ class Problem:
     def _double(self, stack: int | None) -> dict[str, torch.Tensor]:
         """Fresh tensors in float64, `stack` of them in front."""
         return {  # what a definition overwrites is its own
-            name: doubled(x, name in self.leaves, stack) if is_floating(x) else x.clone()
+            name: of_dtype(doubled(x, name in self.leaves, stack), x.dtype) if is_floating(x) else x.clone()
             for name, x in self.tensors.items()
         }
 
@@ -176,7 +177,8 @@ class Problem:
         def one(each: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             constants.each = each
             try:
-                outputs = self._call(form, {**x, **dict(zip(floats, tensors, strict=True))})
+                own = {n: of_dtype(t, self.tensors[n].dtype) for n, t in zip(floats, tensors, strict=True)}
+                outputs = self._call(form, {**x, **own})
             finally:
                 constants.each = None
             keys[:] = outputs
@@ -213,7 +215,8 @@ def call(
     state = {name: tensors[name] for name in parameters}
     if isinstance(function, torch.nn.Module):
         exact = any(is_floating(x) and x.dtype == torch.float64 for x in tensors.values())
-        buffers = {n: b.double() if exact and is_floating(b) else b.clone() for n, b in function.named_buffers()}
+        wide = lambda b: of_dtype(b.double().clone(), b.dtype) if exact and is_floating(b) else b.clone()  # noqa: E731
+        buffers = {n: wide(b) for n, b in function.named_buffers()}
         given = (tuple(arguments.values()), {}) if in_order(function, arguments) else ((), arguments)
         return torch.func.functional_call(function, buffers | state, *given)
     return function(*arguments.values(), **state) if in_order(function, arguments) else function(**arguments, **state)

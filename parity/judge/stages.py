@@ -11,7 +11,7 @@ import torch
 
 from parity.judge.identities import in_front
 from parity.judge.monte_carlo import RUNNING, MonteCarlo
-from parity.judge.recipe import DTYPES, NARROW, UNIT_ROUNDOFF
+from parity.judge.recipe import DTYPES, NAMES, NARROW, UNIT_ROUNDOFF
 
 Sized = Callable[[], torch.Tensor]
 
@@ -23,7 +23,7 @@ def stored(
 
     An exact run returns x. A replica rounds it as the recipe says of the stage:
 
-    - "input": in the dtype of the inputs; "fp16" or "bf16": in that dtype whatever the recipe;
+    - "input": in the dtype that it has by those of the inputs; "fp16" or "bf16": in that dtype whatever the recipe;
     - "parameter": hidden states and weight before use; "bias": a bias; "states": what a model keeps in its own dtype
       whatever the implementation; "use": a parameter at each of several uses, whose gradients autograd stores in its dtype
       and adds; "operand": what several products take, each of which stores its gradient as it stores its logits';
@@ -54,10 +54,11 @@ def stored(
         return x if mode.recipe.selected == "fp32" or size is None else mode.spread(x, size, mode.recipe.selected)
     if stage == "target":
         return x if size is None else mode.shifted(x, size)
-    forward, backward = _dtypes(mode, stage)
+    forward, backward = _dtypes(mode, stage, own_dtype(x))
     x = x if size is None else mode.spread(x, size, "fp32")
     x = mode.held(x) if stage == "bias" else x
     out = mode.stored(x, forward, backward, mode.recipe.folded if stage in ("logits", "unbiased", "biased") else 1.0)
+    out = of_dtype(out, own_dtype(x))
     if not stage.startswith("unbiased") or out is x or mode.recipe.bias:
         return out
     return torch.where(in_front(lambda x: mode.noise.constant(math.sqrt(2), x) > 0, x), x, out)
@@ -91,11 +92,23 @@ def _unrounded(mode: MonteCarlo, x: torch.Tensor, factor: float) -> torch.Tensor
         return x * factor
 
 
-def _dtypes(mode: MonteCarlo, stage: str) -> tuple[str | None, str | None]:
-    """In which dtypes a stage stores its value and its gradient; None: as they are."""
+def own_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that a definition's float64 tensor stands for, where it is known."""
+    return vars(x).get("own_dtype")
+
+
+def of_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """x, which stands for a tensor of that dtype."""
+    vars(x)["own_dtype"] = dtype
+    return x
+
+
+def _dtypes(mode: MonteCarlo, stage: str, own: torch.dtype | None) -> tuple[str | None, str | None]:
+    """In which dtypes a stage stores its value and its gradient; None: as they are. `own`: that of what is stored."""
     recipe = mode.recipe
+    kept = recipe.kept or (mode.dtype if own is None else NAMES[own])
     table = {
-        "input": (recipe.kept or mode.dtype, recipe.kept or mode.dtype),
+        "input": (kept, kept),
         "parameter": (recipe.inputs, recipe.dinputs or recipe.inputs),
         "states": (mode.dtype, mode.dtype),
         "use": (None, mode.dtype),

@@ -1,6 +1,7 @@
 """The judge for any function: right code agrees, wrong code does not, and what it cannot judge is refused by name."""
 
 import dataclasses
+import functools
 import re
 import subprocess
 import sys
@@ -172,6 +173,30 @@ def test_so_do_casts_back_to_the_dtype_of_the_inputs(form):
     assert_parity(kernel, CAST_BACK[form], inputs)
     held = lambda x, weight: (x.to(weight.dtype).exp() - 1) * weight  # noqa: E731
     assert not check_parity(kernel, held, inputs).agrees
+
+
+KEPT = {
+    "to": lambda x, weight: (x.exp().to(x.dtype) - 1) * weight,
+    "through": lambda x, weight: ((x * 2 / 2).exp().to((x + weight).dtype) - 1) * weight,
+    "type_as": lambda x, weight: (x.exp().type_as(torch.zeros_like(x)) - 1) * weight,
+    "stored": lambda x, weight: (stored(x.exp()) - 1) * weight,
+    "stored twice": lambda x, weight: (stored(torch.cat([stored(x), x]).exp())[:64] - 1) * weight,
+}
+
+
+@pytest.mark.parametrize("form", KEPT)
+def test_each_input_has_a_dtype_of_its_own(form):
+    """float32 beside bf16: what is kept in the dtype of the first is not kept in bf16."""
+    inputs = {**drawn(torch.float32, x=(64, 64)), **drawn(torch.bfloat16, weight=(64,))}
+    inputs["x"] = inputs["x"] / 64
+
+    def kernel(x, weight, kept=torch.float32):
+        return (x.exp().to(kept).float() - 1) * weight.float()
+
+    narrow = functools.partial(kernel, kept=torch.bfloat16)
+    assert_parity(kernel, KEPT[form], inputs)
+    assert not check_parity(narrow, KEPT[form], inputs).agrees
+    assert_parity(narrow, lambda x, weight: (x.exp().to((2 * weight).dtype) - 1) * weight, inputs)
 
 
 def test_trees_and_modules():
