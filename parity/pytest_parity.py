@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import inspect
 import json
@@ -39,7 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="with --parity-audit: a reference that test modules have under this name; show the tolerance derived from it",
+        help="with --parity-audit: a reference, function, module or its class, that test modules or parameters of tests have "
+        "under this name; show the tolerance derived from it",
     )
 
 
@@ -160,21 +162,30 @@ class Audit(Recorder):
         import torch
 
         super().__init__()
-        self.torch, self.names, self.patch = torch, names, pytest.MonkeyPatch()
+        self.torch, self.names, self.patch, self.asking = torch, names, pytest.MonkeyPatch(), False
         self.runs: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self.close, self.all_close = torch.testing.assert_close, torch.allclose
         torch.testing.assert_close = self._assert_close
         torch.allclose = self._allclose
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: Any) -> None:
-        """The definitions that this test's module has take notes of their calls."""
+        """The definitions that this test's module or its parameters have take notes of their calls."""
         self.patch.undo()
         self.runs.clear()
+        params = getattr(getattr(item, "callspec", None), "params", {})
         for name in self.names:
             *path, last = name.split(".")
             owner = functools.reduce(lambda o, n: getattr(o, n, None), path, getattr(item, "module", None))
-            if callable(found := getattr(owner, last, None)):
-                self.patch.setattr(owner, last, self._noted(found))
+            found = params.get(name, getattr(owner, last, None))
+            if hasattr(found, "forward"):
+                self.patch.setattr(found, "forward", self._noted(found.forward))
+            elif callable(found):
+                noted = self._noted(found)
+                if getattr(owner, last, None) is found:
+                    self.patch.setattr(owner, last, noted)
+                for parameter in [n for n, value in params.items() if value is found]:
+                    self.patch.setitem(params, parameter, noted)
 
     def _noted(self, definition: Callable[..., Any]) -> Callable[..., Any]:
         from parity.judge.problem import named
@@ -185,14 +196,17 @@ class Audit(Recorder):
         @functools.wraps(definition)
         def call(*args: Any, **kwargs: Any) -> Any:
             out = definition(*args, **kwargs)
+            if self.asking:
+                return out
             arguments = signature.bind(*args, **kwargs).arguments
+            module = arguments.pop("self", getattr(definition, "__self__", None))
             upstream: dict[str, Any] = {}
             for name, value in named(out).items():
                 if value.requires_grad:
                     value.register_hook(functools.partial(upstream.__setitem__, name))
             for name in variadic:
                 arguments |= arguments.pop(name, {})
-            self.runs.append((definition, arguments, named(out), upstream))
+            self.runs.append((definition if module is None else module, arguments, named(out), upstream))
             return out
 
         return call
@@ -204,7 +218,8 @@ class Audit(Recorder):
 
         narrow = next((d for d in self._dtypes() if self._holds(d, actual)), actual.dtype)
         for definition, arguments, outputs, upstream in reversed(self.runs):
-            gradients = {f"grad_{n}": x.grad for n, x in named(arguments).items() if x.is_leaf}
+            own = dict(getattr(definition, "named_parameters", dict)())
+            gradients = {f"grad_{n}": x.grad for n, x in (named(arguments) | own).items() if x.is_leaf}
             for name, known in (outputs | gradients).items():
                 if known is None or known.shape != expected.shape or not self.torch.equal(known.to(expected), expected):
                     continue
@@ -212,7 +227,13 @@ class Audit(Recorder):
                 inputs = self.torch.utils._pytree.tree_map(
                     lambda x: x.detach().to(narrow) if self._holds(narrow, x) else x, arguments
                 )
-                return tolerance(definition, inputs, cotangent=above if upstream else None)[name]
+                if own:
+                    definition = copy.deepcopy(definition).to(narrow)
+                self.asking = True
+                try:
+                    return tolerance(definition, inputs, cotangent=above if upstream else None)[name]
+                finally:
+                    self.asking = False
         return None
 
     def _dtypes(self) -> tuple[Any, ...]:

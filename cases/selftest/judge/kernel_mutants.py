@@ -4,6 +4,7 @@ python -m cases.selftest.judge.kernel_mutants      prints the table of docs/meas
 """
 
 import dataclasses
+import functools
 import sys
 
 import torch
@@ -111,8 +112,31 @@ def judged(function, definition, case):
     return case.check_parity(function, definition, protocol="none").agrees
 
 
-def close(function, definition, case):
-    """`torch.testing.assert_close` with its default tolerances, outputs and gradients, beside the definition in float64."""
+LIGER = {
+    "rms_norm": ("rms_norm.py", {"fp32": (1e-4, 1e-6), "bf16": (2e-1, 2e-2)}),
+    "gemma_rms_norm": ("rms_norm.py", {"fp32": (1e-4, 1e-6), "bf16": (2e-1, 2e-2)}),
+    "layer_norm": ("layer_norm.py", {"fp32": (1e-5, 1e-5), "bf16": (2e-2, 2e-2)}),
+    "group_norm": ("group_norm.py", {"fp32": (1e-4, 1e-4)}),
+    "rope": ("rope.py", {"fp32": (1e-5, 1e-5), "fp16": (1e-2, 1e-5), "bf16": (1e-1, 1e-5)}),
+    "swiglu": ("swiglu.py", {"fp32": (2e-4, 1e-4), "fp16": (1e-2, 1e-2), "bf16": (1e-2, 1e-2)}),
+    "geglu": ("geglu.py", {"fp32": (1e-5, 1e-5), "bf16": (1e-2, 1e-2)}),
+    "softmax": ("softmax.py", {"fp32": (1e-5, 1e-5), "bf16": (5e-2, 5e-2)}),
+    "cross_entropy": ("cross_entropy.py", {"fp32": (1e-8, 1e-6), "bf16": (1e-8, 5e-2)}),
+    "plain_cross_entropy": ("cross_entropy.py", {"fp32": (1e-8, 1e-6), "bf16": (1e-8, 5e-2)}),
+    "linear_cross_entropy": ("fused_linear_cross_entropy.py", {"fp32": (1e-5, 5e-4), "bf16": (5e-3, 5e-2)}),
+    "kl": ("kl_div.py", {"fp32": (1e-8, 1e-6), "fp16": (1e-3, 1e-3), "bf16": (1e-8, 5e-2)}),
+    "jsd": ("jsd.py", {"fp32": (1e-7, 1e-6), "fp16": (1e-3, 1e-3), "bf16": (1e-7, 5e-2)}),
+    "tvd": ("tvd.py", {"fp32": (1e-8, 1e-6), "bf16": (1e-8, 1e-6)}),
+    "embedding": ("embedding.py", {"fp32": (1e-6, 1e-5)}),
+    "moe_combine": ("fused_moe.py", {"fp32": (1e-3, 1e-4), "bf16": (1e-1, 1e-2)}),
+}
+"""Operation -> the file test/transformers/test_… of liger-kernel 0.8.5, and its (atol, rtol) by dtype; of the mean where it has
+several, and of the operation itself where a whole layer has wider ones."""
+
+
+def close(function, definition, case, atol=None, rtol=None):
+    """`torch.testing.assert_close`, with its default tolerances or others, outputs and gradients, beside the definition in
+    float64."""
     leaves = [n for n, t in case.description.tensors.items() if t.below is None]
     leaves = leaves if case.grad == "all" else [n for n in leaves if n == case.grad]
     problem = Problem(definition, case.inputs, {}, tuple(leaves), seed=case.seed)
@@ -125,17 +149,20 @@ def close(function, definition, case):
     found = outputs | {f"grad_{n}": x[n].grad for n in leaves if x[n].grad is not None}
     try:
         for name, value in found.items():
-            torch.testing.assert_close(value.detach(), exact[name].to(value.dtype), equal_nan=True)
+            torch.testing.assert_close(
+                value.detach(), exact[name].to(value.dtype), equal_nan=True, atol=atol, rtol=rtol
+            )
     except AssertionError:
         return False
     return True
 
 
 def killed(name, mutant, dtype, agrees):
-    """Whether one of the drawn inputs shows the mistake."""
+    """Whether one of the drawn inputs shows the mistake, where right code agrees."""
     operation = OPERATIONS[name]
-    function = MUTANTS[mutant](operation.all_styles()["wide"])
-    return any(not agrees(function, operation.definition, case) for case in drawn(name, dtype))
+    right, definition = operation.all_styles()["wide"], operation.definition
+    wrong = MUTANTS[mutant](right)
+    return any(not agrees(wrong, definition, c) and agrees(right, definition, c) for c in drawn(name, dtype))
 
 
 def alarms(name, dtype, agrees):
@@ -145,39 +172,22 @@ def alarms(name, dtype, agrees):
 
 
 def row(name, dtype):
-    """(mistakes, killed by the judge, survivors, killed by fixed tolerances, right calls, called wrong by each)."""
+    """Mistakes, killed by each, right calls called wrong by each, survivors of the judge: the cells of its row."""
     wrong = [m for m in MUTANTS if (dtype, m) not in NOT_WRONG]
-    survivors = [m for m in wrong if not killed(name, m, dtype, judged)]
-    fixed = sum(killed(name, m, dtype, close) for m in wrong)
-    return (
-        len(wrong),
-        len(wrong) - len(survivors),
-        survivors,
-        fixed,
-        CASES,
-        alarms(name, dtype, judged),
-        alarms(name, dtype, close),
-    )
+    own = LIGER.get(name, ("", {}))[1].get(dtype)
+    ways = [judged, close, *([functools.partial(close, atol=own[0], rtol=own[1])] if own else [])]
+    left = [[m for m in wrong if not killed(name, m, dtype, way)] for way in ways]
+    cells = [
+        f"{len(wrong) - len(survivors)}; {alarms(name, dtype, way)}" for survivors, way in zip(left, ways, strict=True)
+    ]
+    return [name, dtype, len(wrong), *cells, *[""] * (own is None), ", ".join(left[0])]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     names = sys.argv[1:] or list(OPERATIONS)
-    print(
-        "| operation | dtype | mistakes | caught | by assert_close | right calls wrong | by assert_close | not caught |"
-    )
-    print("|---|---|---:|---:|---:|---:|---:|---|")
+    print("| operation | dtype | mistakes | judge | assert_close | Liger's test | not caught |")
+    print("|---|---|---:|---:|---:|---:|---|")
     for name in names:
         for dtype in ("fp32", "fp16", "bf16"):
-            count, caught, survivors, fixed, calls, ours, theirs = row(name, dtype)
-            cells = (
-                name,
-                dtype,
-                count,
-                caught,
-                fixed,
-                f"{ours} of {calls}",
-                f"{theirs} of {calls}",
-                ", ".join(survivors),
-            )
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+            print(f"| {' | '.join(map(str, row(name, dtype)))} |", flush=True)

@@ -125,6 +125,52 @@ def test_the_audit_says_the_tolerance_that_a_definition_gives(tmp_path):
         assert atol < 1e-2 and rtol == 0.023, section  # 6 units of bf16
 
 
+MODULES = """
+import pytest
+import torch
+from torch.testing import assert_close
+
+class Norm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 64))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+def double(x):
+    return 2 * x
+
+def check(reference, kernel):
+    x = torch.randn(8, 64)
+    leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    theirs, ours = reference(leaf), kernel(other)
+    theirs.sum().backward()
+    ours.sum().backward()
+    assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
+    assert_close(other.grad, leaf.grad, atol=1e-2, rtol=1e-2)
+    return reference, kernel
+
+@pytest.mark.parametrize("make", [Norm])
+def test_module(make):
+    a, b = check(make(), Norm())
+    assert_close(b.weight.grad, a.weight.grad, atol=1e-2, rtol=1e-2)
+
+@pytest.mark.parametrize("reference", [double])
+def test_function(reference):
+    x = torch.randn(8)
+    assert_close(x + x, reference(x), atol=1e-2, rtol=1e-2)
+"""
+
+
+@pytest.mark.parametrize("name", ["make", "Norm", "reference", "double"])
+def test_the_audit_takes_modules_and_parameters_of_tests_for_definitions(tmp_path, name):
+    section = run(tmp_path, MODULES, "--parity-audit", f"--parity-definition={name}").split("of the calls")[1]
+    derived = dict(re.findall(r"test_kernel.py:(\d+)  derived: (.*)$", section, re.MULTILINE))
+    assert set(derived) == ({"23", "24", "30"} if name in ("make", "Norm") else {"35"}), section
+    assert all(float(atol) < 1e-4 for atol in re.findall("atol=(.*),", section)), section
+
+
 UNKNOWN_ONCE = """
 import torch
 from torch.testing import assert_close
