@@ -18,7 +18,7 @@ from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating
 from parity.judge.oracle import gradient_name
-from parity.judge.problem import Problem, call
+from parity.judge.problem import Problem, call, cotangent
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 from parity.judge.record import Parity, ParityError
 from parity.judge.undeclared import Explaining
@@ -203,9 +203,10 @@ def _later(calls: FunctionCalls, first: Mapping[str, torch.Tensor | None], recip
     problem = calls.problem
     inputs = tree_map(lambda x: other_values(x) if isinstance(x, torch.Tensor) else x, dict(problem.inputs))
     parameters = {name: other_values(x) for name, x in problem.parameters.items()}
-    given = {name: other_values(g) for name, g in problem.given.items()}
-    later = dataclasses.replace(problem, inputs=inputs, parameters=parameters, given=given, seed=problem.seed + 1)
-    later = dataclasses.replace(later, given={name: elsewhere(g) for name, g in later.cotangents.items()})
+    seed, given = problem.seed + 1, {name: other_values(g) for name, g in problem.given.items()}
+    like = {name: x for name, x in problem.outputs.items() if x.is_floating_point()}
+    above = {n: elsewhere(given[n].double() if n in given else cotangent(n, x, seed)) for n, x in like.items()}
+    later = dataclasses.replace(problem, inputs=inputs, parameters=parameters, given=above, seed=seed)
     try:
         values = dataclasses.replace(calls, problem=later, changed=[]).values()
     except Exception as error:
@@ -214,7 +215,7 @@ def _later(calls: FunctionCalls, first: Mapping[str, torch.Tensor | None], recip
     def off(of: Problem, values: Mapping[str, torch.Tensor | None]) -> float:
         return max((_judge(of, n, values, recipe, 0, False).headroom for n in of.oracle.exact), default=0.0)
 
-    if off(later, values) <= STALE * max(1.0, off(problem, first)):
+    if (far := off(later, values)) <= STALE or far <= STALE * off(problem, first):
         return []
     wrong = {n: j for n, j in _judged(later, values, recipe).items() if not j.agrees}
     return [f"repeated: {n} of {LATER} has {j.headroom:.3g} times the allowed error" for n, j in wrong.items()]
