@@ -178,7 +178,7 @@ class Audit(Recorder):
             *path, last = name.split(".")
             owner = functools.reduce(lambda o, n: getattr(o, n, None), path, getattr(item, "module", None))
             found = params.get(name, getattr(owner, last, None))
-            if hasattr(found, "forward"):
+            if found is not None and hasattr(found, "forward"):
                 self.patch.setattr(found, "forward", self._noted(found.forward))
             elif callable(found):
                 noted = self._noted(found)
