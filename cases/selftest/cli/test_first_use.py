@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -13,6 +14,7 @@ from cases.selftest.results.runs import row
 from parity import data
 from parity.cli import commands
 from parity.errors import UsageError
+from parity.nightly.upgrade import SAFE, Part
 from parity.registry import select
 from parity.results import memory
 from parity.results.ledger import Ledger
@@ -51,15 +53,40 @@ README = [
 ]
 
 
-@pytest.mark.parametrize("line", README)
-def test_each_command_of_the_readme_parses_and_names_what_there_is(line, tmp_path, monkeypatch):
+class Made:
+    """An environment of another release, which takes the command."""
+
+    described = "made"
+
+    @classmethod
+    def of(cls, specs):
+        return cls()
+
+    def become(self, command, variables):
+        assert command[:4] == ["python", "-m", "parity", "run"] and variables == {"PARITY_WITH": "--with trl==0.27.2"}
+        sys.exit(0)
+
+
+@pytest.mark.parametrize("line", [one for one in README if one != "parity demo"])  # test_started.py runs that
+def test_each_command_of_the_readme_runs(line, tmp_path, monkeypatch, played):
+    """To its end; other releases, and the cases of a whole run, are played."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", shlex.split(line))
     (tmp_path / "grpo.yaml").write_text("beta: 0.1")
-    _, name, *words = shlex.split(line)
-    made = commands.main.commands[name].make_context(name, words)
-    frozen = made.params.get({"replay": "case", "bisect": "name"}.get(name, ""))
-    known = {entry.id for entry in Ledger.known(None).entries} | {path.stem for path in CASES.glob("history/*.toml")}
-    assert frozen is None or frozen in known
+    (tmp_path / "my_kernel.py").write_text("def my_loss(hidden, weight, ids): ...")
+    monkeypatch.setattr("parity.versions.environment.Environment", Made)
+    monkeypatch.setattr("parity.versions.compare.compare", lambda *_, **__: SimpleNamespace(text=str, exit_code=0))
+    found = SimpleNamespace(text="", found=SimpleNamespace(outcome="found"))
+    monkeypatch.setattr("parity.versions.search.search", lambda *_, **__: found)
+    monkeypatch.setattr("parity.nightly.upgrade.resolved", str)
+    monkeypatch.setattr("parity.nightly.upgrade.check", lambda *_: (SAFE, [Part("run", SAFE, "", "")]))
+    name, *words = shlex.split(line)[1:]
+    if name == "replay":
+        done = subprocess.run([sys.executable, "-m", "parity", name, *words], capture_output=True, text=True)
+        assert done.returncode == 1, done.stdout + done.stderr
+    else:
+        done = CliRunner().invoke(commands.main, [name, *words])
+        assert done.exit_code == 0, done.output
 
 
 def test_patterns_choose_implementations():
@@ -81,7 +108,8 @@ def played(monkeypatch):
         seen[:] = plans
         for number, shard in enumerate(iter(queue.take, None)):
             if not number:
-                yield shard, Judged(row(family="logprobs", implementation="a.b"))
+                mine = next((name for name in plans[0]["implementations"] if ".py:" in name), "a.b")
+                yield shard, Judged(row(family="logprobs", implementation=mine))
             yield shard, ShardDone(shard.count)
             queue.back(shard)
 
