@@ -121,7 +121,7 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
             yield logic_row(base, f"relation: {name}", holds, message)
     leaks += process_state.broken()
     base.unjudged = list(found.outcome.unknown)
-    yield logic_row(base, "protocol", not leaks, "; ".join(leaks))
+    yield logic_row(base, "protocol", not leaks, "; ".join(dict.fromkeys(leaks)))
 
 
 @dataclasses.dataclass(frozen=True)

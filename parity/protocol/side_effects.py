@@ -72,7 +72,7 @@ class AdapterCalls(protocol.Calls[Inputs]):
         return [] if found and self.agree(Outcome("ran", dict(values))) else found
 
     def held(self, part: Callable[["AdapterCalls"], list[str]], fails: str) -> list[str]:
-        """What a part of the protocol finds, or how the calls end that it makes; `fails` names them."""
+        """What a part of the protocol finds, or how the calls end that it makes, which `fails` names; and what they rebound."""
         found: list[str] = []
 
         def run() -> Outcome:
@@ -81,7 +81,8 @@ class AdapterCalls(protocol.Calls[Inputs]):
             return Outcome("ran")
 
         then = guarded(self.implementation, run, self.values, self.other)
-        return found if then.verdict == "ran" else [f"{fails}{then.verdict}: {then.message}"]
+        found = found if then.verdict == "ran" else [f"{fails}{then.verdict}: {then.message}"]
+        return found + [leak for leak in then.leaks if leak.startswith("rebound")]
 
 
 def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:

@@ -1,6 +1,8 @@
 """The protocol gate and the exact relations: every leak is seen, named and undone; honest code passes."""
 
 import dataclasses
+import itertools
+import json
 
 import pytest
 import torch
@@ -52,6 +54,13 @@ def test_a_damaged_input_is_named_and_put_back(name):
     kept = copies(x)
     assert f"input {name} was changed in place" in execute(leaving(damage(name)), x).leaks
     assert all(torch.equal(value, kept[name]) for name, value in copies(x).items())
+
+
+def test_a_name_that_a_later_call_alone_rebinds_is_named_and_put_back():
+    calls, dumps = itertools.count(), json.dumps
+    effect = leaving(lambda x: next(calls) == 2 and setattr(json, "dumps", print))
+    (said,) = (row.message for row in run_case(inputs().case, [effect]) if row.quantity == "protocol")
+    assert said == "rebound json.dumps" and json.dumps is dumps
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
