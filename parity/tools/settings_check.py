@@ -11,6 +11,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from parity import data
+from parity.decoding import short
 from parity.errors import Unsupported, UsageError
 from parity.process import installed
 from parity.results.ledger import Entry, Ledger
@@ -139,8 +140,8 @@ def _within(name: str, value: Any, wanted: Any) -> bool | Unknown:
         value = {"yes": True, "true": True, "no": False, "false": False}.get(value.lower(), value)
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        return Unknown(f"{name} is {value!r}")
+    except (TypeError, ValueError, OverflowError):
+        return Unknown(f"{name} is {short(repr(value))}")
     if isinstance(wanted, dict):
         return number != wanted.get("not") and wanted.get("min", number) <= number <= wanted.get("max", number)
     return number == wanted
@@ -197,9 +198,9 @@ def _of_file(path: Path, asked: str | None, known: Sequence[str]) -> Run:
 def _model(name: str) -> str | Unknown:
     """A model's name, with the architecture where it is a folder."""
     folder = Path(name)
-    if not (folder.is_absolute() or name.startswith(".") or folder.is_dir()):
-        return name
     try:
-        return f"{name} {json.loads((folder / 'config.json').read_text()).get('model_type', '')}"
-    except (OSError, ValueError):
-        return Unknown(f"{name} has no readable config.json")
+        if not (folder.is_absolute() or name.startswith(".") or folder.is_dir()):
+            return name
+        return f"{name} {json.loads((folder / 'config.json').read_text())['model_type']}"
+    except (OSError, ValueError, LookupError, TypeError):
+        return Unknown(f"{short(name)} has no readable config.json")

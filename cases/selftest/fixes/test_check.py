@@ -51,6 +51,21 @@ def test_settings_with_nothing_wrong(tmp_path):
     assert "softcap-names" not in found(config(tmp_path, text), trainer="GRPOTrainer")
 
 
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        (f"model_name_or_path: /{'a' * 3000}", "no readable config.json"),
+        ("model_name_or_path: {here}", "no readable config.json"),
+        (f"gradient_accumulation_steps: {10**400}", "gradient_accumulation_steps is 1000"),
+    ],
+    ids=["long", "no table", "huge"],
+)
+def test_values_that_say_nothing_are_unknown(tmp_path, text, unknown):
+    (tmp_path / "config.json").write_text("[]")
+    said = found(config(tmp_path, text.replace("{here}", str(tmp_path))), "OnlineDPOTrainer").values()
+    assert any(unknown in f.unless_known and len(f.unless_known) < 200 for f in said)
+
+
 def test_words_are_read_as_the_parser_of_a_config_reads_them(tmp_path):
     online = found(config(tmp_path, 'gradient_accumulation_steps: "4"'), trainer="OnlineDPOTrainer")
     assert online["trl-online-dpo-accumulation"].certain
