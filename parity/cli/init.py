@@ -40,8 +40,8 @@ jobs:
   parity:
     runs-on: ubuntu-latest  # a kernel for a GPU: a runner that has one
     steps:
-      - uses: actions/checkout@v4
-      - uses: actions/setup-python@v5
+      - uses: actions/checkout@v6
+      - uses: actions/setup-python@v6
         with:
           python-version: "3.12"
       - run: pip install pytest {requirement}
