@@ -48,7 +48,9 @@ def test_each_line_ends_as_it_should(tmp_path, minimise, file):
     for line in dict.fromkeys(one for one in printed if not one.endswith(" --issue")):
         said = done(*shlex.split(line)[1:], cwd=tmp_path)
         assert said.returncode == (1 if "replay" in line else 0), (line, said.stdout, said.stderr)
-        assert "replay" not in line or f"replay   {line}\n" in said.stdout
+        assert "replay" not in line or f"replay   {line.partition(' --test ')[0]}\n" in said.stdout
+    kept = subprocess.run([sys.executable, "-m", "pytest", "-q", "tests"], capture_output=True, text=True, cwd=tmp_path)
+    assert "1 failed" in kept.stdout, kept.stdout
 
 
 def test_a_file_is_replayed_by_the_line_that_replay_prints(tmp_path):
