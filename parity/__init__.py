@@ -36,7 +36,7 @@ def capture(target, to="case.json", step=1, rows=None):  # type: ignore[no-untyp
 
 
 def watch(trainer, **options):  # type: ignore[no-untyped-def]
-    """Hold a run against its own model as it runs; `parity.watching.watch.watch` has the options."""
-    from parity.watching.watch import watch
+    """Hold a run against its own model as it runs; `parity.watching.watch.Watch` has the options."""
+    from parity.watching.watch import Watch
 
-    return watch(trainer, **options)
+    return Watch(trainer, **options)

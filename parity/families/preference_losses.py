@@ -114,6 +114,11 @@ DPO: Mapping[str, Callable[[Pairs], Tensor]] = {
     "sigmoid_norm": lambda p: -logsigmoid(p.s.beta * p.averaged),  # per token, as SimPO's margin
 }
 """Loss type of DPO -> loss of each pair, (…, N)."""
+ONLINE: Mapping[str, Callable[[Pairs], Tensor]] = {
+    "sigmoid": DPO["sigmoid"],
+    "ipo": lambda p: (p.d - 1 / (2 * p.s.beta)) ** 2,
+}
+"""Loss type of OnlineDPOTrainer -> loss of each pair; ipo of whole completions."""
 CPO = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
 """Loss types of CPO."""
 

@@ -8,7 +8,28 @@ from pathlib import Path
 from typing import Any
 
 
-def write(to: Path, looked: Sequence[Mapping[str, Any]], findings: Sequence[Any], fresh: Sequence[Any]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One difference that noise does not explain.
+
+    Attributes:
+        what: "trainer", "sampler", "old", "reference", "gradient" or "loss".
+        units: rms of the difference in units of the noise; NaN where it has none.
+        causes: those that explain it down to noise; empty where none of the known ones does.
+        text: one line.
+        tokens: those that differ most.
+        strips: units of each token as signs of `parity.results.row.TOKENS`, a text for each sequence.
+    """
+
+    what: str
+    units: float
+    causes: tuple[str, ...]
+    text: str
+    tokens: tuple[Mapping[str, Any], ...] = ()
+    strips: tuple[str, ...] = ()
+
+
+def write(to: Path, looked: Sequence[Mapping[str, Any]], findings: Sequence[Finding], fresh: Sequence[Finding]) -> None:
     """Adds the last of the looks with its `fresh` findings to `to`; the page has all of them, and needs jinja2 and rich.
 
     Raises:
@@ -24,6 +45,15 @@ def write(to: Path, looked: Sequence[Mapping[str, Any]], findings: Sequence[Any]
         except ImportError:  # a training run needs not have them
             return
         to.with_suffix(".html").write_text(filled("watch.html.j2", findings=findings, looked=looked), "utf-8")
+
+
+def strips(units: Any, dimmed: Any) -> list[str]:
+    """Units (B, T) as signs of `parity.results.row.TOKENS`, a text for each sequence; `dimmed`: which are out of the loss."""
+    try:
+        from parity.results.row import token_signs
+    except ImportError:
+        return []
+    return token_signs(units.nan_to_num(0.0), dimmed)
 
 
 def _finite(x: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations  # a watched run needs the statistics alone, 
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,12 @@ from parity.judge.operations import as_definition
 from parity.judge.recipe import DTYPES, EAGER, NAMES
 from parity.judge.stages import in_dtype
 from parity.rollouts import engine_models
+from parity.rollouts.scoring import rows_from, tables
 
 if TYPE_CHECKING:
     from parity.recording import Recording
 
-Rows = Sequence[tuple[list[int], list[int]]]
+Pairs = Sequence[tuple[list[int], list[int]]]  # prompt and completion
 Sampling = tuple[float, float, int]  # temperature, top-p (1: none), top-k (0: none)
 BATCH = 16
 
@@ -44,37 +45,23 @@ class Scores:
         return torch.where(self.kept > 0, self.full - self.kept.log(), -torch.inf)
 
 
-def score(model: Any, rows: Rows, width: int, sampling: Sampling) -> Scores:
+def score(model: Any, rows: Pairs, width: int, sampling: Sampling) -> Scores:
     """Log-probs of the completions of `rows` by `model`, zero behind a row's end. Temperature, then top-k, then top-p,
     as vLLM and transformers have it. Logits leave the model in its own dtype; the log-softmax is taken in float64, so
     that what differs is the model's own. Raises UsageError where a logit is NaN."""
     temperature, top_p, top_k = sampling
     full, likeliest, kept = (torch.full((len(rows), width), x, dtype=torch.float64) for x in (0.0, 0.0, 1.0))
     lengths = torch.tensor([len(completion) for _, completion in rows])
+    whole = rows_from(rows, torch.arange(width) < lengths[:, None], model.device)
     with torch.no_grad():
-        for place, ids, logits in predictions(model, rows, torch.arange(width) < lengths[:, None]):
-            broken = logits.isnan().any(-1)
-            if bool(broken.any()):
-                raise UsageError(f"row {int(place[0][broken][0])}: the trainer's logits are NaN")
+        for i, logits, _ in tables(model, whole, BATCH):
+            if bool(logits.isnan().any()):
+                raise UsageError(f"row {i}: the trainer's logits are NaN")
+            place, ids = (i, whole.picked[i]), whole.ids[i][whole.places[i]].cpu()
             logps = (logits.cpu().double() / temperature).log_softmax(-1)
             full[place] = logps.gather(-1, ids[:, None])[:, 0]
             kept[place], likeliest[place] = kept_mass(logps, ids, top_p, top_k), logps.amax(-1)
     return Scores(full, kept, likeliest)
-
-
-def predictions(model: Any, rows: Rows, wanted: Tensor) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, Tensor]]:
-    """Of the `wanted` tokens of completions (B, T), a batch of rows at a time: place (row and position), ids (n,) and the logits
-    that predict them (n, V). A row stands at the left of its batch, where it needs no mask."""
-    for first in range(0, len(rows), BATCH):
-        part = [p + c for p, c in rows[first : first + BATCH]]
-        ids = torch.zeros(len(part), max(map(len, part)), dtype=torch.long)
-        for i, tokens in enumerate(part):
-            ids[i, : len(tokens)] = torch.tensor(tokens)
-        row, position = wanted[first : first + BATCH].nonzero(as_tuple=True)
-        if len(row):
-            at = torch.tensor([len(p) for p, _ in rows[first : first + BATCH]])[row] + position
-            logits = model(input_ids=ids.to(model.device)).logits
-            yield (row + first, position), ids[row, at], logits[row, at - 1]
 
 
 def kept_mass(logps: Tensor, ids: Tensor, top_p: float, top_k: int, min_p: float = 0.0) -> Tensor:
@@ -109,7 +96,7 @@ class Trainer:
     dtype: torch.dtype
     change: Callable[[Any], Any] = lambda model: model
 
-    def score(self, rows: Rows, width: int, sampling: Sampling) -> Scores:
+    def score(self, rows: Pairs, width: int, sampling: Sampling) -> Scores:
         """`score` of the model."""
         return score(self.change(engine_models.loaded(self.folder, self.dtype)), rows, width, sampling)
 
@@ -229,7 +216,7 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
 
 
 def _defined(
-    model: Any, rows: Rows, scored: Tensor, sampling: Sampling, sampler: Tensor
+    model: Any, rows: Pairs, scored: Tensor, sampling: Sampling, sampler: Tensor
 ) -> Callable[[Any], dict[str, Tensor]]:
     """The definition of the log-probs of the `scored` tokens (B, T), (n,) each; float32 from the logits on.
 
@@ -238,9 +225,10 @@ def _defined(
     the share of K in what top-k leaves, at least top-p; without one: the same without the least likely, less than top-p.
     """
     temperature, top_p, top_k = sampling
+    wanted = rows_from(rows, scored, model.device)
+    token = wanted.token_ids[:, None]
     with torch.no_grad(), as_definition():
-        _, ids, logits = zip(*predictions(model, rows, scored), strict=True)
-        token, exact = torch.cat(ids)[:, None], (torch.cat(logits) / temperature).log_softmax(-1)
+        exact = (torch.cat([z for _, z, _ in tables(model, wanted, BATCH)]) / temperature).log_softmax(-1)
     order = exact.argsort(dim=-1, descending=True, stable=True)[:, : top_k or None]
     if top_p < 1:
         kept = _kept(exact.gather(-1, order), exact.gather(-1, token), sampler, top_p)
@@ -250,7 +238,7 @@ def _defined(
     last = torch.where((order == token).cumsum(-1).gather(-1, kept) > 0, marginal, token)
 
     def define(model: Any) -> dict[str, Tensor]:
-        logits = torch.cat([z for _, _, z in predictions(model, rows, scored)])
+        logits = torch.cat([z for _, z, _ in tables(model, wanted, BATCH)])
         with in_dtype("fp32"):
             logps = (logits / temperature).log_softmax(-1)
             own = logps.gather(-1, token)

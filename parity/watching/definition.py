@@ -1,15 +1,21 @@
 """What the loss makes of log-probs, held against its definition: the gradient that reaches each log-prob, and its value.
 
-A loss of advantages that cancel is 0 whatever its normaliser; the gradients of its log-probs are not.
+A loss of advantages that cancel is 0 whatever its normaliser; the gradients of its log-probs are not. A loss of whole
+distributions is held against its definition by its value alone.
 """
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parity.judge.shaken import unit
-from parity.trainers.definitions.micro_batch import Define, Loss, accumulation
+from parity.judge.shaken import Shaken, unit
+from parity.rollouts.scoring import LIMIT, rows_of, tables
+from parity.testing.definitions import jsd, kl
+from parity.trainers.definitions.micro_batch import Define, Loss, accumulation, loss_mask
 
 OPERATIONS = 64
 """Roundings of the log-probs' dtype, at their full size, that a gradient may be off by."""
@@ -42,30 +48,76 @@ def faults(trainer: Any, loss: Loss, logps: Tensor, found: Tensor, value: float 
     allowed = max(float((x - exact).abs()) for x, _ in near) + u * float(exact.abs() + slope.abs().sum())
     if value is None or not loss.valued or abs(value - float(exact)) <= allowed:
         return None
-    times = f"{value / float(exact):.4g} times" if float(exact) else "not"
-    return f"the loss that is logged is {value:.6g}", [
-        f"{times} its definition's, {float(exact):.6g}; gradients are right"
-    ]
+    return logged(value, float(exact)), [f"{_times(value, float(exact))}; gradients are right"]
+
+
+def logged(value: float, exact: float) -> str:
+    """What is wrong with it."""
+    return f"the loss that is logged is {value:.6g}"
+
+
+def _times(value: float, exact: float) -> str:
+    return f"{f'{value / exact:.4g} times' if exact else 'not'} its definition's, {exact:.6g}"
 
 
 def _named(trainer: Any, loss: Loss, lp: Tensor, found: Tensor, slope: Tensor, bound: Tensor) -> list[str]:
     tried = {cause: slopes(of, lp)[1] for cause, of in loss.without.items()}
     if loss.padded is not None:
         tried["padding is counted in the normaliser"] = slope * loss.padded
-    args = trainer.args
-    counts = {
-        "micro-batches of an optimizer step": accumulation(trainer),
-        "ranks": trainer.accelerator.num_processes,
-        "micro-batches of a generation batch": getattr(args, "steps_per_generation", None) or 1,
-    }
-    for name, n in counts.items():
-        tried |= {
-            f"{n} times too large: not divided by the {name}": slope * n,
-            f"{n} times too small: divided by the {name} once too often": slope / n,
-        }
+    tried |= {cause: slope * factor for cause, factor in _counts(trainer)}
     named = []
     for name, other in tried.items():
         wide = bound * max(1.0, float(other.norm() / slope.norm().clamp(min=1e-30)))
         if bool(((found - other).abs() <= wide).all()) and not bool(((other - slope).abs() <= 4 * wide).all()):
             named.append(name)
     return named
+
+
+def _counts(trainer: Any) -> Iterator[tuple[str, float]]:
+    """What a forgotten count is called, and by how much it makes the loss too large."""
+    counts = {
+        "micro-batches of an optimizer step": accumulation(trainer),
+        "ranks": trainer.accelerator.num_processes,
+        "micro-batches of a generation batch": getattr(trainer.args, "steps_per_generation", None) or 1,
+    }
+    for name, n in counts.items():
+        yield f"{n} times too large: not divided by the {name}", n
+        yield f"{n} times too small: divided by the {name} once too often", 1 / n
+
+
+def distilled(trainer: Any, model: Any, inputs: Any, value: float) -> tuple[str, list[str]] | None:
+    """Where the loss that is logged is not Σ JSD(student, teacher) / N over the completion tokens, N those of the optimizer
+    step, by both models' own logits: as `faults`. Allowed is three times what rounding makes of the tokens, in absolute values
+    added up: of one batch its errors may have one sign."""
+    if (items := inputs.get("num_items_in_batch")) is None:
+        return None
+    ids, attention = (
+        torch.cat([inputs[f"{side}_{of}"] for side in ("prompt", "completion")], 1) for of in ("ids", "mask")
+    )
+    rows = rows_of(ids, attention, loss_mask(inputs), len(ids))
+    count = float(items) / trainer.accelerator.num_processes
+
+    def terms(seed: int | None) -> Tensor:
+        with contextlib.nullcontext() if seed is None else Shaken(seed):
+            both = zip(*(tables(m, rows) for m in (model, trainer.teacher_model)), strict=True)
+            logps = (((z.double() / trainer.temperature).log_softmax(-1) for _, z, _ in one) for one in both)
+            return torch.cat([_divergences(q, p, trainer.beta) for q, p in logps]) / count
+
+    each = terms(None)
+    exact, allowed = (
+        float(each.sum()),
+        LIMIT * float(torch.stack([terms(s) - each for s in range(2)]).abs().amax(0).sum()),
+    )
+    allowed += OPERATIONS * unit(torch.float32) * exact
+    if abs(value - exact) <= allowed:
+        return None
+    named = [cause for cause, n in _counts(trainer) if n != 1 and abs(value - n * exact) <= max(n, 1.0) * allowed]
+    times = f"{value / exact:.4g} times" if exact else "not"
+    return f"the loss that is logged is {value:.6g}, {times} its definition's, {exact:.6g}", named
+
+
+def _divergences(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Generalised JSD of each token, (n,): KL(teacher ‖ student) at beta 0, KL(student ‖ teacher) at 1."""
+    if beta in (0, 1):
+        return torch.vmap(lambda q, p: kl(*((q, p) if beta == 0 else (p, q))))(student[:, None], teacher[:, None])
+    return torch.vmap(functools.partial(jsd, beta=beta))(student[:, None], teacher[:, None])

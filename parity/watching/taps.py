@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SCORERS = "_get_per_token_logps_and_entropies", "_get_per_token_logps"
+SCORERS = "_get_per_token_logps_and_entropies", "_get_per_token_logps", "_forward"
 
 
 @dataclasses.dataclass
@@ -37,6 +37,8 @@ class Taps:
 
     def __init__(self, trainer: Any):
         self.trainer, self._undo = trainer, list[Callable[[], Any]]()
+        self._hook: _Hook | None = None
+        self._hooks: list[Any] = []
 
     def around(self, name: str, wrapper: Callable[..., Any]) -> None:
         """Calls of the trainer's method `name` go through `wrapper(original, *args, **kwargs)`."""
@@ -55,30 +57,47 @@ class Taps:
 
     def scored(self, seen: Callable[[Callable[[], Taken | None]], None]) -> None:
         """`seen` gets a reader of each scoring, before its result goes on to the trainer."""
-        trainer = self.trainer
-        if name := next((n for n in SCORERS if hasattr(trainer, n)), None):
-            self.around(name, functools.partial(_called, seen, _method))
-        elif hasattr(trainer, "_forward"):
-            self.around("_forward", functools.partial(_called, seen, _online))
+        if name := next((n for n in SCORERS if hasattr(self.trainer, n)), None):
+            self.around(name, functools.partial(_called, seen, _online if name == "_forward" else _method))
         else:
-            for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
-                hook = model.register_forward_hook(functools.partial(_forwarded, seen), with_kwargs=True)
-                self._undo.append(hook.remove)
+            self._hook = _Hook(seen)
+            self.hooked()
+
+    def hooked(self) -> None:
+        """The hooks on the models as they are now; of a trainer that has no method for it."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        models = (self.trainer.model, getattr(self.trainer, "ref_model", None)) if self._hook and self._undo else ()
+        self._hooks += [m.register_forward_hook(self._hook, with_kwargs=True) for m in models if m is not None]
 
     def undo(self) -> None:
         """Everything as it was; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
+        self.hooked()
+
+
+class _Hook:
+    """Sees the fused LM head's output; a model that is copied or pickled goes without it, and so without the trainer."""
+
+    def __init__(self, seen: Any):
+        self.seen = seen
+
+    def __call__(self, model: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.seen(functools.partial(_fused, out, model, **kwargs))
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (_unseen,)
+
+
+def _unseen(*_: Any) -> None:
+    return None
 
 
 def _called(seen: Any, read: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
     out = original(*args, **kwargs)
     seen(functools.partial(read, out, *args, **kwargs))
     return out
-
-
-def _forwarded(seen: Any, model: Any, args: Any, kwargs: Any, out: Any) -> None:
-    seen(functools.partial(_fused, out, model, **kwargs))
 
 
 def _taken(logps: Tensor, **fields: Any) -> Taken:

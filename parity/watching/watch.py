@@ -1,6 +1,5 @@
 """`parity.watch`: log-probs, gradients and loss of a real training run, held against the model's own forward as it runs."""
 
-import dataclasses
 import functools
 import logging
 import math
@@ -14,11 +13,12 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from parity.results import watched
-from parity.rollouts.judge import kept_mass, mismatch
-from parity.trainers.definitions.micro_batch import defined, loss_mask
+from parity.results.watched import Finding
+from parity.rollouts.judge import mismatch
+from parity.rollouts.scoring import Difference, agrees, drops, farthest, innermost, rms, rows_of, undisturbed
+from parity.trainers.definitions.micro_batch import defined, known, loss_mask
 from parity.watching import causes, definition
-from parity.watching.causes import Difference, Facts, agrees, rms
-from parity.watching.own import Rows, Scores, drops, innermost, noise, rows_of, score, undisturbed
+from parity.watching.look import Look, checkpointing
 from parity.watching.taps import Taken, Taps
 
 logger = logging.getLogger("parity.watch")
@@ -30,51 +30,39 @@ SIDES = {
 }
 ABOUT = {"trainer": {"logps"}, "reference": {"ref_logps"}, "loss": {"loss", "gradient"}}
 """What a finding is of -> quantities of the ledger's entries."""
-LIMITS = "max_prompt_length", "max_length", "vllm_max_model_length", "model_max_length", "max_position_embeddings"
-"""Names of what may cut a prompt."""
+GIVEN = "_prepare_inputs", "_calculate_rewards_from_functions"
+"""Methods that give what the loss is made of; the second is OnlineDPOTrainer's, whose step prepares no inputs."""
 
 
 class Mismatch(AssertionError):
     """Raised by a watched run under `on_mismatch="raise"`; the message is the warning's."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One difference that noise does not explain.
+class Watch(TrainerCallback):
+    """What `parity.watch` returns: `findings` of the run so far; `undo()` ends it.
 
-    Attributes:
-        what: "trainer", "sampler", "old", "reference", "gradient" or "loss".
-        units: rms of the difference in units of the noise; NaN where it has none.
-        causes: those that explain it down to noise; empty where none of the known ones does.
-        text: one line.
-        tokens: those that differ most.
-        strips: units of each token as signs of `parity.results.row.TOKENS`, a text for each sequence.
+    Raises:
+        ValueError, TypeError: for options out of range, and for what is no trainer.
     """
 
-    what: str
-    units: float
-    causes: tuple[str, ...]
-    text: str
-    tokens: tuple[Mapping[str, Any], ...] = ()
-    strips: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Look:
-    """A micro-batch: its scoring with gradients, those without, the tokens in the loss (B, T), and the rows looked at."""
-
-    taken: Taken
-    others: list[Taken]
-    mask: Tensor
-    rows: Rows
-
-
-class Watch(TrainerCallback):
-    """What `parity.watch` returns: `findings` of the run so far; `undo()` ends it."""
-
-    def __init__(self, trainer: Any, to: Path, every: int, rows: int, on_mismatch: str, budget: int, capture: bool):
-        self.trainer, self.every, self.rows, self.on_mismatch, self.to = trainer, every, rows, on_mismatch, to
-        self.budget, self.capture = budget, capture
+    def __init__(
+        self,
+        trainer: Any,
+        every: int = 50,
+        rows: int = 4,
+        on_mismatch: str = "warn",
+        to: str | Path = "reports/watch.ndjson",
+        memory_budget: int = 1 << 30,
+        capture: bool = False,
+    ):
+        if on_mismatch not in ("warn", "raise"):
+            raise ValueError(f"on_mismatch={on_mismatch!r}: 'warn' or 'raise'")
+        if every < 1 or rows < 1:
+            raise ValueError(f"every={every}, rows={rows}: at least 1")
+        if not hasattr(trainer, "training_step") or not hasattr(trainer, "accelerator"):
+            raise TypeError(f"watch: {type(trainer).__name__} is no trainer")
+        self.trainer, self.every, self.rows, self.on_mismatch, self.to = trainer, every, rows, on_mismatch, Path(to)
+        self.budget, self.capture = memory_budget, capture
         self.findings: list[Finding] = []
         self.seconds = 0.0
         """Spent in it so far."""
@@ -93,14 +81,17 @@ class Watch(TrainerCallback):
             self._taps.around("_generate_and_score_completions", self._generating)
         trainer.add_callback(self)
         self._taps.around("training_step", self._step)
-        self._taps.around("_prepare_inputs", self._prepared)
         self._taps.around("log", self._logged)
+        for name in GIVEN:
+            if hasattr(trainer, name):
+                self._taps.around(name, self._given)
         self._taps.scored(self._seen)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """A trainer may train more than once."""
         self._due: int | None = None
         self._begun = self._generated = -1
+        self._taps.hooked()
         self._old: list[tuple[int, dict[str, Tensor]]] = []
         self._sloped, self._noise = False, math.nan
 
@@ -131,7 +122,14 @@ class Watch(TrainerCallback):
             return out  # it ended in the midst of the step
         self._guarded(lambda: looks.extend(self._ready()))
         if not self._any(not looks or self._error is not None):
-            self._guarded(lambda: self._look(looks[0], items, float(out)))
+            self._due, at = self._now + self.every, looks[0]
+            self._guarded(lambda: at.score(self._noise, self.budget))
+            if self._any(at.far):  # the noise may have grown with the weights
+                self._guarded(lambda: at.score(math.nan))
+            self._noise = self._noise if at.mine is None else at.mine.noise
+            self._guarded(lambda: self._look(at, items, float(out)))
+        elif not looks and self._error is None and known(self.trainer) == "distillation":
+            self._guarded(lambda: self._distilled(float(out)))
         if self.capture and len(self.findings) == before:
             for file in (case, case.with_suffix(".safetensors")):
                 file.unlink(missing_ok=True)
@@ -156,10 +154,10 @@ class Watch(TrainerCallback):
             self._say(("capture",), f"watch: no case is written: {_line(error)}")
         return out[0] if out else run()
 
-    def _prepared(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _given(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
-        if self._taken is not None and isinstance(out, Mapping):
-            self._inputs = out
+        if self._taken is not None:  # of rewards a penalty is subtracted in place
+            self._inputs = out if isinstance(out, Mapping) else {"rewards": out.clone()} if torch.is_tensor(out) else {}
         return out
 
     def _generating(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,11 +220,14 @@ class Watch(TrainerCallback):
             still = [n for n in still if not any(k.startswith(n + ".") for k in reached)]
             if broken:
                 self._find("gradient", math.nan, (), f"gradients are not finite: {_first(broken)}")
-            elif not reached and self._sloped:
-                self._find("gradient", math.nan, (), "no parameter has a gradient, and the loss has one")
-            elif still and self._sloped:
-                by = f", checkpointed by {name}" if (name := _checkpointing(self._model)) else ""
-                self._find("gradient", math.nan, (), f"no gradient reaches {_first(still)}{by}")
+            elif self._sloped and (still or not reached):
+                by = f", checkpointed by {name}" if (name := checkpointing(self._model)) else ""
+                text = (
+                    f"no gradient reaches {_first(still)}{by}"
+                    if reached
+                    else "no parameter has a gradient, and the loss has one"
+                )
+                self._find("gradient", math.nan, (), text)
         small = sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget
         if small and aged:
             weights = {n: p.detach().to("cpu", copy=True) for n, p in named.items()}
@@ -246,7 +247,7 @@ class Watch(TrainerCallback):
 
     def _ready(self) -> list[Look]:
         """The micro-batch just scored, if there is anything to look at."""
-        if not self._taken:
+        if not self._taken and known(self.trainer) != "distillation":
             name = type(self.trainer).__name__
             self._say(("nothing",), f"watch: {name} hands out no log-probs: gradients alone are watched")
         taken = next((t for t in self._taken or () if t.trained), None)
@@ -254,77 +255,38 @@ class Watch(TrainerCallback):
             return []
         mask = (loss_mask(self._inputs) if taken.mask is None else taken.mask)[:, -taken.logps.shape[1] :]
         rows = rows_of(taken.ids, taken.attention, mask, self.rows)
-        return [Look(taken, [t for t in self._taken or () if not t.trained], mask, rows)] * bool(rows.picked.any())
+        others = [t for t in self._taken or () if not t.trained]
+        now = self._generated == self._now, self._now == self._begun == 0
+        return [Look(self.trainer, self._model, self._inputs, taken, others, mask, rows, *now)] * bool(
+            rows.picked.any()
+        )
 
     def _look(self, at: Look, items: Any, value: float) -> None:
-        """Everything about the micro-batch just scored; its backward pass is done, the optimizer has not stepped."""
-        self._due = self._now + self.every
-        self._temperature = float(getattr(self.trainer, "temperature", None) or 1.0) if at.taken.mask is None else 1.0
-        sides = {name: values for name, values in self._sides(at).items() if values is not None}
-        first = math.isnan(self._noise) or not self._single
-        mine = self._own(at.rows, noisy=first)
-        if not first:
-            mine = dataclasses.replace(mine, noise=self._noise)
-            if not all(agrees(Difference(v, mine).units()) for v in sides.values()):
-                mine = self._own(at.rows)  # its noise may have grown with the weights
-        self._noise = mine.noise
-        self._measured = {"tokens": len(mine.logps), "watch/noise": mine.noise}
-        for what, values in sides.items():
-            self._judge(what, Difference(values, mine), at.rows, sides.get("trainer"))
-        sampling = self._sampling()[0]
-        if "sampler" in sides and sampling != (1.0, 0, 0.0):
-            logps = (mine.logits.double() / self._temperature).log_softmax(-1)
-            self._measured["sampling/kept_mass"] = float(
-                kept_mass(logps, at.rows.token_ids[mine.sample], *sampling).mean()
-            )
+        """Everything about it; its backward pass is done, the optimizer has not stepped."""
+        if at.mine is None:
+            return
+        self._measured = at.measured
+        for what, values in at.sides.items():
+            self._judge(what, Difference(values, at.mine), at)
         if at.taken.slopes is not None:
             self._sloped = self._sloped or bool(at.taken.slopes.any())
             self._loss(at, at.taken.slopes.detach().double().cpu(), items, value)
 
-    def _own(self, rows: Rows, dtype: torch.dtype | None = None, noisy: bool = True) -> Scores:
-        with undisturbed(self._model), self.trainer.accelerator.autocast():
-            mine = score(self._model, rows, self._temperature)
-            return noise(self._model, rows, self._temperature, mine, dtype) if noisy else mine
-
-    def _sides(self, at: Look) -> dict[str, Tensor | None]:
-        """Log-probs of the tokens by the trainer and whoever else has them; under dropout the sampler's alone."""
-        rows, taken, dropped = at.rows, at.taken, drops(self.trainer.model)
-
-        def of(name: str) -> Tensor | None:
-            value = self._inputs.get(name)
-            return rows.of(value) if torch.is_tensor(value) and value.shape == rows.picked.shape else None
-
-        out = {"trainer": None if dropped else rows.of(taken.logps), "sampler": of("sampling_per_token_logps")}
-        if not dropped and self._generated == self._now:
-            out["old"] = of("old_per_token_logps")
-        if not dropped and self._now == self._begun == 0 and self._is_reference():
-            same = (t for t in at.others if t.logps.shape == taken.logps.shape and torch.equal(t.ids, taken.ids))
-            by_scoring = None if taken.mask is None else next((rows.of(t.logps) for t in same), None)
-            out["reference"] = by_scoring if (given := of("ref_per_token_logps")) is None else given
-        return out
-
-    def _is_reference(self) -> bool:
-        """Whether policy and reference have the same weights before the first update."""
-        mine, reference = dict(self.trainer.model.named_parameters()), getattr(self.trainer, "ref_model", None)
-        if reference is None:
-            adapted = [p for n, p in mine.items() if ".lora_B." in n and ".ref." not in n]
-            return bool(adapted) and not any(bool(p.any()) for p in adapted)
-        theirs = dict(reference.named_parameters())
-        return mine.keys() == theirs.keys() and all(torch.equal(p.to(theirs[n]), theirs[n]) for n, p in mine.items())
-
-    def _judge(self, what: str, found: Difference, rows: Rows, trainer: Tensor | None) -> None:
-        units = found.units()
+    def _judge(self, what: str, found: Difference, at: Look) -> None:
+        units, trainer = found.units(), at.sides.get("trainer")
         self._measured[f"watch/{what}_units"] = rms(units)
         if what == "sampler" and len(units):
             d = (found.own.logps if trainer is None else trainer) - found.values
-            measured = mismatch(d[found.values.isfinite()])
+            measured = mismatch(d[found.values.isfinite()]) | at.kept_mass()
             self._measured |= {f"sampling/{name}": value for name, value in measured.items()}
         if agrees(units) or (what != "trainer" and trainer is not None and agrees(found.units(trainer))):
             return  # or they agree with each other, and the trainer's finding is theirs
         named, tokens, strips, none = tuple[str, ...](), list[dict[str, Any]](), list[str](), "no known cause"
         try:
-            tokens, strips = causes.farthest(found, rows, self._decoded), _strips(found, rows)
-            named = tuple(causes.explanations(found, rows, self._facts(what, rows, found.own)))
+            tokens = farthest(found, at.rows, self._decoded)
+            strips = watched.strips(at.rows.back(found.each), ~at.rows.picked.cpu())
+            old = [weights for _, weights in reversed(self._old)]
+            named = tuple(causes.explanations(found, at.rows, *at.facts(what, found.own, old)))
         except Exception as error:
             none = f"no cause, for {_line(error)}"
         most = ", ".join(f"{t['token']!r} {t['logp']:.3f} for {t['own']:.3f}" for t in tokens[:3])
@@ -341,45 +303,13 @@ class Watch(TrainerCallback):
         known = known_of(self.trainer, model, ABOUT.get(what, ()))
         return "".join(f"; known of this stack: {e.id}, fix: {e.user.fix}" for e in known)
 
-    def _sampling(self) -> list[tuple[float, int, float]]:
-        """Top-p, top-k and min-p of the run's config and of the model's generation config."""
-        sources = (self.trainer.args, getattr(self.trainer.model, "generation_config", None))
-        found = [[getattr(s, name, None) for name in ("top_p", "top_k", "min_p")] for s in sources]
-        return [(float(p or 1.0), max(int(k or 0), 0), float(m or 0.0)) for p, k, m in found]
-
-    def _facts(self, what: str, rows: Rows, mine: Scores) -> Facts:
-        """What may explain a difference of this run."""
-        others: dict[str, Callable[[], Tensor]] = {}
-        coarser: dict[str, Callable[[], Scores]] = {}
-        if self._single:
-            by = functools.partial(self._by, rows)
-            for back, (_, weights) in enumerate(reversed(self._old), 1):
-                others[f"weights {back} update{'s' * (back > 1)} old"] = functools.partial(by, weights)
-            if hasattr(self._model, "disable_adapter") and what != "reference":
-                others["the adapter is left out"] = functools.partial(by, adapted=False)
-            sources = (self.trainer.args, self.trainer.processing_class, innermost(self._model).config)
-            for n in {n for s in sources for name in LIMITS if isinstance(n := getattr(s, name, None), int)}:
-                if 0 < n < rows.prompt:
-                    others[f"prompts are cut to their last {n} tokens"] = functools.partial(self._by, rows.cut(n))
-            if what == "trainer":
-                how = f" (activations checkpointed by {name})" if (name := _checkpointing(self._model)) else ""
-                others[f"in training the model computes something else{how}"] = functools.partial(by, training=True)
-            for dtype in (torch.float16, torch.bfloat16) if what == "sampler" else ():
-                coarser[str(dtype).removeprefix("torch.")] = functools.partial(self._own, rows, dtype)
-        head = {} if what == "old" else causes.heads(self._model, mine)
-        return Facts(self._temperature, what == "sampler", self._sampling(), head, others, coarser)
-
-    def _by(self, rows: Rows, weights: Any = None, adapted: bool = True, training: bool = False) -> Tensor:
-        """Log-probs by the model with these weights in place of its own, without its adapter, or in training mode."""
-        model = self._model
-        with undisturbed(model, training), self.trainer.accelerator.autocast():
-            if not adapted:
-                with model.disable_adapter():
-                    return score(model, rows, self._temperature).logps
-            device = next(model.parameters()).device
-            moved = {n: w.to(device) for n, w in (weights or {}).items()}
-            call = lambda **kw: torch.func.functional_call(model, moved, kwargs=kw)  # noqa: E731
-            return score(model, rows, self._temperature, call=call).logps
+    def _distilled(self, value: float) -> None:
+        """The loss of distillation, of all rows, by its value."""
+        self._due = self._now + self.every
+        if not drops(self.trainer.model):
+            self._measured = {"tokens": int(loss_mask(self._inputs).sum())}
+            with undisturbed(self._model), self.trainer.accelerator.autocast():
+                self._wrong(definition.distilled(self.trainer, self._model, self._inputs, value))
 
     def _loss(self, at: Look, slopes: Tensor, items: Any, value: float) -> None:
         """The loss, by its value and the gradients of its log-probs."""
@@ -388,7 +318,9 @@ class Watch(TrainerCallback):
         slopes = slopes / (1.0 if scaler is None else scaler.get_scale())
         if at.taken.mask is not None:  # log-probs of other tokens are the constant 0
             slopes = slopes * at.mask.cpu()
-        found = None if loss is None else definition.faults(self.trainer, loss, at.taken.logps, slopes, value)
+        self._wrong(None if loss is None else definition.faults(self.trainer, loss, at.taken.logps, slopes, value))
+
+    def _wrong(self, found: tuple[str, list[str]] | None) -> None:
         if found is not None:
             text = f"{found[0]}: {' or '.join(found[1]) or 'no known cause'}"
             self._find("loss", math.nan, tuple(found[1]), text)
@@ -427,45 +359,9 @@ class Watch(TrainerCallback):
             self._say(("file",), f"watch: nothing is written: {_line(error)}")
 
 
-def _strips(found: Difference, rows: Rows) -> list[str]:
-    try:
-        from parity.results.row import token_signs
-    except ImportError:
-        return []
-    units = rows.back(((found.values - found.own.logps) / found.own.units).abs())
-    return token_signs(units.nan_to_num(0.0), ~rows.picked.cpu())
-
-
-def _checkpointing(model: Any) -> str:
-    """The name of the function that checkpoints activations; empty if none does."""
-    layers = (m for m in model.modules() if getattr(m, "gradient_checkpointing", False))
-    function = next(reversed([f for m in layers if (f := getattr(m, "_gradient_checkpointing_func", None))]), None)
-    function = getattr(function, "func", function)
-    return "" if function is None else f"{function.__module__}.{function.__qualname__}"
-
-
 def _first(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def watch(
-    trainer: Any,
-    every: int = 50,
-    rows: int = 4,
-    on_mismatch: str = "warn",
-    to: str | Path = "reports/watch.ndjson",
-    memory_budget: int = 1 << 30,
-    capture: bool = False,
-) -> Watch:
-    """See `parity.watch`."""
-    if on_mismatch not in ("warn", "raise"):
-        raise ValueError(f"on_mismatch={on_mismatch!r}: 'warn' or 'raise'")
-    if every < 1 or rows < 1:
-        raise ValueError(f"every={every}, rows={rows}: at least 1")
-    if not hasattr(trainer, "training_step") or not hasattr(trainer, "accelerator"):
-        raise TypeError(f"watch: {type(trainer).__name__} is no trainer")
-    return Watch(trainer, Path(to), every, rows, on_mismatch, memory_budget, capture)

@@ -87,7 +87,7 @@ def test_a_cause_that_cannot_be_asked_hides_no_finding(tmp_path, monkeypatch):
     def broken(*args):
         raise RuntimeError("no such head")
 
-    monkeypatch.setattr(causes, "heads", broken)
+    monkeypatch.setattr(causes, "bare_head", broken)
     watch, lines = watched(grpo(RAW, temperature=0.7), tmp_path)
     assert len(watch.findings) == 2 and len(lines) == 2
     assert "no cause, for RuntimeError: no such head; most: " in watch.findings[0].text

@@ -10,10 +10,10 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.families.preference_losses import CPO, DPO
+from parity.families.preference_losses import CPO, DPO, ONLINE
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, tells
 from parity.trainers.checks.twins import judged, twin
-from parity.trainers.definitions.formulas import MIXED, ONLINE, OPTIONS, Loss, kl_of_others
+from parity.trainers.definitions.formulas import MIXED, OPTIONS, Loss, kl_of_others
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run

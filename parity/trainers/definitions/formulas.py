@@ -20,7 +20,7 @@ from parity.families import preference_losses
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.families.policy_losses import divergence as k3
-from parity.families.preference_losses import DPO, Pairs, unpaired
+from parity.families.preference_losses import DPO, ONLINE, Pairs, unpaired
 from parity.trainers.definitions.scored import Scored, completion_logps, rows, sums
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Sequences, Window
@@ -45,8 +45,6 @@ OPTIONS = {
 """Setting of a loss -> the field of the trainer's config, and its values."""
 PLAIN = {"beta": 0.0, "tools": False} | {name: setting.default for name, (_, setting) in OPTIONS.items()}
 """Settings of a loss that are not told."""
-ONLINE = {"sigmoid": DPO["sigmoid"], "ipo": lambda p: (p.d - 1 / (2 * p.s.beta)) ** 2}
-"""Loss type of OnlineDPOTrainer -> loss of each pair; ipo of whole completions."""
 MIXED = {"mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}}
 """Name of ours -> loss types of DPOTrainer and their weights; MPO (arXiv 2411.10442, equation 2)."""
 

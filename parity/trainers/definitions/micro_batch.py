@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parity.families.policy_losses import CONFIG_FIELDS, losses
-from parity.families.preference_losses import DPO, Pairs, unpaired
+from parity.families.preference_losses import DPO, ONLINE, Pairs, unpaired
 
 Define = Callable[[Tensor], Tensor]
 
@@ -119,6 +119,30 @@ def _dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[A
     return Loss("+".join(types), of, mask, valued=not trainer.aux_loss_enabled)
 
 
+def _online_dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
+    """`parity.families.preference_losses.ONLINE`; chosen is the first completion of a prompt where its reward is not lower."""
+    args, rewards = trainer.args, _exact(inputs.get("rewards"))
+    ref = next((_exact(t.logps) for t in others if torch.equal(t.ids, taken.ids)), None)
+    loss = args.loss_type if isinstance(args.loss_type, str) else args.loss_type[0]
+    if rewards is None or ref is None or loss not in ONLINE:
+        return None
+    if args.missing_eos_penalty is not None:
+        ends = torch.as_tensor(getattr(trainer, "eos_token_ids", [trainer.processing_class.eos_token_id]))
+        ended = torch.isin(taken.ids[:, -mask.shape[1] :].cpu(), ends.cpu()).any(-1)
+        rewards = rewards - args.missing_eos_penalty * ~ended
+    first, second = rewards.chunk(2)
+    other, pairs = (first < second).long() * len(first), torch.arange(len(first))
+    order = [pairs + other, pairs + len(first) - other]
+    s = SimpleNamespace(beta=trainer.beta, divergence="reverse_kl", alpha=0.0)
+    whole = (ref * mask).sum(1)
+
+    def of(lp: Tensor) -> Tensor:
+        sums, base, lengths = ([x[rows] for rows in order] for x in ((lp * mask).sum(1), whole, mask.sum(1)))
+        return ONLINE[loss](Pairs(s, sums, base, lengths, lp.new_zeros(()))).mean() / accumulation(trainer)
+
+    return Loss(loss, of, mask)
+
+
 def _kto(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
     """`parity.families.preference_losses.unpaired`; z of the completions beside other prompts, policy first."""
     args, ref = trainer.args, inputs.get("ref_logps")
@@ -158,8 +182,18 @@ def _sft(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, items
     )
 
 
-LOSSES = {"grpo": _grpo, "rloo": _rloo, "dpo": _dpo, "kto": _kto, "sft": _sft}
-"""Module of TRL's trainer -> its loss; of a subclass with another loss or step nothing is known."""
+LOSSES = {"grpo": _grpo, "rloo": _rloo, "dpo": _dpo, "online_dpo": _online_dpo, "kto": _kto, "sft": _sft}
+"""Name of TRL's trainer -> its loss by log-probs."""
+
+
+def known(trainer: Any) -> str:
+    """Name of the trainer of TRL whose loss and step these are; empty of a subclass with another loss or step."""
+    kind = type(trainer)
+    methods = [getattr(kind, n) for n in ("_compute_loss", "compute_loss", "training_step") if hasattr(kind, n)]
+    if not all(m.__module__.startswith(("trl.", "transformers.")) for m in methods):
+        return ""
+    modules = [m.__module__ for m in methods if m.__module__.startswith("trl.")]
+    return modules[0].rpartition(".")[2].removesuffix("_trainer") if modules else ""
 
 
 def accumulation(trainer: Any) -> int:
@@ -169,9 +203,5 @@ def accumulation(trainer: Any) -> int:
 
 def defined(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
     """The definition of the trainer's loss of this micro-batch, if it is one that is known."""
-    kind = type(trainer)
-    methods = [getattr(kind, n) for n in ("_compute_loss", "compute_loss", "training_step") if hasattr(kind, n)]
-    released = all(m.__module__.startswith(("trl.", "transformers.")) for m in methods)
-    package, _, module = methods[0].__module__.rpartition(".")
-    make = LOSSES.get(module.removesuffix("_trainer")) if released and package.startswith("trl.") else None
+    make = LOSSES.get(known(trainer))
     return None if make is None else make(trainer, inputs, taken, mask.double().cpu(), others, items)

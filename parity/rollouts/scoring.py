@@ -8,7 +8,7 @@ of this model on these tokens: what another kernel, another batch or another eng
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ SAMPLE = 256
 """Tokens whose logits are kept, to fit causes with: (256, V)."""
 CHUNK = 128
 """Tokens whose logits are in float32 at a time."""
+
+LIMIT, FARTHEST = 3.0, 15.0
+"""Units that the rms of all differences, and the largest of them, may reach."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,13 @@ def rows_of(input_ids: Tensor, attention: Tensor, mask: Tensor, count: int) -> R
     return Rows([input_ids[i][present[i]] for i in chosen], [at[i][mask[i]] for i in chosen], picked)
 
 
+def rows_from(pairs: Sequence[tuple[list[int], list[int]]], wanted: Tensor, device: Any) -> Rows:
+    """The `wanted` tokens (B, T) of completions, as pairs of prompt and completion."""
+    ids = [torch.tensor(prompt + completion, device=device) for prompt, completion in pairs]
+    places = [w.nonzero()[:, 0].to(device) + len(prompt) for w, (prompt, _) in zip(wanted, pairs, strict=True)]
+    return Rows(ids, places, wanted)
+
+
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """n tokens, (n,) float64 on the CPU each, by a model's own forward.
@@ -85,6 +95,7 @@ class Scores:
         sample: which tokens have logits, (m,) long.
         logits: (m, V) float32 on the CPU, before the temperature.
         hidden: (m, H), what the LM head was given for them; None where it was not seen.
+        dtype: of the logits.
         noise: ε in nats: a token's unit is ε·shape and its floor, added in squares.
     """
 
@@ -94,12 +105,59 @@ class Scores:
     sample: Tensor
     logits: Tensor
     hidden: Tensor | None
+    dtype: torch.dtype
     noise: float = 0.0
 
     @property
     def units(self) -> Tensor:
         """Of each token, in nats, (n,)."""
         return ((self.noise * self.shape).square() + self.floor.square()).sqrt()
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Log-probs (m,) of the sample as (n,), NaN elsewhere."""
+        return torch.full_like(self.logps, torch.nan).index_put((self.sample,), values.double())
+
+    def of_sample(self, logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+        """The same of log-probs by logits (m, V); `ids` (n,)."""
+        logps = (logits.double() / temperature).log_softmax(-1)
+        return self.spread(logps.gather(-1, ids[self.sample][:, None])[:, 0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Log-probs (n,) against a model's own, in units of its noise; NaN: there is none."""
+
+    values: Tensor
+    own: Scores
+
+    @property
+    def each(self) -> Tensor:
+        """Units of every token, (n,), without sign."""
+        return ((self.values - self.own.logps) / self.own.units).abs()
+
+    def units(self, against: Tensor | None = None, of: Tensor | None = None) -> Tensor:
+        """Of the tokens `of` that have one, against the model's own log-probs or `against`."""
+        exact = self.own.logps if against is None else against
+        there = ~self.values.isnan() & exact.isfinite()
+        return ((self.values - exact) / self.own.units)[there if of is None else there & of]
+
+
+def rms(units: Tensor) -> float:
+    """√mean x², infinite where one is; 0 of nothing."""
+    return float(units.square().mean().sqrt()) if len(units) else 0.0
+
+
+def agrees(units: Tensor) -> bool:
+    """Whether noise explains these differences."""
+    return rms(units) <= LIMIT and (len(units) == 0 or float(units.abs().max()) <= FARTHEST)
+
+
+def farthest(found: Difference, rows: Rows, decode: Callable[[int], str], count: int = 5) -> list[dict[str, Any]]:
+    """The tokens that differ most, with text, log-probs and units."""
+    ids, units = rows.token_ids.tolist(), found.each
+    order = units.nan_to_num(-1.0).argsort(descending=True)[:count].tolist()
+    columns = {"logp": found.values, "own": found.own.logps, "units": units}
+    return [{"token": decode(ids[i]), **{name: float(x[i]) for name, x in columns.items()}} for i in order]
 
 
 def score(
@@ -108,22 +166,30 @@ def score(
     """`rows` by the model's own forward, or by `call`, `together` at a time, padded at the right."""
     total = sum(map(len, rows.places))
     sample = torch.linspace(0, max(total - 1, 0), min(SAMPLE, total)).round().long().unique()
-    parts, kept, hidden, done = [torch.zeros(0, 3)], [], [], 0
+    parts, kept, hidden, done, dtype = [torch.zeros(0, 3)], [], [], 0, torch.float32
+    for i, z, states in tables(model, rows, together, call):
+        wanted = (sample[(sample >= done) & (sample < done + len(z))] - done).to(z.device)
+        kept.append(z[wanted].float().cpu())
+        hidden += [] if states is None else [states[wanted]]
+        pieces = zip(z.split(CHUNK), rows.ids[i][rows.places[i]].split(CHUNK), strict=True)
+        parts += [_selected(part, ids, temperature).cpu() for part, ids in pieces if len(ids)]
+        done, dtype = done + len(z), z.dtype
+    logps, shape, floor = torch.cat(parts).double().unbind(-1)
+    states = torch.cat(hidden) if len(hidden) == len(kept) else None
+    return Scores(logps, shape, floor, sample, torch.cat(kept), states, dtype)
+
+
+def tables(
+    model: Any, rows: Rows, together: int = 1, call: Callable[..., Any] | None = None
+) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """Of each row: its number, the logits (n, V) that predict its tokens, and what the LM head was given for them, (n, H)."""
     for first in range(0, len(rows.ids), together):
         group = range(first, min(first + together, len(rows.ids)))
         begin = min((int(rows.places[i][0]) for i in group if len(rows.places[i])), default=1) - 1
         logits, states = _logits(model, call or model, [rows.ids[i] for i in group], begin)
         for row, i in enumerate(group):
             at = rows.places[i] - 1 - begin
-            z, ids = logits[row][at], rows.ids[i][rows.places[i]]
-            wanted = (sample[(sample >= done) & (sample < done + len(z))] - done).to(z.device)
-            kept.append(z[wanted].float().cpu())
-            hidden += [] if states is None else [states[row][at][wanted]]
-            pieces = zip(z.split(CHUNK), ids.split(CHUNK), strict=True)
-            parts += [_selected(part, ids, temperature).cpu() for part, ids in pieces if len(ids)]
-            done += len(z)
-    logps, shape, floor = torch.cat(parts).double().unbind(-1)
-    return Scores(logps, shape, floor, sample, torch.cat(kept), torch.cat(hidden) if len(hidden) == len(kept) else None)
+            yield i, logits[row][at], None if states is None else states[row][at]
 
 
 def _logits(model: Any, call: Any, ids: list[Tensor], begin: int) -> tuple[Tensor, Tensor | None]:
@@ -149,6 +215,26 @@ def innermost(model: Any) -> Any:
     while hasattr(model, "module"):
         model = model.module
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextlib.contextmanager
+def float32_head(model: Any) -> Iterator[Callable[..., Any]]:
+    """The model's forward with its LM head, and all that follows it, in float32, whatever autocast says: a `call` of `score`."""
+    head = innermost(model).get_output_embeddings()
+    name, before, original = next(n for n, m in model.named_modules() if m is head), vars(head).copy(), head.forward
+    wide = {f"{name}.{n}": p.float() for n, p in head.named_parameters()}
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return original(x.float())
+
+    head.forward = forward
+    try:
+        yield lambda **kw: torch.func.functional_call(model, wide, kwargs=kw, tie_weights=False)
+    finally:
+        del head.forward
+        if "forward" in before:
+            head.forward = original
 
 
 def _selected(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:

@@ -1,0 +1,177 @@
+"""One look at a micro-batch of a run: its log-probs by each side, by the model's own forward, and what may lie between them."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.rollouts.judge import kept_mass
+from parity.rollouts.scoring import (
+    Difference,
+    Rows,
+    Scores,
+    agrees,
+    drops,
+    float32_head,
+    innermost,
+    noise,
+    rms,
+    score,
+    undisturbed,
+)
+from parity.watching.causes import Supports, bare_head
+from parity.watching.taps import Taken
+
+LIMITS = "max_prompt_length", "max_length", "vllm_max_model_length", "model_max_length", "max_position_embeddings"
+"""Names of what may cut a prompt."""
+
+
+@dataclasses.dataclass
+class Look:
+    """A micro-batch of a trainer.
+
+    Attributes:
+        inputs: what its loss is made of.
+        taken, others: its scoring with gradients, those without.
+        mask: (B, T), the tokens in the loss.
+        rows: those looked at.
+        fresh, first: whether its completions are the present weights', and no update has been.
+        sides: log-probs (n,) by the trainer and whoever else has them; `mine`: the model's own. Both by `score`.
+        measured: name -> number.
+    """
+
+    trainer: Any
+    model: Any
+    inputs: Any
+    taken: Taken
+    others: list[Taken]
+    mask: Tensor
+    rows: Rows
+    fresh: bool
+    first: bool
+    sides: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    mine: Scores | None = None
+    measured: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def temperature(self) -> float:
+        """Of the trainer's log-probs."""
+        return float(getattr(self.trainer, "temperature", None) or 1.0) if self.taken.mask is None else 1.0
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one process."""
+        return bool(self.trainer.accelerator.num_processes == 1)
+
+    @property
+    def far(self) -> bool:
+        """Whether noise does not explain a difference."""
+        mine = self.mine
+        return mine is not None and not all(agrees(Difference(v, mine).units()) for v in self.sides.values())
+
+    def score(self, known: float, budget: int = 0) -> None:
+        """All log-probs, with noise of the size that is `known`, or measured where that is NaN; then also with a float32 head,
+        if its weights and logits fit in the `budget`, in bytes."""
+        self.mine, self.sides = None, {name: x for name, x in self._sides().items() if x is not None}
+        mine = self._own(self.rows, noisy=math.isnan(known))
+        self.measured |= {"tokens": len(mine.logps), "watch/noise": mine.noise if math.isnan(known) else known}
+        head, size = innermost(self.model).get_output_embeddings(), max(map(len, self.rows.ids)) * mine.logits.shape[1]
+        plain = self.single and math.isnan(known) and type(head) is torch.nn.Linear and mine.dtype is not torch.float32
+        if plain and 4 * (sum(p.numel() for p in head.parameters()) + size) <= budget:
+            with float32_head(self.model) as call:
+                self.measured["watch/float32_head"] = rms(self._by(self.rows, call=call) - mine.logps)
+        self.mine = dataclasses.replace(mine, noise=self.measured["watch/noise"])
+
+    def _own(self, rows: Rows, dtype: torch.dtype | None = None, noisy: bool = True) -> Scores:
+        with undisturbed(self.model), self.trainer.accelerator.autocast():
+            mine = score(self.model, rows, self.temperature)
+            return noise(self.model, rows, self.temperature, mine, dtype) if noisy else mine
+
+    def _by(
+        self, rows: Rows, weights: Any = None, adapted: bool = True, training: bool = False, call: Any = None
+    ) -> Tensor:
+        """Log-probs by the model with these weights in place of its own, without its adapter, or in training mode."""
+        model = self.model
+        with undisturbed(model, training), self.trainer.accelerator.autocast():
+            if not adapted:
+                with model.disable_adapter():
+                    return score(model, rows, self.temperature).logps
+            if weights is not None:
+                moved = {n: w.to(next(model.parameters()).device) for n, w in weights.items()}
+                call = lambda **kw: torch.func.functional_call(model, moved, kwargs=kw)  # noqa: E731
+            return score(model, rows, self.temperature, call=call).logps
+
+    def _sides(self) -> dict[str, Tensor | None]:
+        """Log-probs of the tokens by the trainer and whoever else has them; under dropout the sampler's alone."""
+        rows, taken, dropped = self.rows, self.taken, drops(self.trainer.model)
+
+        def of(name: str) -> Tensor | None:
+            value = self.inputs.get(name)
+            return rows.of(value) if torch.is_tensor(value) and value.shape == rows.picked.shape else None
+
+        out = {"trainer": None if dropped else rows.of(taken.logps), "sampler": of("sampling_per_token_logps")}
+        if not dropped and self.fresh:
+            out["old"] = of("old_per_token_logps")
+        if not dropped and self.first and self._is_reference():
+            same = (t for t in self.others if t.logps.shape == taken.logps.shape and torch.equal(t.ids, taken.ids))
+            by_scoring = None if taken.mask is None else next((rows.of(t.logps) for t in same), None)
+            out["reference"] = by_scoring if (given := of("ref_per_token_logps")) is None else given
+        return out
+
+    def _is_reference(self) -> bool:
+        """Whether policy and reference have the same weights before the first update."""
+        mine, reference = dict(self.trainer.model.named_parameters()), getattr(self.trainer, "ref_model", None)
+        if reference is None:
+            adapted = [p for n, p in mine.items() if ".lora_B." in n and ".ref." not in n]
+            return bool(adapted) and not any(bool(p.any()) for p in adapted)
+        theirs = dict(reference.named_parameters())
+        return mine.keys() == theirs.keys() and all(torch.equal(p.to(theirs[n]), theirs[n]) for n, p in mine.items())
+
+    @property
+    def sampling(self) -> Supports:
+        """Top-p, top-k and min-p of the run's config and of the model's generation config."""
+        sources = (self.trainer.args, getattr(self.trainer.model, "generation_config", None))
+        found = [[getattr(s, name, None) for name in ("top_p", "top_k", "min_p")] for s in sources]
+        return [(float(p or 1.0), max(int(k or 0), 0), float(m or 0.0)) for p, k, m in found]
+
+    def kept_mass(self) -> dict[str, float]:
+        """Of the run's own top-p, top-k and min-p, if it has any."""
+        if self.mine is None or self.sampling[0] == (1.0, 0, 0.0):
+            return {}
+        logps = (self.mine.logits.double() / self.temperature).log_softmax(-1)
+        return {"kept_mass": float(kept_mass(logps, self.rows.token_ids[self.mine.sample], *self.sampling[0]).mean())}
+
+    def facts(self, what: str, mine: Scores, old: list[Any]) -> tuple[Any, ...]:
+        """What may explain a difference of this run, as `causes.explanations` wants it; `old`: weights, the last first."""
+        others: dict[str, Callable[[], Tensor]] = {}
+        coarser: dict[str, Callable[[], Scores]] = {}
+        if self.single:
+            by = functools.partial(self._by, self.rows)
+            for back, weights in enumerate(old, 1):
+                others[f"weights {back} update{'s' * (back > 1)} old"] = functools.partial(by, weights)
+            if hasattr(self.model, "disable_adapter") and what != "reference":
+                others["the adapter is left out"] = functools.partial(by, adapted=False)
+            sources = (self.trainer.args, self.trainer.processing_class, innermost(self.model).config)
+            for n in {n for s in sources for name in LIMITS if isinstance(n := getattr(s, name, None), int)}:
+                if 0 < n < self.rows.prompt:
+                    others[f"prompts are cut to their last {n} tokens"] = functools.partial(self._by, self.rows.cut(n))
+            if what == "trainer":
+                how = f" (activations checkpointed by {name})" if (name := checkpointing(self.model)) else ""
+                others[f"in training the model computes something else{how}"] = functools.partial(by, training=True)
+            for dtype in (torch.float16, torch.bfloat16) if what == "sampler" else ():
+                coarser[str(dtype).removeprefix("torch.")] = functools.partial(self._own, self.rows, dtype)
+        if what != "old":
+            others |= bare_head(self.model, mine, self.rows.token_ids, self.temperature)
+        return self.temperature, self.sampling if what == "sampler" else None, others, coarser
+
+
+def checkpointing(model: Any) -> str:
+    """The name of the function that checkpoints activations; empty if none does."""
+    layers = (m for m in model.modules() if getattr(m, "gradient_checkpointing", False))
+    function = next(reversed([f for m in layers if (f := getattr(m, "_gradient_checkpointing_func", None))]), None)
+    function = getattr(function, "func", function)
+    return "" if function is None else f"{function.__module__}.{function.__qualname__}"
