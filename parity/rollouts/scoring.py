@@ -21,6 +21,11 @@ SAMPLE = 256
 CHUNK = 128
 """Tokens whose logits are in float32 at a time."""
 
+SAID = {
+    **dict.fromkeys(("final_logit_softcapping", "logits_soft_cap", "logit_softcap"), "softcap"),
+    **dict.fromkeys(("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"), "scale"),
+}
+"""What a transformers config calls what a model does to logits -> what it is."""
 LIMIT, FARTHEST = 3.0, 15.0
 """Units that the rms of all differences, and the largest of them, may reach."""
 
@@ -235,6 +240,22 @@ def float32_head(model: Any) -> Iterator[Callable[..., Any]]:
         del head.forward
         if "forward" in before:
             head.forward = original
+
+
+def bare_head(model: Any, scores: Scores, ids: Tensor, temperature: float) -> dict[str, Callable[[], Tensor]]:
+    """What the model makes of the bare product of its LM head, if anything: its name -> log-probs without it, (n,)."""
+    inner = innermost(model)
+    head, config = inner.get_output_embeddings(), inner.config.get_text_config()
+    if scores.hidden is None or type(getattr(head, "weight", None)) is not torch.nn.Parameter:
+        return {}  # not seen, or a shard
+    with torch.no_grad():
+        product = torch.nn.functional.linear(scores.hidden.to(head.weight.dtype), head.weight).float().cpu()
+    values = {name: getattr(config, name, None) for name in SAID}
+    said = [f"the {SAID[name]} {x:g} of the logits" for name, x in values.items() if x not in (None, 0, 1)]
+    said += ["the bias of the LM head"] * (getattr(head, "bias", None) is not None)
+    where = "in hooks of" if head._forward_hooks or type(head) is not torch.nn.Linear else "to the logits behind"
+    text = f"{' and '.join(said) or f'what the model does {where} its LM head'} is left out"
+    return {text: lambda: scores.of_sample(product, ids, temperature)}
 
 
 def _selected(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:

@@ -91,6 +91,21 @@ def capture(target: Any, to: str | Path = "case.json", step: int = 1, rows: int 
         raise
 
 
+def captured(trainer: Any, to: Path, run: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What `run`, a step of the trainer, returns; its batch is the case `to`, or there is the error why it is not."""
+    out, begun = list[Any](), False
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with capture(trainer, to):
+            begun = True
+            out.append(run())
+    except (UsageError, OSError) as error:
+        if begun and not out:
+            raise  # the step's own
+        return out[0] if out else run(), error
+    return out[0], None
+
+
 def stored(
     of: Family, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], to: Path, seed: int = 0, **remarks: Any
 ) -> Case:

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from parity.rollouts.judge import kept_mass
-from parity.rollouts.scoring import LIMIT, Difference, Rows, Scores, agrees, innermost, rms
+from parity.rollouts.scoring import LIMIT, Difference, Rows, Scores, agrees, rms
 
 REDUCED = 0.35
 """Share of the rms that a cause may leave."""
@@ -18,17 +17,11 @@ SUPPORTS = (
     *((1.0, 0, m) for m in (0.01, 0.02, 0.05, 0.1, 0.2)),
 )
 """Top-p, top-k and min-p that are tried besides those of the run and of the model's generation config."""
-SAID = {
-    **dict.fromkeys(("final_logit_softcapping", "logits_soft_cap", "logit_softcap"), "softcap"),
-    **dict.fromkeys(("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"), "scale"),
-}
-"""What a transformers config calls what a model does to logits -> what it is."""
 BOUNDARY = 2.0
 """Units within which rounding decides which tokens top-p or min-p keeps."""
 
 
-Supports = Sequence[tuple[float, int, float]]
-"""Top-p, top-k and min-p each."""
+Supports = Sequence[tuple[float, int, float]]  # top-p, top-k and min-p each
 
 
 def explanations(
@@ -111,22 +104,6 @@ def _near(top_p: float, top_k: int, min_p: float, noise: float) -> list[tuple[fl
     odds = math.log(top_p / (1 - top_p)) if top_p < 1 else math.inf
     by = [x * noise for x in (-BOUNDARY, 0.0, BOUNDARY)]
     return list(dict.fromkeys((1 / (1 + math.exp(-odds - x)), top_k, min(min_p * math.exp(x), 1.0)) for x in by))
-
-
-def bare_head(model: Any, scores: Scores, ids: Tensor, temperature: float) -> dict[str, Callable[[], Tensor]]:
-    """What the model makes of the bare product of its LM head, if anything: its name -> log-probs without it, (n,)."""
-    inner = innermost(model)
-    head, config = inner.get_output_embeddings(), inner.config.get_text_config()
-    if scores.hidden is None or type(getattr(head, "weight", None)) is not torch.nn.Parameter:
-        return {}  # not seen, or a shard
-    with torch.no_grad():
-        product = torch.nn.functional.linear(scores.hidden.to(head.weight.dtype), head.weight).float().cpu()
-    values = {name: getattr(config, name, None) for name in SAID}
-    said = [f"the {SAID[name]} {x:g} of the logits" for name, x in values.items() if x not in (None, 0, 1)]
-    said += ["the bias of the LM head"] * (getattr(head, "bias", None) is not None)
-    where = "in hooks of" if head._forward_hooks or type(head) is not torch.nn.Linear else "to the logits behind"
-    text = f"{' and '.join(said) or f'what the model does {where} its LM head'} is left out"
-    return {text: lambda: scores.of_sample(product, ids, temperature)}
 
 
 def _minimum(of: Callable[[float], float]) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parity.judge.shaken import Shaken, unit
-from parity.rollouts.scoring import LIMIT, rows_of, tables
+from parity.rollouts.scoring import CHUNK, LIMIT, drops, rows_of, tables, undisturbed
 from parity.testing.definitions import jsd, kl
 from parity.trainers.definitions.micro_batch import Define, Loss, accumulation, loss_mask
 
@@ -48,16 +48,7 @@ def faults(trainer: Any, loss: Loss, logps: Tensor, found: Tensor, value: float 
     allowed = max(float((x - exact).abs()) for x, _ in near) + u * float(exact.abs() + slope.abs().sum())
     if value is None or not loss.valued or abs(value - float(exact)) <= allowed:
         return None
-    return logged(value, float(exact)), [f"{_times(value, float(exact))}; gradients are right"]
-
-
-def logged(value: float, exact: float) -> str:
-    """What is wrong with it."""
-    return f"the loss that is logged is {value:.6g}"
-
-
-def _times(value: float, exact: float) -> str:
-    return f"{f'{value / exact:.4g} times' if exact else 'not'} its definition's, {exact:.6g}"
+    return f"the loss that is logged is {value:.6g}", [f"{_times(value, float(exact))}; gradients are right"]
 
 
 def _named(trainer: Any, loss: Loss, lp: Tensor, found: Tensor, slope: Tensor, bound: Tensor) -> list[str]:
@@ -89,35 +80,42 @@ def distilled(trainer: Any, model: Any, inputs: Any, value: float) -> tuple[str,
     """Where the loss that is logged is not Σ JSD(student, teacher) / N over the completion tokens, N those of the optimizer
     step, by both models' own logits: as `faults`. Allowed is three times what rounding makes of the tokens, in absolute values
     added up: of one batch its errors may have one sign."""
-    if (items := inputs.get("num_items_in_batch")) is None:
+    items, other = inputs.get("num_items_in_batch"), getattr(trainer.args, "loss_top_k", 0) or "pixel_values" in inputs
+    if items is None or other or getattr(trainer, "aux_loss_enabled", False) or drops(trainer.model):
         return None
     ids, attention = (
         torch.cat([inputs[f"{side}_{of}"] for side in ("prompt", "completion")], 1) for of in ("ids", "mask")
     )
-    rows = rows_of(ids, attention, loss_mask(inputs), len(ids))
-    count = float(items) / trainer.accelerator.num_processes
-
-    def terms(seed: int | None) -> Tensor:
-        with contextlib.nullcontext() if seed is None else Shaken(seed):
-            both = zip(*(tables(m, rows) for m in (model, trainer.teacher_model)), strict=True)
-            logps = (((z.double() / trainer.temperature).log_softmax(-1) for _, z, _ in one) for one in both)
-            return torch.cat([_divergences(q, p, trainer.beta) for q, p in logps]) / count
-
-    each = terms(None)
-    exact, allowed = (
-        float(each.sum()),
-        LIMIT * float(torch.stack([terms(s) - each for s in range(2)]).abs().amax(0).sum()),
+    rows, models, tau = (
+        rows_of(ids, attention, loss_mask(inputs), len(ids)),
+        (model, trainer.teacher_model),
+        trainer.temperature,
     )
-    allowed += OPERATIONS * unit(torch.float32) * exact
+
+    def terms(*shaken: Any) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            for mode in (undisturbed(model), trainer.accelerator.autocast(), *shaken):
+                stack.enter_context(mode)
+            logits = zip(*((z for _, all, _ in tables(m, rows) for z in all.split(CHUNK)) for m in models), strict=True)
+            each = [_divergences(q.double() / tau, p.double() / tau, trainer.beta) for q, p in logits]
+        return torch.cat(each) / (float(items) / trainer.accelerator.num_processes)
+
+    each = terms()
+    off = torch.stack([terms(Shaken(seed)) - each for seed in range(2)]).abs().amax(0)
+    exact, allowed = float(each.sum()), float((LIMIT * off + OPERATIONS * unit(torch.float32) * each.abs()).sum())
     if abs(value - exact) <= allowed:
         return None
     named = [cause for cause, n in _counts(trainer) if n != 1 and abs(value - n * exact) <= max(n, 1.0) * allowed]
-    times = f"{value / exact:.4g} times" if exact else "not"
-    return f"the loss that is logged is {value:.6g}, {times} its definition's, {exact:.6g}", named
+    return f"the loss that is logged is {value:.6g}, {_times(value, exact)}", named
 
 
 def _divergences(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Generalised JSD of each token, (n,): KL(teacher ‖ student) at beta 0, KL(student ‖ teacher) at 1."""
+    """Generalised JSD of each token by logits (n, V), (n,): KL(teacher ‖ student) at beta 0, KL(student ‖ teacher) at 1."""
+    q, p = (z.log_softmax(-1)[:, None] for z in (student, teacher))
     if beta in (0, 1):
-        return torch.vmap(lambda q, p: kl(*((q, p) if beta == 0 else (p, q))))(student[:, None], teacher[:, None])
-    return torch.vmap(functools.partial(jsd, beta=beta))(student[:, None], teacher[:, None])
+        return torch.vmap(kl)(*((q, p) if beta == 0 else (p, q)))
+    return torch.vmap(functools.partial(jsd, beta=beta))(q, p)
+
+
+def _times(value: float, exact: float) -> str:
+    return f"{f'{value / exact:.4g} times' if exact else 'not'} its definition's, {exact:.6g}"

@@ -9,21 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.rollouts import scoring
 from parity.rollouts.judge import kept_mass
-from parity.rollouts.scoring import (
-    Difference,
-    Rows,
-    Scores,
-    agrees,
-    drops,
-    float32_head,
-    innermost,
-    noise,
-    rms,
-    score,
-    undisturbed,
-)
-from parity.watching.causes import Supports, bare_head
+from parity.rollouts.scoring import Difference, Rows, Scores, agrees, innermost, undisturbed
+from parity.watching.causes import Supports
 from parity.watching.taps import Taken
 
 LIMITS = "max_prompt_length", "max_length", "vllm_max_model_length", "model_max_length", "max_position_embeddings"
@@ -74,22 +63,24 @@ class Look:
         return mine is not None and not all(agrees(Difference(v, mine).units()) for v in self.sides.values())
 
     def score(self, known: float, budget: int = 0) -> None:
-        """All log-probs, with noise of the size that is `known`, or measured where that is NaN; then also with a float32 head,
-        if its weights and logits fit in the `budget`, in bytes."""
+        """All log-probs, with noise of the size that is `known`, or measured where that is NaN; then also with a float32 head.
+        Logits of all rows at once, and a head's weights in float32, are made if they fit in the `budget`, in bytes."""
         self.mine, self.sides = None, {name: x for name, x in self._sides().items() if x is not None}
-        mine = self._own(self.rows, noisy=math.isnan(known))
-        self.measured |= {"tokens": len(mine.logps), "watch/noise": mine.noise if math.isnan(known) else known}
-        head, size = innermost(self.model).get_output_embeddings(), max(map(len, self.rows.ids)) * mine.logits.shape[1]
-        plain = self.single and math.isnan(known) and type(head) is torch.nn.Linear and mine.dtype is not torch.float32
-        if plain and 4 * (sum(p.numel() for p in head.parameters()) + size) <= budget:
-            with float32_head(self.model) as call:
-                self.measured["watch/float32_head"] = rms(self._by(self.rows, call=call) - mine.logps)
+        head, unknown = innermost(self.model).get_output_embeddings(), math.isnan(known)
+        plain, size = type(head) is torch.nn.Linear, 4 * sum(p.numel() for p in head.parameters()) if head else 0
+        logits = 4 * max(map(len, self.rows.ids)) * getattr(head, "out_features", 1 << 20)
+        at_once = self.single and not unknown and logits * len(self.rows.ids) <= budget
+        mine = self._own(self.rows, noisy=unknown, together=len(self.rows.ids) if at_once else 1)
+        self.measured |= {"tokens": len(mine.logps), "watch/noise": mine.noise if unknown else known}
+        if self.single and unknown and plain and mine.dtype is not torch.float32 and size + logits <= budget:
+            with scoring.float32_head(self.model) as call:
+                self.measured["watch/float32_head"] = scoring.rms(self._by(self.rows, call=call) - mine.logps)
         self.mine = dataclasses.replace(mine, noise=self.measured["watch/noise"])
 
-    def _own(self, rows: Rows, dtype: torch.dtype | None = None, noisy: bool = True) -> Scores:
+    def _own(self, rows: Rows, dtype: Any = None, noisy: bool = True, together: int = 1) -> Scores:
         with undisturbed(self.model), self.trainer.accelerator.autocast():
-            mine = score(self.model, rows, self.temperature)
-            return noise(self.model, rows, self.temperature, mine, dtype) if noisy else mine
+            mine = scoring.score(self.model, rows, self.temperature, together)
+            return scoring.noise(self.model, rows, self.temperature, mine, dtype) if noisy else mine
 
     def _by(
         self, rows: Rows, weights: Any = None, adapted: bool = True, training: bool = False, call: Any = None
@@ -99,15 +90,15 @@ class Look:
         with undisturbed(model, training), self.trainer.accelerator.autocast():
             if not adapted:
                 with model.disable_adapter():
-                    return score(model, rows, self.temperature).logps
+                    return scoring.score(model, rows, self.temperature).logps
             if weights is not None:
                 moved = {n: w.to(next(model.parameters()).device) for n, w in weights.items()}
                 call = lambda **kw: torch.func.functional_call(model, moved, kwargs=kw)  # noqa: E731
-            return score(model, rows, self.temperature, call=call).logps
+            return scoring.score(model, rows, self.temperature, call=call).logps
 
     def _sides(self) -> dict[str, Tensor | None]:
         """Log-probs of the tokens by the trainer and whoever else has them; under dropout the sampler's alone."""
-        rows, taken, dropped = self.rows, self.taken, drops(self.trainer.model)
+        rows, taken, dropped = self.rows, self.taken, scoring.drops(self.trainer.model)
 
         def of(name: str) -> Tensor | None:
             value = self.inputs.get(name)
@@ -165,7 +156,7 @@ class Look:
             for dtype in (torch.float16, torch.bfloat16) if what == "sampler" else ():
                 coarser[str(dtype).removeprefix("torch.")] = functools.partial(self._own, self.rows, dtype)
         if what != "old":
-            others |= bare_head(self.model, mine, self.rows.token_ids, self.temperature)
+            others |= scoring.bare_head(self.model, mine, self.rows.token_ids, self.temperature)
         return self.temperature, self.sampling if what == "sampler" else None, others, coarser
 
 

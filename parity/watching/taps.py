@@ -37,11 +37,13 @@ class Taps:
 
     def __init__(self, trainer: Any):
         self.trainer, self._undo = trainer, list[Callable[[], Any]]()
-        self._hook: _Hook | None = None
+        self._sees: Any = None
         self._hooks: list[Any] = []
 
     def around(self, name: str, wrapper: Callable[..., Any]) -> None:
-        """Calls of the trainer's method `name` go through `wrapper(original, *args, **kwargs)`."""
+        """Calls of the trainer's method `name`, if it has one, go through `wrapper(original, *args, **kwargs)`."""
+        if not hasattr(self.trainer, name):
+            return
         original, before = getattr(self.trainer, name), vars(self.trainer).get(name)
         replaced = functools.wraps(original)(functools.partial(self._call, wrapper, original))
         setattr(self.trainer, name, replaced)
@@ -60,15 +62,15 @@ class Taps:
         if name := next((n for n in SCORERS if hasattr(self.trainer, n)), None):
             self.around(name, functools.partial(_called, seen, _online if name == "_forward" else _method))
         else:
-            self._hook = _Hook(seen)
+            self._sees = seen
             self.hooked()
 
     def hooked(self) -> None:
         """The hooks on the models as they are now; of a trainer that has no method for it."""
         while self._hooks:
             self._hooks.pop().remove()
-        models = (self.trainer.model, getattr(self.trainer, "ref_model", None)) if self._hook and self._undo else ()
-        self._hooks += [m.register_forward_hook(self._hook, with_kwargs=True) for m in models if m is not None]
+        models = (self.trainer.model, getattr(self.trainer, "ref_model", None)) if self._sees and self._undo else ()
+        self._hooks += [m.register_forward_hook(_Hook(self._sees), with_kwargs=True) for m in models if m is not None]
 
     def undo(self) -> None:
         """Everything as it was; a second call does nothing."""

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from parity.results import watched
 from parity.results.watched import Finding
 from parity.rollouts.judge import mismatch
-from parity.rollouts.scoring import Difference, agrees, drops, farthest, innermost, rms, rows_of, undisturbed
+from parity.rollouts.scoring import Difference, agrees, farthest, innermost, rms, rows_of
 from parity.trainers.definitions.micro_batch import defined, known, loss_mask
 from parity.watching import causes, definition
 from parity.watching.look import Look, checkpointing
@@ -39,11 +39,8 @@ class Mismatch(AssertionError):
 
 
 class Watch(TrainerCallback):
-    """What `parity.watch` returns: `findings` of the run so far; `undo()` ends it.
-
-    Raises:
-        ValueError, TypeError: for options out of range, and for what is no trainer.
-    """
+    """What `parity.watch` returns: `findings` of the run so far; `undo()` ends it. Raises ValueError for options out of
+    range, TypeError for what is no trainer."""
 
     def __init__(
         self,
@@ -64,8 +61,7 @@ class Watch(TrainerCallback):
         self.trainer, self.every, self.rows, self.on_mismatch, self.to = trainer, every, rows, on_mismatch, Path(to)
         self.budget, self.capture = memory_budget, capture
         self.findings: list[Finding] = []
-        self.seconds = 0.0
-        """Spent in it so far."""
+        self.seconds = 0.0  # spent in it so far
         self._taps = Taps(trainer)
         self._taken: list[Taken] | None = None
         self._inputs: Any = {}
@@ -78,13 +74,14 @@ class Watch(TrainerCallback):
         self.on_train_begin()
         if hasattr(trainer, "_generate_and_score_completions"):
             self._generated = -2  # in the midst of a run: wait for completions of the present weights
-            self._taps.around("_generate_and_score_completions", self._generating)
         trainer.add_callback(self)
-        self._taps.around("training_step", self._step)
-        self._taps.around("log", self._logged)
-        for name in GIVEN:
-            if hasattr(trainer, name):
-                self._taps.around(name, self._given)
+        wrappers = {
+            "_generate_and_score_completions": self._generating,
+            "training_step": self._step,
+            "log": self._logged,
+        }
+        for name, wrapper in {**wrappers, **dict.fromkeys(GIVEN, self._given)}.items():
+            self._taps.around(name, wrapper)
         self._taps.scored(self._seen)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -138,21 +135,12 @@ class Watch(TrainerCallback):
         return out
 
     def _captured(self, run: Callable[[], Any], to: Path) -> Any:
-        """What `run` returns; its batch is written as a case for `parity replay`."""
-        from parity.errors import UsageError
-        from parity.tools.capture import capture
+        from parity.tools.capture import captured
 
-        out, begun = list[Any](), False
-        try:
-            to.parent.mkdir(parents=True, exist_ok=True)
-            with capture(self.trainer, to):
-                begun = True
-                out.append(run())
-        except (UsageError, OSError) as error:
-            if begun and not out:
-                raise  # the step's own
-            self._say(("capture",), f"watch: no case is written: {_line(error)}")
-        return out[0] if out else run()
+        out, why = captured(self.trainer, to, run)
+        if why is not None:
+            self._say(("capture",), f"watch: no case is written: {_line(why)}")
+        return out
 
     def _given(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
@@ -187,7 +175,7 @@ class Watch(TrainerCallback):
         except Exception as error:
             self._error = self._error or error
         self.seconds += time.perf_counter() - begun
-        if self._single and self._error is not None:
+        if self.trainer.accelerator.num_processes == 1 and self._error is not None:
             self._settle()
 
     def _settle(self) -> None:
@@ -204,11 +192,17 @@ class Watch(TrainerCallback):
     def _any(self, here: bool) -> bool:
         """Whether it is so on any rank."""
         accelerator = self.trainer.accelerator
-        return here if self._single else bool(accelerator.reduce(torch.tensor(float(here), device=accelerator.device)))
+        return (
+            here
+            if accelerator.num_processes == 1
+            else bool(accelerator.reduce(torch.tensor(float(here), device=accelerator.device)))
+        )
 
     def _before_update(self) -> None:
         """The gradients of the first step; a copy of the weights where the next steps may have to know them."""
-        aged = self._single and self._generated >= 0 and self._now + 2 >= (self._due or 0)
+        aged = (
+            self.trainer.accelerator.num_processes == 1 and self._generated >= 0 and self._now + 2 >= (self._due or 0)
+        )
         if self._now != self._begun and not aged:
             return
         named = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
@@ -240,10 +234,6 @@ class Watch(TrainerCallback):
     @property
     def _model(self) -> Any:
         return getattr(self.trainer.model, "_orig_mod", self.trainer.model)
-
-    @property
-    def _single(self) -> bool:
-        return bool(self.trainer.accelerator.num_processes == 1)
 
     def _ready(self) -> list[Look]:
         """The micro-batch just scored, if there is anything to look at."""
@@ -300,16 +290,13 @@ class Watch(TrainerCallback):
         except ImportError:
             return ""  # the ledger is read with msgspec, which a training run needs not have
         model = str(getattr(innermost(self.trainer.model).config, "model_type", ""))
-        known = known_of(self.trainer, model, ABOUT.get(what, ()))
-        return "".join(f"; known of this stack: {e.id}, fix: {e.user.fix}" for e in known)
+        found = known_of(self.trainer, model, ABOUT.get(what, ()))
+        return "".join(f"; known of this stack: {e.id}, fix: {e.user.fix}" for e in found)
 
     def _distilled(self, value: float) -> None:
         """The loss of distillation, of all rows, by its value."""
-        self._due = self._now + self.every
-        if not drops(self.trainer.model):
-            self._measured = {"tokens": int(loss_mask(self._inputs).sum())}
-            with undisturbed(self._model), self.trainer.accelerator.autocast():
-                self._wrong(definition.distilled(self.trainer, self._model, self._inputs, value))
+        self._due, self._measured = self._now + self.every, {"tokens": int(loss_mask(self._inputs).sum())}
+        self._wrong(definition.distilled(self.trainer, self._model, self._inputs, value))
 
     def _loss(self, at: Look, slopes: Tensor, items: Any, value: float) -> None:
         """The loss, by its value and the gradients of its log-probs."""

@@ -13,12 +13,19 @@ from parity.process import prepare
 RUNS = "bare", "watched", "raised", "broken"
 
 
+def moved(sides):
+    return {name: None if v is None else v + 1 for name, v in sides().items()}
+
+
 def trained(run, trainer, folder, rank):
     """What a run of three steps ended in: a hash of the weights, findings, the exception; the second rank alone has a fault."""
     import torch
 
     import parity
+    from parity.rollouts import scoring
 
+    original_noise, noisy = scoring.noise, []
+    scoring.noise = lambda *args: noisy.append(run) or original_noise(*args)
     planted = run in ("raised", "broken") and rank == 1
     watch = None
     if run != "bare":
@@ -30,8 +37,14 @@ def trained(run, trainer, folder, rank):
             capture=run == "raised",
         )
     if planted and run == "raised":  # its sampler's, or its reference's, log-probs are not those of the model
-        original = watch._sides
-        watch._sides = lambda at: {name: None if v is None else v + 1 for name, v in original(at).items()}
+        original = watch._ready
+
+        def ready():
+            for look in (found := original()):
+                look._sides = functools.partial(moved, look._sides)
+            return found
+
+        watch._ready = ready
     if planted and run == "broken":
         watch._ready = functools.partial(int, "a fault of the watch")
     ended = ""
@@ -45,7 +58,9 @@ def trained(run, trainer, folder, rank):
         found.update(whole.detach().contiguous().view(torch.uint8).numpy().tobytes())
     findings = [] if watch is None else [f.what for f in watch.findings]
     looks = 0 if watch is None else len(watch._looked)
+    scoring.noise = original_noise
     return {
+        "noisy": len(noisy),
         "weights": found.hexdigest(),
         "step": trainer.state.global_step,
         "ended": ended,

@@ -23,14 +23,19 @@ def found(sharding):
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_a_watched_run_ends_in_the_same_bits(sharding):
     for rank in found(sharding):
-        assert rank["watched"]["looks"] == 3 and rank["watched"]["findings"] == [] and not rank["watched"]["ended"]
+        assert (
+            rank["watched"]["looks"] == 3
+            and rank["watched"]["noisy"] == 1
+            and rank["watched"]["findings"] == []
+            and not rank["watched"]["ended"]
+        )
         assert rank["watched"]["weights"] == rank["bare"]["weights"] == found(sharding)[0]["bare"]["weights"]
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_a_mismatch_on_one_rank_ends_the_run_on_both(sharding):
     other, planted = (rank["raised"] for rank in found(sharding))
-    assert planted["step"] == other["step"] == 0
+    assert planted["step"] == other["step"] == 0 and planted["noisy"] == other["noisy"] == 2
     assert planted["findings"] and planted["ended"].startswith("Mismatch: watch, step 1: the ")
     assert not other["findings"] and other["ended"] == "Mismatch: watch, step 1: a mismatch on another rank"
 

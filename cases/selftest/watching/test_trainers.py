@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cases.selftest.watching.runs import of, watched
+from parity.rollouts import scoring
 
 SCORED = ("rloo-trainer", "online-dpo-trainer", "dpo-trainer", "kto-trainer", "sft-trainer")
 WITH_REFERENCE = ("online-dpo-trainer", "dpo-trainer", "kto-trainer")
@@ -41,8 +42,88 @@ def test_a_reference_of_the_same_weights_that_scores_differently(tmp_path, train
 
 
 def test_a_trainer_that_hands_out_no_log_probs_has_its_gradients_watched(tmp_path):
-    made = of("distillation-trainer", max_steps=1)
+    made = of("cpo-trainer", max_steps=1)
     made.model.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
     watch, lines = watched(made, tmp_path)
     assert [f.what for f in watch.findings] == ["gradient"]
     assert [line.keys() for line in lines] == [{"step", "findings"}]
+
+
+DISTILLED = {"model": "gemma2", "max_steps": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [{"beta": 0.0}, {"beta": 0.5, "temperature": 0.7}, {"beta": 1.0}])
+def test_the_loss_of_distillation_is_its_definition_by_both_models_own_logits(tmp_path, dtype, wanted):
+    watch, lines = watched(of("distillation-trainer", dtype=dtype, **DISTILLED, **wanted), tmp_path)
+    assert not watch.findings and lines[0]["tokens"] > 15
+
+
+def test_a_loss_of_distillation_that_is_not_divided(tmp_path):
+    made = of("distillation-trainer", **DISTILLED, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    original = made.compute_loss
+    made.compute_loss = lambda *args, **kwargs: original(*args, **kwargs) * 2
+    watch, _ = watched(made, tmp_path)
+    assert [(f.what, f.causes) for f in watch.findings] == [
+        ("loss", ("2 times too large: not divided by the micro-batches of an optimizer step",))
+    ]
+
+
+def test_a_softcap_that_the_heads_of_distillation_lack(tmp_path):
+    made = of("distillation-trainer", **DISTILLED)
+    config = made.model.config
+    original = made._compute_loss
+
+    def uncapped(*args):
+        cap, config.final_logit_softcapping = config.final_logit_softcapping, None
+        out = original(*args)
+        config.final_logit_softcapping = cap
+        return out
+
+    made._compute_loss = uncapped
+    watch, _ = watched(made, tmp_path)
+    assert [f.what for f in watch.findings] == ["loss"] and "times its definition's" in watch.findings[0].text
+
+
+@pytest.mark.parametrize("wanted", [{}, {"loss_type": "ipo", "missing_eos_penalty": 1.0}])
+def test_the_loss_of_online_dpo_is_its_definition_until_it_is_doubled(tmp_path, wanted):
+    watch, _ = watched(of("online-dpo-trainer", **wanted), tmp_path)
+    assert not watch.findings
+    made = of("online-dpo-trainer", max_steps=1, **wanted)
+    backward = made.accelerator.backward
+    made.accelerator.backward = lambda loss, **kwargs: backward(2 * loss, **kwargs)
+    watch, _ = watched(made, tmp_path)
+    assert [f.what for f in watch.findings] == ["loss"] and "gradients of the log-probs" in watch.findings[0].text
+
+
+def test_online_dpos_own_defect_is_named_with_its_fix(tmp_path):
+    """`accelerator.backward` of TRL 1.16's step gets the loss of a micro-batch as it is."""
+    made = of("online-dpo-trainer", max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    watch, _ = watched(made, tmp_path)
+    assert [(f.what, f.causes) for f in watch.findings] == [
+        ("loss", ("2 times too large: not divided by the micro-batches of an optimizer step",))
+    ]
+    assert watch.findings[0].text.endswith("; known of this stack: trl-online-dpo-accumulation, fix: `apply`")
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2"])
+def test_a_float32_head_moves_log_probs_by_what_is_measured(tmp_path, model):
+    made = of("sft-trainer", model=model, dtype=torch.bfloat16, max_steps=1)
+    ids, policy = torch.arange(3, 40)[None], made.model.eval()
+    seen = []
+    hook = policy.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        own = policy(input_ids=ids).logits
+        with scoring.float32_head(policy) as call:
+            wide = call(input_ids=ids).logits
+    hook.remove()
+    z = torch.nn.functional.linear(seen[0].float(), policy.lm_head.weight.float())
+    cap = policy.config.get_text_config().to_dict().get("final_logit_softcapping")
+    assert torch.equal(wide, z if cap is None else cap * torch.tanh(z / cap)) and "forward" not in vars(policy.lm_head)
+    assert wide.dtype is torch.float32 and own.dtype is torch.bfloat16 and not torch.equal(wide, own.float())
+    _, lines = watched(made, tmp_path)
+    assert 0 < lines[0]["watch/float32_head"] < lines[0]["watch/noise"]
+    _, lines = watched(of("sft-trainer", model=model, max_steps=1), tmp_path / "float32")
+    assert "watch/float32_head" not in lines[0]
+    _, lines = watched(of("sft-trainer", model=model, dtype=torch.bfloat16), tmp_path / "small", memory_budget=1000)
+    assert "watch/float32_head" not in lines[0]

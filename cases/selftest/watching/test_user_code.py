@@ -16,9 +16,9 @@ import parity
 from cases.selftest.watching.runs import grpo, of, sampler, watched
 from parity.registry import loss_family
 from parity.results import watched as watched_files
+from parity.rollouts import scoring
 from parity.sampling.find import find
 from parity.upstream import trl
-from parity.watching import causes
 from parity.watching.watch import Mismatch, Watch
 
 RAW = functools.partial(sampler, raw=True)
@@ -87,7 +87,7 @@ def test_a_cause_that_cannot_be_asked_hides_no_finding(tmp_path, monkeypatch):
     def broken(*args):
         raise RuntimeError("no such head")
 
-    monkeypatch.setattr(causes, "bare_head", broken)
+    monkeypatch.setattr(scoring, "bare_head", broken)
     watch, lines = watched(grpo(RAW, temperature=0.7), tmp_path)
     assert len(watch.findings) == 2 and len(lines) == 2
     assert "no cause, for RuntimeError: no such head; most: " in watch.findings[0].text
@@ -244,6 +244,29 @@ def test_a_copy_of_a_watched_trainer_is_watched_by_itself(tmp_path):
     theirs.undo()
     run(trainer)
     assert len(theirs.findings) == 1 and len(watch.findings) == 1
+
+
+def test_a_copy_of_a_watched_model_goes_without_the_trainer(tmp_path):
+    def refused(self, memo):
+        raise TypeError("nobody copies a trainer")
+
+    trainer = subclassed(of("sft-trainer", max_steps=1), __deepcopy__=refused)
+    watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
+    assert copy.deepcopy(trainer.model)(input_ids=torch.arange(3, 9)[None]).logits.shape[1] == 6
+    run(trainer)
+    assert "watch/trainer_units" in watch._looked[0]
+
+
+def test_a_copied_trainer_of_which_the_models_are_watched_is_watched_by_itself(tmp_path):
+    trainer = of("sft-trainer", max_steps=1)
+    watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
+    copied = copy.deepcopy(trainer)
+    (theirs,) = (c for c in copied.callback_handler.callbacks if isinstance(c, Watch))
+    run(copied)
+    assert "watch/trainer_units" in theirs._looked[0] and not watch._looked
+    watch.undo()
+    run(trainer)
+    assert not watch._looked and not trainer.model._forward_hooks
 
 
 def test_a_watched_trainer_can_be_pickled_as_far_as_trl_goes(tmp_path):
