@@ -66,6 +66,13 @@ def test_tests_of_liger_are_judgements_of_a_line():
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
+def test_kernels_of_others_are_judged_by_a_script():
+    command = [sys.executable, "judge_kernels.py", "1", "softmax", "group_norm"]
+    done = subprocess.run(command, cwd=ROOT / "cases/scripts/kernels", capture_output=True, text=True)
+    rows = re.findall(r"^\| (\w+ \w+) \| (\w+) \| 1 \| (\d) \|", done.stdout, re.MULTILINE)
+    assert len(rows) == 10 and ("Liger group_norm", "fp16", "1") in rows, done.stdout + done.stderr[-2000:]
+
+
 def test_every_mistake_is_caught_in_one_operation():
     for mutant in kernel_mutants.MUTANTS:
         assert kernel_mutants.killed("moe_combine", mutant, "fp32", kernel_mutants.judged), mutant
