@@ -119,7 +119,10 @@ LIGER = {
     ),
     "embedding": (
         draw(
-            ids=index("N", below="V"), weight=tensor("V", "H"), sizes={"N": 129, "V": (1, 17), "H": (1, 65)}, **DTYPES
+            ids=index("N", below="V"),
+            weight=tensor("V", "H"),
+            sizes={"N": (1, 129), "V": (1, 17), "H": (1, 65)},
+            **DTYPES,
         ),
         D.embedding,
         lambda ids, weight: LigerEmbeddingFunction.apply(weight, ids),
