@@ -17,10 +17,9 @@ from parity.rollouts.scoring import CHUNK, LIMIT, drops, rows_of, tables, undist
 from parity.testing.definitions import jsd, kl
 from parity.trainers.definitions.micro_batch import Define, Loss, accumulation, loss_mask
 
-OPERATIONS = 64
-"""Roundings of the log-probs' dtype, at their full size, that a gradient may be off by."""
-DRAWS = 4
-"""Shaken evaluations of a definition."""
+OPERATIONS, CANCELLED = 64, 8
+"""Roundings of the log-probs' dtype that a gradient may be off by: of its own size, and of the largest's: terms that cancel."""
+DRAWS = 4  # shaken evaluations of a definition
 
 
 def slopes(of: Define, logps: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +39,8 @@ def faults(trainer: Any, loss: Loss, logps: Tensor, found: Tensor, value: float 
     random = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (DRAWS, *lp.shape), generator=random).double() * 2 - 1
     near = [slopes(loss.of, lp + u * (1 + lp.abs()) * sign) for sign in signs]
-    bound = torch.stack([(x - slope).abs() for _, x in near]).amax(0) + u * slope.abs() + 1e-30
+    own = u * slope.abs() + CANCELLED * unit(logps.dtype) * slope.abs().amax() + 1e-30
+    bound = torch.stack([(x - slope).abs() for _, x in near]).amax(0) + own
     if bool(((found - slope).abs() > bound).any()):
         return f"gradients of the log-probs are not those of {loss.name}", _named(
             trainer, loss, lp, found, slope, bound

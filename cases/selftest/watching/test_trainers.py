@@ -127,3 +127,9 @@ def test_a_float32_head_moves_log_probs_by_what_is_measured(tmp_path, model):
     assert "watch/float32_head" not in lines[0]
     _, lines = watched(of("sft-trainer", model=model, dtype=torch.bfloat16), tmp_path / "small", memory_budget=1000)
     assert "watch/float32_head" not in lines[0]
+
+
+def test_terms_of_a_gradient_that_cancel_are_rounded_at_their_size(tmp_path):
+    """β(σ'(βΔ) - σ'(βd)) of apo_down's chosen completions: near 0 after one update, each term rounded in float32."""
+    watch, _ = watched(of("dpo-trainer", loss_type=["apo_down"], dtype=torch.bfloat16), tmp_path)
+    assert not watch.findings
