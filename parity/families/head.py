@@ -156,7 +156,7 @@ def logits(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
         if s.head_dtype != "fp32":
             embedding, weight = stored(weight, "use"), stored(weight, "use")
         hidden = stored(hidden + embedding[..., x.previous_ids.flatten(), :], "states")
-    hidden, weight = stored(hidden, "parameter"), stored(weight, "parameter")
+    hidden, weight = stored(hidden, "hidden"), stored(weight, "parameter")
     adapted = hidden
     if s.__dict__.get("head") == "lora":
         hidden, adapted = stored(hidden, "operand"), stored(adapted, "operand")

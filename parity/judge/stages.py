@@ -14,6 +14,8 @@ from parity.judge.monte_carlo import RUNNING, MonteCarlo
 from parity.judge.recipe import DTYPES, NAMES, NARROW, UNIT_ROUNDOFF
 
 Sized = Callable[[], torch.Tensor]
+FOLDED = "hidden", "logits", "unbiased", "biased"
+"""What is stored with a recipe's `folded` factor on it."""
 
 
 def stored(
@@ -24,9 +26,10 @@ def stored(
     An exact run returns x. A replica rounds it as the recipe says of the stage:
 
     - "input": in the dtype that it has by those of the inputs; "fp16" or "bf16": in that dtype whatever the recipe;
-    - "parameter": hidden states and weight before use; "bias": a bias; "states": what a model keeps in its own dtype
-      whatever the implementation; "use": a parameter at each of several uses, whose gradients autograd stores in its dtype
-      and adds; "operand": what several products take, each of which stores its gradient as it stores its logits';
+    - "parameter": a weight before use; "hidden": hidden states, with the recipe's `folded` on them; "bias": a bias; "states":
+      what a model keeps in its own dtype whatever the implementation; "use": a parameter at each of several uses, whose
+      gradients autograd stores in its dtype and adds; "operand": what several products take, each of which stores its gradient
+      as it stores its logits';
     - "logits": logits as a matrix product leaves them; "unbiased": the same where a bias is added next, which half of the
       replicas do before they store anything (one `addmm`, or a product and a sum); "biased": that sum, with `size()` what
       is to be added where a kernel's running sum begins with the bias; "teacher", "unbiased teacher": a teacher's;
@@ -57,7 +60,7 @@ def stored(
     forward, backward = _dtypes(mode, stage, own_dtype(x))
     x = x if size is None else mode.spread(x, size, "fp32")
     x = mode.held(x) if stage == "bias" else x
-    out = mode.stored(x, forward, backward, mode.recipe.folded if stage in ("logits", "unbiased", "biased") else 1.0)
+    out = mode.stored(x, forward, backward, mode.recipe.folded if stage in FOLDED else 1.0)
     out = of_dtype(out, own_dtype(x))
     if not stage.startswith("unbiased") or out is x or mode.recipe.bias:
         return out
@@ -110,6 +113,7 @@ def _dtypes(mode: MonteCarlo, stage: str, own: torch.dtype | None) -> tuple[str 
     table = {
         "input": (kept, kept),
         "parameter": (recipe.inputs, recipe.dinputs or recipe.inputs),
+        "hidden": (recipe.inputs, recipe.dinputs or recipe.inputs),
         "states": (mode.dtype, mode.dtype),
         "use": (None, mode.dtype),
         "operand": (None, recipe.dlogits),

@@ -157,3 +157,17 @@ def test_a_factor_on_the_parameters_flushes_no_gradient_of_the_logits(folded):
     narrow = Recipe(logits="input", dlogits="input", elementwise="input", folded=folded).resolve("fp16")
     found = oracle_of(case).oracle.replicas(narrow, 12)["grad_hidden"].flatten(1)[:, 8]
     assert bool(found.any()) == (folded != 1.0)
+
+
+def test_the_gradient_of_folded_hidden_states_is_stored_before_their_factor():
+    """1/τ and the scale on the hidden states, 85: float16 stores a subnormal number, off by up to 85 times half its spacing."""
+    factor = 0.3 / 0.003539
+    settings = {"B": 4, "T": 9, "V": 76, "H": 10, "temperature": 0.003539, "logit_scale": 0.3, "cotangent": "small"}
+    oracle = oracle_of(FAMILY.case(313, "fp16", settings))
+    exact = oracle.oracle.exact["grad_hidden"]
+    off = ((exact / factor).half().double() * factor - exact).norm()
+    folded, plain = (
+        (oracle.oracle.replicas(recipe.resolve("fp16"), 60)["grad_hidden"] - exact).flatten(1).norm(dim=1)
+        for recipe in (Recipe(inputs="input", folded=factor), Recipe(inputs="input"))
+    )
+    assert folded[0] == pytest.approx(off) and 20 * plain.max() < folded.min()  # the first rounds to what float16 has
