@@ -7,11 +7,15 @@ from types import SimpleNamespace
 import torch
 
 import parity
+from cases.selftest.slow import number
 from parity import recording
 from parity.rollouts import engine_models
 from parity.trainers.rig import drive, models
 from parity.trainers.specs import SPECS
 from parity.upstream import trl
+
+SEED = number("SEED", 42)
+"""Of what is generated and of the order of the data."""
 
 
 def sampler(prompts, trainer, change=lambda logps: logps, temperature=None, raw=False, model=None, cut=0, **support):
@@ -57,7 +61,14 @@ def recorded(name, prompts, trainer):
 def grpo(rollout=None, model="llama", dtype=torch.float32, policy=None, peft=None, **wanted):
     """A GRPOTrainer of two steps."""
     needed = ("temperature",)
-    settings = {"max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "beta": 0.0, **wanted}
+    settings = {
+        "seed": SEED,
+        "max_steps": 2,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "beta": 0.0,
+        **wanted,
+    }
     more = {} if rollout is None else {"rollout_func": rollout}
     policy = models.model(model, dtype) if policy is None else policy
     return drive.build(
@@ -95,5 +106,5 @@ def of(trainer, peft=None, model="llama", dtype=torch.float32, **wanted):
     """A trainer of TRL by its name here, two steps on stored completions or its own."""
     spec = SPECS[trainer]
     more = {"teacher_model": models.model("llama")} if spec.given == "teacher_model" else {}
-    settings = {"max_steps": 2, "max_length": 256, "gradient_checkpointing": False, **wanted}
+    settings = {"seed": SEED, "max_steps": 2, "max_length": 256, "gradient_checkpointing": False, **wanted}
     return drive.build(spec.upstream, models.model(model, dtype), settings, (), "cpu", peft, **more)
