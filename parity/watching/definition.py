@@ -18,7 +18,8 @@ from parity.testing.definitions import jsd, kl
 from parity.trainers.definitions.micro_batch import Define, Loss, accumulation, loss_mask
 
 OPERATIONS, CANCELLED = 64, 8
-"""Roundings of the log-probs' dtype that a gradient may be off by: of its own size, and of the largest's: terms that cancel."""
+"""Roundings that a gradient may be off by: of its own size in the log-probs' dtype; of the largest's in float32, of terms that
+cancel. In 16 bits the shaken log-probs move such terms further than the second would, and rows of other lengths are smaller."""
 DRAWS = 4  # shaken evaluations of a definition
 
 
@@ -39,7 +40,7 @@ def faults(trainer: Any, loss: Loss, logps: Tensor, found: Tensor, value: float 
     random = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (DRAWS, *lp.shape), generator=random).double() * 2 - 1
     near = [slopes(loss.of, lp + u * (1 + lp.abs()) * sign) for sign in signs]
-    own = u * slope.abs() + CANCELLED * unit(logps.dtype) * slope.abs().amax() + 1e-30
+    own = u * slope.abs() + CANCELLED * unit(torch.float32) * slope.abs().amax() + 1e-30
     bound = torch.stack([(x - slope).abs() for _, x in near]).amax(0) + own
     if bool(((found - slope).abs() > bound).any()):
         return f"gradients of the log-probs are not those of {loss.name}", _named(

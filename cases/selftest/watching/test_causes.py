@@ -2,14 +2,16 @@
 
 import copy
 import functools
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
 
 from cases.selftest.watching.runs import corrected, grpo, of, sampler, watched
+from parity.trainers.definitions.micro_batch import Loss
 from parity.trainers.rig import checkpointing, models
 from parity.upstream import trl
+from parity.watching import definition
 
 
 def found(watch):
@@ -69,6 +71,20 @@ def test_padding_in_the_normaliser(tmp_path):
     trainer._compute_loss = MethodType(padded, trainer)
     watch, _ = watched(trainer, tmp_path)
     assert set(found(watch)) == {("loss", "padding is counted in the normaliser")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_long_completion_are_judged_beside_a_short_ones(dtype):
+    """4 tokens and 900, each with 1/length of its completion's share."""
+    mask = (torch.arange(1000) < torch.tensor([[4], [900]])).double()
+    loss = Loss("grpo", lambda lp: -((lp * mask).sum(1) / mask.sum(1)).mean(), mask)
+    trainer = SimpleNamespace(args=SimpleNamespace(gradient_accumulation_steps=1))
+    trainer.accelerator = SimpleNamespace(num_processes=1)
+    logps = -torch.rand(2, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    _, slope = definition.slopes(loss.of, logps.double())
+    for factor in (1.0, 0.0, -1.0):
+        found = slope * torch.tensor([[1.0], [factor]])
+        assert (definition.faults(trainer, loss, logps, found, None) is None) == (factor == 1.0)
 
 
 def test_stale_weights_are_told_by_their_age(tmp_path):
