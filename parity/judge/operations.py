@@ -17,7 +17,7 @@ from parity.judge.identities import in_front
 from parity.judge.long_sums import MANY
 from parity.judge.monte_carlo import MonteCarlo, name_of, rounds_nothing
 from parity.judge.recipe import DTYPES, NARROW, UNIT_ROUNDOFF
-from parity.judge.stages import of_dtype, own_dtype, stored
+from parity.judge.stages import kept_dtype, of_dtype, own_dtype, stored
 
 aten = torch.ops.aten
 
@@ -259,8 +259,10 @@ class Double(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            given = [*args, *kwargs.values()]
-            if isinstance(error, NotImplementedError) or len({x.dtype for x in given if is_floating(x)}) < 2:
+            given, name = [*args, *kwargs.values()], func.__name__
+            writes = "out" in kwargs or name == "__setitem__" or (name[-1] == "_" and name[-2] != "_")
+            mixed = len({x.dtype for x in given if is_floating(x)}) > 1
+            if writes or isinstance(error, NotImplementedError) or not mixed:
                 raise
             args, kwargs = [_wide(a) for a in args], {k: _wide(v) for k, v in kwargs.items()}
             return func(*args, **kwargs)
@@ -273,6 +275,8 @@ _CASTS = {
     torch.Tensor.type_as: None,
     torch.Tensor.half: torch.float16,
     torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64,
 }
 _AS_FIRST = (torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.reshape_as)
 _DTYPE = torch.Tensor.dtype.__get__
@@ -299,26 +303,33 @@ class Definition(Double):
             like = [self._dtype(a) for a in given if is_floating(a)]
             dtype = next(iter((*asked, *like)), _CASTS[func])
             if dtype in _NARROW:
-                return of_dtype(_stored_unless_held(args[0].double(), _NARROW[dtype]), dtype)
+                narrow = _stored_unless_held(args[0].double(), _NARROW[dtype])
+                return of_dtype(narrow.view_as(narrow) if narrow is args[0] else narrow, dtype)
         else:
             args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _NARROW else a for a in args)
             kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v in _NARROW else v for k, v in kwargs.items()}
             dtype = next(iter(asked), None)
         out = super().__torch_function__(func, types, args, kwargs)
+        if dtype and func in _CASTS and out is args[0]:
+            out = out.view_as(out)  # whose dtype is another
         return self._named(out, func, dtype, [a for a in _flat((args, *kwargs.values())) if is_floating(a)])
 
     def _dtype(self, x: torch.Tensor) -> torch.dtype:
         return own_dtype(x) or (self.own if x.dtype == torch.float64 else x.dtype)
 
+    def _kept(self, x: torch.Tensor) -> torch.dtype:
+        return kept_dtype(x) or self._dtype(x)
+
     def _named(self, out: Any, func: Any, dtype: torch.dtype | None, operands: list[torch.Tensor]) -> Any:
         """`out`, whose floating-point tensors have the dtype that was asked for, or that of the operands' promotion."""
         new = [x for x in _flat((out,)) if is_floating(x) and not any(x is a for a in operands)]
-        if new and dtype is None:
-            leading = operands[:1] if func in _AS_FIRST else [a for a in operands if a.dim()] or operands
-            dtype = torch.float32 if func is torch.Tensor.float or not leading else None
-            dtype = dtype or functools.reduce(torch.promote_types, map(self._dtype, leading))
+        leading = operands[:1] if func in _AS_FIRST else [a for a in operands if a.dim()] or operands
         for x in new:
-            of_dtype(x, dtype)
+            own, kept = (
+                functools.reduce(torch.promote_types, map(of, leading)) if leading else torch.float32
+                for of in (self._dtype, self._kept)
+            )
+            of_dtype(x, dtype or own, kept if leading else dtype)
         return out
 
 

@@ -254,4 +254,7 @@ def _said() -> Iterator[None]:
     except NotImplementedError:
         raise
     except RuntimeError as error:
-        raise ValueError(f"the definition fails on float64 inputs ({error}): let it overwrite none of them") from error
+        raise ValueError(
+            f"the definition fails on float64 inputs ({error}): let it overwrite none of them, and write into no float32 "
+            "constant but its cast, as in table.to(x.dtype)"
+        ) from error

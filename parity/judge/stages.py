@@ -25,7 +25,8 @@ def stored(
 
     An exact run returns x. A replica rounds it as the recipe says of the stage:
 
-    - "input": in the dtype that it has by those of the inputs; "fp16" or "bf16": in that dtype whatever the recipe;
+    - "input": in the dtype that it has by those of the inputs, without casts to wider ones; "fp16" or "bf16": in that dtype
+      whatever the recipe;
     - "parameter": a weight before use; "hidden": hidden states, with the recipe's `folded` on them; "bias": a bias; "states":
       what a model keeps in its own dtype whatever the implementation; "use": a parameter at each of several uses, whose
       gradients autograd stores in its dtype and adds; "operand": what several products take, each of which stores its gradient
@@ -57,11 +58,11 @@ def stored(
         return x if mode.recipe.selected == "fp32" or size is None else mode.spread(x, size, mode.recipe.selected)
     if stage == "target":
         return x if size is None else mode.shifted(x, size)
-    forward, backward = _dtypes(mode, stage, own_dtype(x))
+    forward, backward = _dtypes(mode, stage, kept_dtype(x))
     x = x if size is None else mode.spread(x, size, "fp32")
     x = mode.held(x) if stage == "bias" else x
     out = mode.stored(x, forward, backward, mode.recipe.folded if stage in FOLDED else 1.0)
-    out = of_dtype(out, own_dtype(x))
+    out = of_dtype(out, own_dtype(x), kept_dtype(x))
     if not stage.startswith("unbiased") or out is x or mode.recipe.bias:
         return out
     return torch.where(in_front(lambda x: mode.noise.constant(math.sqrt(2), x) > 0, x), x, out)
@@ -100,9 +101,14 @@ def own_dtype(x: torch.Tensor) -> torch.dtype | None:
     return vars(x).get("own_dtype")
 
 
-def of_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def kept_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that it would have without casts to wider ones, in which `stored` keeps it."""
+    return vars(x).get("kept_dtype")
+
+
+def of_dtype(x: torch.Tensor, dtype: torch.dtype | None, kept: torch.dtype | None = None) -> torch.Tensor:
     """x, which stands for a tensor of that dtype."""
-    vars(x)["own_dtype"] = dtype
+    vars(x).update(own_dtype=dtype, kept_dtype=kept or dtype)
     return x
 
 

@@ -199,6 +199,29 @@ def test_each_input_has_a_dtype_of_its_own(form):
     assert_parity(narrow, lambda x, weight: (x.exp().to((2 * weight).dtype) - 1) * weight, inputs)
 
 
+WIDENED = {
+    "float": lambda x, y: x.float(),
+    "to": lambda x, y: x.to(torch.float32),
+    "like": lambda x, y: x.to(y.dtype),
+}
+
+
+@pytest.mark.parametrize("form", WIDENED)
+def test_what_is_cast_to_float32_is_not_kept_in_the_dtype_of_its_input(form):
+    """Unless the definition says `stored`."""
+    inputs = {**drawn(torch.bfloat16, x=(64, 64)), **drawn(torch.float32, y=(64,))}
+    inputs["x"] = inputs["x"] / 64
+
+    def definition(x, y):
+        wide = WIDENED[form](x, y)
+        return (wide.exp().to(wide.dtype) - 1) * y
+
+    narrow = lambda x, y: (x.exp().float() - 1) * y  # noqa: E731
+    assert_parity(lambda x, y: (x.float().exp() - 1) * y, definition, inputs)
+    assert not check_parity(narrow, definition, inputs).agrees
+    assert_parity(narrow, lambda x, y: (stored(WIDENED[form](x, y).exp()) - 1) * y, inputs)
+
+
 def test_trees_and_modules():
     def definition(pair, scale):
         return {"sum": pair["a"] + pair["b"][0] * scale, "both": (pair["a"].sin(), pair["b"][0].argmax(-1))}
@@ -383,6 +406,7 @@ TWICE = {"function": lambda x: 2 * x, "definition": lambda x: 2 * x, "inputs": X
     [
         ({"definition": lambda x: float(x.sum())}, "the definition returns no tensor"),
         ({"definition": lambda x: x.mul_(2)}, "overwrite none"),
+        ({"definition": lambda x: X1["x"].clone().index_add_(0, torch.tensor([0]), x[:1])}, r"table.to\(x.dtype\)"),
         ({"inputs": (X1["x"],)}, "inputs is a tuple"),
         ({"inputs": {0: X1["x"]}}, "inputs has the key 0: give the name"),
         ({"function": lambda y, z: 2 * y}, "has missing a required argument: 'z': wrap it in a lambda"),
