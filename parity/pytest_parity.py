@@ -229,6 +229,7 @@ class Audit(Recorder):
                 )
                 if own:
                     definition = copy.deepcopy(definition).to(narrow)
+                    vars(definition).pop("forward", None)  # one that takes notes, with the weights of the original
                 self.asking = True
                 try:
                     return tolerance(definition, inputs, cotangent=above if upstream else None)[name]

@@ -160,15 +160,22 @@ def test_module(make):
 def test_function(reference):
     x = torch.randn(8)
     assert_close(x + x, reference(x), atol=1e-2, rtol=1e-2)
+
+SHARED = Norm()
+
+def test_instance():
+    a, b = check(SHARED, Norm())
+    assert_close(b.weight.grad, a.weight.grad, atol=1e-2, rtol=1e-2)
 """
+AUDITED = {"make": {"23", "24", "30"}, "Norm": {"23", "24", "30", "41"}, "SHARED": {"23", "24", "41"}}
 
 
-@pytest.mark.parametrize("name", ["make", "Norm", "reference", "double"])
+@pytest.mark.parametrize("name", [*AUDITED, "reference", "double"])
 def test_the_audit_takes_modules_and_parameters_of_tests_for_definitions(tmp_path, name):
     section = run(tmp_path, MODULES, "--parity-audit", f"--parity-definition={name}").split("of the calls")[1]
     derived = dict(re.findall(r"test_kernel.py:(\d+)  derived: (.*)$", section, re.MULTILINE))
-    assert set(derived) == ({"23", "24", "30"} if name in ("make", "Norm") else {"35"}), section
-    assert all(float(atol) < 1e-4 for atol in re.findall("atol=(.*),", section)), section
+    assert set(derived) == AUDITED.get(name, {"35"}), section
+    assert all(1e-9 < float(atol) < 1e-4 or name not in AUDITED for atol in re.findall("atol=(.*),", section)), section
 
 
 UNKNOWN_ONCE = """
