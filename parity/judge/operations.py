@@ -310,8 +310,8 @@ class Definition(Double):
             kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v in _NARROW else v for k, v in kwargs.items()}
             dtype = next(iter(asked), None)
         out = super().__torch_function__(func, types, args, kwargs)
-        if dtype and func in _CASTS and out is args[0]:
-            out = out.view_as(out)  # whose dtype is another
+        if func in _CASTS and out is args[0] and dtype not in (None, self._dtype(out)):
+            out = out.clone()  # as a cast makes one
         return self._named(out, func, dtype, [a for a in _flat((args, *kwargs.values())) if is_floating(a)])
 
     def _dtype(self, x: torch.Tensor) -> torch.dtype:

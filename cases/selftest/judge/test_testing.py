@@ -220,6 +220,8 @@ def test_what_is_cast_to_float32_is_not_kept_in_the_dtype_of_its_input(form):
     assert_parity(lambda x, y: (x.float().exp() - 1) * y, definition, inputs)
     assert not check_parity(narrow, definition, inputs).agrees
     assert_parity(narrow, lambda x, y: (stored(WIDENED[form](x, y).exp()) - 1) * y, inputs)
+    alone = lambda x, y: WIDENED[form](x, y).mul_(2) + x * y  # noqa: E731
+    assert_parity(lambda x, y: x.float() * (2 + y), alone, inputs)
 
 
 def test_trees_and_modules():
