@@ -18,7 +18,7 @@ from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating
 from parity.judge.oracle import gradient_name
-from parity.judge.problem import Problem, call, cotangent
+from parity.judge.problem import Problem, call
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 from parity.judge.record import Parity, ParityError
 from parity.judge.undeclared import Explaining
@@ -203,11 +203,13 @@ def _later(calls: FunctionCalls, first: Mapping[str, torch.Tensor | None], recip
     problem = calls.problem
     inputs = tree_map(lambda x: other_values(x) if isinstance(x, torch.Tensor) else x, dict(problem.inputs))
     parameters = {name: other_values(x) for name, x in problem.parameters.items()}
-    seed, given = problem.seed + 1, {name: other_values(g) for name, g in problem.given.items()}
-    like = {name: x for name, x in problem.outputs.items() if x.is_floating_point()}
-    above = {n: elsewhere(given[n].double() if n in given else cotangent(n, x, seed)) for n, x in like.items()}
-    later = dataclasses.replace(problem, inputs=inputs, parameters=parameters, given=above, seed=seed)
-    try:
+    given = {name: other_values(g) for name, g in problem.given.items()}
+    later = dataclasses.replace(problem, inputs=inputs, parameters=parameters, given={}, seed=problem.seed + 1)
+    try:  # outputs may have another shape
+        above = {
+            n: given[n].double() if n in given and given[n].shape == g.shape else g for n, g in later.cotangents.items()
+        }
+        vars(later)["cotangents"] = {n: elsewhere(g) for n, g in above.items()}
         values = dataclasses.replace(calls, problem=later, changed=[]).values()
     except Exception as error:
         return [f"repeated: {LATER} fails, {told(error)}"]

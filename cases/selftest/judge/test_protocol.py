@@ -354,3 +354,11 @@ def test_a_later_call_on_other_values_is_judged(function, exact):
     assert found.protocol and all("of a later call on other values" in line for line in found.protocol)
     assert not found.agrees
     assert check_parity(exact, exact, {"x": torch.randn(8, 32)}).agrees
+
+
+@pytest.mark.parametrize("cotangent", [None, "ones"])
+def test_a_later_output_may_have_another_shape(cotangent):
+    x = torch.linspace(-1, 1, 30).view(5, 6)
+    positive = lambda x, kept: x[kept & (x > 0)].exp()  # noqa: E731
+    kept = torch.arange(30).view(5, 6) % 7 > 4
+    assert_parity(positive, positive, {"x": x, "kept": kept}, cotangent=cotangent)
