@@ -15,7 +15,7 @@ from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
 from parity.judge import stages
 from parity.judge.recipe import DTYPES, LARGEST
-from parity.judge.stages import scaled, stored
+from parity.judge.stages import by_index, scaled, stored
 from parity.judge.values import integers, normal, uniform
 
 SETTINGS = {
@@ -201,11 +201,14 @@ def selected(x: Inputs, all_logps: torch.Tensor) -> torch.Tensor:
     ids = x.ids.long().clamp(min=0)
     index = ids.reshape(-1, 1).expand(*all_logps.shape[:-1], 1)
     logps = all_logps.gather(-1, index).squeeze(-1).unflatten(-1, ids.shape)
+    s = x.settings
+    if s.softcap is None:
+        logps = by_index(logps, x.bias, ids, s.logit_scale / s.temperature)
 
     def products() -> torch.Tensor:
         hidden = x.hidden[(0,) * (x.hidden.dim() - 3)].detach()
         weight = x.weight[(0,) * (x.weight.dim() - 2)].detach()
-        return hidden * weight[ids] * (abs(x.settings.logit_scale) / x.settings.temperature)
+        return hidden * weight[ids] * (abs(s.logit_scale) / s.temperature)
 
     logps = stored(logps, "selected", lambda: products().norm(dim=-1))
     return stored(logps, "target", lambda: products().abs().sum(-1) * _walk(x.hidden.shape[-1]))

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.judge.blocks import on_grid
-from parity.judge.identities import Held, MadeAgain, Stored, in_front
+from parity.judge.identities import ByIndex, Held, MadeAgain, Stored, in_front
 from parity.judge.long_sums import LANES, MANY, drift, mass_of_maxima
 from parity.judge.noise import Noise
 from parity.judge.products import SPLIT_FROM, cut, split
@@ -410,6 +410,21 @@ class MonteCarlo(TorchDispatchMode):
         with self.unrounded():
             by = in_front(lambda x: self.noise.each(x).clamp(min=0) * (1 - 2 * (self.noise.each(x) > 0)), x)
             return x + (2 * self.u_sum * size().detach() * by).nan_to_num(0.0, 0.0, 0.0)
+
+    def by_index(self, x: torch.Tensor, leaf: torch.Tensor, index: torch.Tensor, factor: float) -> torch.Tensor:
+        """x, (R, …), to which factor·leaf[index] was added; in half of the replicas float32 sums the gradient of that by index,
+        in turn, beside the rest: of 148,480 equal terms the last ones are rounded to a hundredth."""
+
+        def off(grad: torch.Tensor) -> torch.Tensor:
+            with self.unrounded():
+                stretch = self.noise.stretch(grad).flatten(1)
+                terms, where = (grad.flatten(1) * (factor * stretch)).float(), index.flatten()
+                narrow = torch.zeros_like(leaf, dtype=torch.float32).index_add(1, where, terms).double()
+                exact = torch.zeros_like(leaf).index_add(1, where, terms.double())
+                found = (narrow - exact).nan_to_num_(0.0, 0.0, 0.0) / stretch
+                return torch.where(self.noise.each(found) > 0, found, 0.0)
+
+        return ByIndex.apply(x, leaf, off)
 
     def made_again(self, logps: torch.Tensor, z: torch.Tensor, size: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The log-softmax of z, whose gradient sees p·(1 + δ) for p in half of the replicas; `stages.log_softmax` has δ."""

@@ -138,6 +138,14 @@ def _dtypes(mode: MonteCarlo, stage: str, own: torch.dtype | None) -> tuple[str 
     return table[stage]
 
 
+def by_index(x: torch.Tensor, leaf: torch.Tensor | None, index: torch.Tensor, factor: float) -> torch.Tensor:
+    """x, to which factor·leaf[index] was added: an implementation may take these from the leaf by themselves, so that the leaf's
+    gradient has a part that is summed by index."""
+    if not RUNNING or leaf is None or not leaf.requires_grad:
+        return x
+    return RUNNING[-1].by_index(x, leaf, index, factor)
+
+
 def log_softmax(z: torch.Tensor, size: Sized) -> torch.Tensor:
     """log-softmax of logits z, (…, V), whose backward may make the probabilities again: p = exp(z - L) with L the stored
     log-sum-exp, and z another product of the same states and head (in a fused kernel: transposed, split, strided).

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from cases.selftest.controls.correct import control
 from cases.selftest.controls.soak import drawn
 from parity.case.case import Case
 from parity.errors import UsageError
@@ -105,3 +106,26 @@ def test_a_banned_first_token_at_an_ignored_label_is_seen():
     case = Case("preference", 0, "fp32", {"B": 2, "T": 3, "V": 4, "H": 2, "bias": "banned"})
     rows = list(run_case(case, [load()["liger.FusedLinearDPOLoss"]], thorough=False))
     assert {r.gate for r in rows if r.failing} == {"structure"}
+
+
+def test_a_bias_that_targets_read_by_index_may_drift():
+    """`bias[ids]` beside a product: 148,480 equal gradients are added in turn to one entry, a hundredth off in float32."""
+    settings = {
+        "B": 4,
+        "H": 2,
+        "T": 18560,
+        "V": 2,
+        "average": True,
+        "beta": 0.5,
+        "bias": "banned",
+        "chunk_size": 2,
+        "nll": 1.0,
+    }
+    settings |= {"cotangent": "small", "layout": "strided", "layouts": "offset", "loss_type": "hinge", "method": "cpo"}
+    case, right = (
+        Case("preference", 0, "fp32", settings | {"ignored": "none", "peak": 50.0}),
+        control("control.preference.apart"),
+    )
+
+    found = {r.quantity: r for r in run_case(case, [right], "cpu", False, lambda i: None, None)}
+    assert {q: r.verdict for q, r in found.items() if r.verdict != "agree"} == {} and found["grad_bias"].headroom > 0.1
