@@ -113,5 +113,5 @@ def _requirement(extra: str) -> str:
     if (folder / ".git").exists():  # else that of a repository around site-packages
         asked = ["git", "-C", str(folder), "remote", "get-url", "origin"]
         origin = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-    origin = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", origin)
+    origin = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]|^https://[^/@]*@([^/]+)/", r"https://\1\2/", origin)
     return f"'llm-parity{extra} @ git+{origin if origin.startswith('https://') else UNKNOWN}'"

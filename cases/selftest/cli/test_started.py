@@ -99,6 +99,7 @@ def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
         ),
         ('{"url": "file://HERE", "dir_info": {}}', "https://x.org/p.git", "https://x.org/p.git"),
         ('{"url": "file://HERE", "dir_info": {}}', "git@x.org:a/p.git", "https://x.org/a/p.git"),
+        ('{"url": "file://HERE", "dir_info": {}}', "https://me:secret@x.org/a/p.git", "https://x.org/a/p.git"),
         ('{"url": "file://HERE", "dir_info": {}}', None, "https://github.com/OWNER/llm-parity"),
         ('{"url": "file:///nowhere/at/all", "dir_info": {}}', None, "https://github.com/OWNER/llm-parity"),
         (None, None, "https://github.com/OWNER/llm-parity"),
