@@ -17,7 +17,8 @@ from parity.versions.client import EnvironmentUnusable
 USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED, TERMINATED = 2, 3, 70, 125, 130, 143
 """Exit codes beside those of a command itself. `replay` answers NO_JUDGEMENT for USAGE, NOTHING and FAULT: it is what
 `git bisect run` skips. FAULT (EX_SOFTWARE of sysexits.h): an error of the harness, which says nothing about any loss."""
-UNWRITABLE = "ENOSPC EDQUOT EFBIG EROFS EISDIR ENOTDIR EACCES".split()  # what keeps a report from being written
+FULL = "ENOSPC EDQUOT EFBIG".split()  # what keeps a report from being written, whichever file it is
+UNWRITABLE = [*FULL, "EROFS", "EISDIR", "ENOTDIR", "EACCES", "EPERM"]  # and where an error names the file
 NARROWEST = 20  # columns below which COLUMNS says nothing: some terminals give 0
 
 
@@ -79,7 +80,8 @@ class Group(click.Group):
             silence()
             sys.exit(_of(ctx, 0))
         except Exception as error:
-            if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in UNWRITABLE:
+            of_file = UNWRITABLE if isinstance(error, OSError) and error.filename else FULL
+            if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in of_file:
                 click.echo(f"parity: {error.filename or 'a file'}: {error.strerror}", err=True)
                 sys.exit(_of(ctx, USAGE))
             traceback.print_exc()

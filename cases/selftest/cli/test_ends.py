@@ -1,5 +1,6 @@
 """How a command ends: an exit code never says more than is known, whatever a user's file or a reader of the output does."""
 
+import errno
 import json
 import os
 import subprocess
@@ -113,6 +114,27 @@ def test_an_error_of_the_harness_is_no_disagreement(monkeypatch, command, code):
     done = CliRunner().invoke(commands.main, words)
     assert done.exit_code == code
     assert "an error of the harness" in done.output
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 2),
+        (PermissionError(errno.EPERM, "Operation not permitted", "reports/index.html"), 2),
+        (PermissionError(errno.EACCES, "Permission denied"), 70),  # of a process or a socket: no file of the user's
+    ],
+    ids=["full", "immutable", "no file"],
+)
+def test_a_file_that_cannot_be_written_is_the_users_to_mend(monkeypatch, error, code):
+    def broken(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(commands.main.commands["report"], "invoke", broken)
+    done = CliRunner().invoke(commands.main, ["report"])
+    assert done.exit_code == code
+    assert done.output.startswith(
+        f"parity: {error.filename or 'a file'}: {error.strerror}" if code == 2 else "Traceback"
+    )
 
 
 @pytest.mark.parametrize("words", [["replay", "--no-such-option"], ["replay"], ["replay", "x" * 5000]])
