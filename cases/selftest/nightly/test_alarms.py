@@ -43,7 +43,7 @@ def test_a_night_whose_file_another_run_has_written_since_does_not_go_on_with_it
     killed_in_its_commands(run, monkeypatch, MemoryError)
     asked = {"profile": "quick", "families": ("logprobs",), "implementations": ("fixes",)}
     running.execute(running.Options(**asked, reports=tmp_path), lambda *_: None)
-    with pytest.raises(UsageError, match="another run has written it since that night was killed"):
+    with pytest.raises(UsageError, match="`parity run` has written it since"):
         run(resume=True)
 
 
