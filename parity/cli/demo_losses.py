@@ -11,9 +11,8 @@ def log_probs(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> 
 
 def clipped(ratio: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     """PPO's clipped loss, averaged over the tokens of each sequence, then over sequences (GRPO)."""
-    gain = (
-        advantages.float() if advantages.dim() == 2 else advantages.float().unsqueeze(-1)
-    )  # of a token, or a sequence
+    gain = advantages.float()
+    gain = gain if gain.dim() == 2 else gain.unsqueeze(-1)  # of a token, or of a sequence
     per_token = -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
     return ((per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
 

@@ -73,6 +73,11 @@ class AdapterCalls(protocol.Calls[Inputs]):
 
     def held(self, part: Callable[["AdapterCalls"], list[str]], fails: str) -> list[str]:
         """What a part of the protocol finds, or how the calls end that it makes, which `fails` names; and what they rebound."""
+        found, rebound = self.parted(part, fails)
+        return found + rebound
+
+    def parted(self, part: Callable[["AdapterCalls"], list[str]], fails: str) -> tuple[list[str], list[str]]:
+        """Both apart."""
         found: list[str] = []
 
         def run() -> Outcome:
@@ -82,7 +87,7 @@ class AdapterCalls(protocol.Calls[Inputs]):
 
         then = guarded(self.implementation, run, self.values, self.other)
         found = found if then.verdict == "ran" else [f"{fails}{then.verdict}: {then.message}"]
-        return found + [leak for leak in then.leaks if leak.startswith("rebound")]
+        return found, [leak for leak in then.leaks if leak.startswith("rebound")]
 
 
 def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
@@ -198,7 +203,7 @@ def relations(
         out[name] = _related(first, then, relation.factor, relation.why)
     if inputs.context == "plain" and inputs.leaves:
         calls = AdapterCalls(implementation, inputs, inputs)
-        found = calls.held(lambda c: protocol.shown(c, first.quantities), "with a NaN among the inputs: ")
+        found, _ = calls.parted(lambda c: protocol.shown(c, first.quantities), "with a NaN among the inputs: ")
         out["NaN"] = not found, "; ".join(found)
     moved = unused(family, inputs) if implementation.is_function or share(inputs.case, "unused") % 4 == 0 else {}
     if moved:

@@ -163,8 +163,7 @@ def besides(
     new = [pair for pair in array if _stands(pair[1])]
     wanted = max(0, least - len(own))
     new = new if every_pair else new[:wanted]
-    dear = {near.id for _, near in pool.values() if zlib.crc32(f"dear/{near.id}".encode()) % int(cost(near))}
-    others = sorted(pool.values(), key=lambda pair: pair[1].id in dear)
+    others = sorted(pool.values(), key=lambda pair: zlib.crc32(f"dear/{pair[1].id}".encode()) % int(cost(pair[1])) > 0)
     rest = (pair for pair in others if pair not in new and _stands(pair[1]))
     return new + list(itertools.islice(rest, max(0, wanted - len(new))))
 
