@@ -84,7 +84,6 @@ class Inputs:
         return self.tensors[name]
 
     def replace(self, **tensors: torch.Tensor | None) -> Inputs:
-        """The same inputs with some tensors exchanged."""
         return dataclasses.replace(self, tensors={**self.tensors, **tensors})
 
     def to(self, device: str) -> Inputs:
@@ -97,7 +96,6 @@ class Inputs:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
         return next((t.device for t in self.tensors.values() if t is not None), torch.device("cpu"))
 
     @property

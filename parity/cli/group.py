@@ -64,7 +64,6 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command."""
         name = " ".join([*([str(ctx.info_name)] if ctx.parent else []), *args[:1]])
         if name in REMOVED:
             raise UsageError(f"`parity {name}` was removed: {REMOVED[name]}")
@@ -83,7 +82,6 @@ class Group(Commands):
         return super().__call__(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command and end as the module says."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # a terminal without UTF-8

@@ -56,7 +56,6 @@ def option(name: str, help: str | None, default: Any = None, **fields: Any) -> O
 
 
 def path(name: str, help: str | None = None, default: str | None = None, **fields: Any) -> Option:
-    """An option that takes a file or a folder."""
     return option(name, help, None if default is None else Path(default), type=PATH, **fields)
 
 

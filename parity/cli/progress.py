@@ -36,7 +36,6 @@ class Shown(contextlib.AbstractContextManager["Shown"]):
     def __call__(
         self, rows: Sequence[Row], done: int, of: int, now: str, stage: str = "", seconds: float | None = None
     ) -> None:
-        """Take in what happened."""
         self.stage, self.until = stage, math.inf if seconds is None else self.clock() + seconds
         if self.ended is None:
             self._start()

@@ -62,7 +62,6 @@ def findings(title: str, stack: "Stack", unknown: Mapping[str, str]) -> None:
 
 
 def table_of(title: str, headings: Sequence[str], show_header: bool = True) -> Table:
-    """An empty table."""
     table = Table(box=None, pad_edge=False, show_header=show_header, padding=(0, 2, 0, 0))
     table.title, table.title_justify, table.title_style = Text(title), "left", "bold"
     for heading in headings:

@@ -177,7 +177,6 @@ class Why:
         return cls(variant, unsteady, classes, hint.undeclared(*about, found.outcome, found.judged))
 
     def told(self, row: Row, hints: Sequence[str]) -> Row:
-        """The row of such a quantity."""
         assert row.quantity is not None
         row.verdict = "nondeterministic" if row.quantity in self.unsteady else "disagree"
         row.cls, row.variant = self.classes[row.quantity], self.variant
@@ -187,7 +186,6 @@ class Why:
 
 
 def _repeated_calls(found: Found) -> list[str]:
-    """What several calls change."""
     other, call = found.oracle.beside, (found.implementation, found.oracle.inputs)
 
     def agree(outcome: Outcome) -> bool:

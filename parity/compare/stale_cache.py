@@ -60,7 +60,6 @@ def calls(family: Family, case: Case) -> tuple[Case, Case] | None:
 
 
 def number(case: Case) -> int:
-    """Of a case's id."""
     return share(case, "kept")
 
 

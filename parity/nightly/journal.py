@@ -35,7 +35,6 @@ class Journal(msgspec.Struct, kw_only=True):
         return time.time() - self.began - self.paused
 
     def save(self, reports: Path) -> None:
-        """Keep it, whole or not at all."""
         save_json(reports / FILE, self)
 
     def end(self, reports: Path, exit_code: int) -> int:

@@ -27,8 +27,6 @@ REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, KeyError
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of running an implementation."""
-
     verdict: str  # "ran", or why there is nothing to judge: refused, unsupported, crashed, out-of-memory
     # outputs and gradients by name; None for a gradient that should be there and is not
     quantities: Mapping[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)

@@ -96,7 +96,6 @@ def _put_saved_hooks(value: Any) -> None:
 
 
 def _module_hooks() -> dict[str, Any]:
-    """Hooks on every module of the process."""
     tables = vars(nn_module).items()
     return {name: dict(table) for name, table in tables if name.startswith("_global_") and isinstance(table, dict)}
 
@@ -319,7 +318,6 @@ def importing(file: str) -> Iterator[None]:
 
 
 def belongs(id: str, file: str) -> None:
-    """The implementation is defined in this user's file."""
     _belongs[id] = file
 
 

@@ -106,7 +106,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return bool(self.expires) and datetime.date.fromisoformat(self.expires) <= today
 
     def covers_implementation(self, implementation: str) -> bool:
-        """Whether the entry names this implementation."""
         return any(fnmatch.fnmatchcase(implementation, p) for p in self.implementations)
 
     def in_force(self, versions: Mapping[str, str] | None = None) -> bool:
@@ -227,7 +226,6 @@ class Ledger:
         return next((e.id for e in self.entries if e.covers(row, facts)), None)
 
     def frozen(self) -> list[tuple[Entry, Case]]:
-        """Each entry with its own frozen case."""
         from parity.case.case import Case  # imports torch, which takes seconds
 
         return [(e, Case.load(self.folder / e.case)) for e in self.entries]

@@ -118,7 +118,6 @@ def of(
     ended: bool = True,
     steps: Iterable[CommandOutcome] = (),
 ) -> Run:
-    """A run as it is kept."""
     about, new = summary.header, summary.findings[:SHOWN]
     started = datetime.datetime.fromisoformat(about.started or datetime.datetime.now(datetime.UTC).isoformat())
     return Run(

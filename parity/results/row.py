@@ -179,8 +179,6 @@ class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entr
 
 
 class End(msgspec.Struct, kw_only=True):
-    """How a run ended."""
-
     cases: int
     of: int
     complete: bool
@@ -207,8 +205,6 @@ class Parted(Written, kw_only=True):
 
 
 class Last(Written, kw_only=True):
-    """The last row."""
-
     end: End
     schema: int = SCHEMA
     run: str = ""

@@ -97,7 +97,6 @@ class Trainer:
     change: Callable[[Any], Any] = lambda model: model
 
     def score(self, rows: Pairs, width: int, sampling: Sampling) -> Scores:
-        """`score` of the model."""
         return score(self.change(engine_models.loaded(self.folder, self.dtype)), rows, width, sampling)
 
     def in_float64(self) -> Any:
@@ -145,12 +144,10 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """Whether every quantity agrees."""
         return all(j.agrees for j in self.judgements.values())
 
     @property
     def worst(self) -> str:
-        """The quantity with the largest error ÷ allowed."""
         return max(self.judgements, key=lambda name: self.judgements[name].headroom)
 
     def text(self, recording: Recording) -> str:
@@ -339,6 +336,5 @@ def explanations(
 
 
 def without_softcap(model: Any) -> Any:
-    """The model, its softcap on logits off."""
     model.config.get_text_config().final_logit_softcapping = None
     return model

@@ -118,7 +118,6 @@ class Child:
 
     @property
     def how(self) -> str:
-        """How it ended."""
         code = self.process.returncode
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 

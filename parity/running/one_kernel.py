@@ -7,7 +7,6 @@ import triton.language as tl
 
 @triton.jit
 def double(x, y, n: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton compiles no other annotation
-    """y = 2·x for n numbers."""
     i = tl.arange(0, n)
     tl.store(y + i, 2 * tl.load(x + i))
 

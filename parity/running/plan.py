@@ -60,7 +60,6 @@ class Options:
 
     @property
     def file(self) -> Path:
-        """Where the rows go."""
         return self.results or self.reports / "results.ndjson"
 
     @property
@@ -152,7 +151,6 @@ Signature: TypeAlias = tuple[str, str, str | None]
 
 
 def signature_of(row: Row) -> Signature:
-    """That of a failing row."""
     return row.implementation, row.subject, row.cls
 
 

@@ -70,7 +70,6 @@ def resolve_device(name: str) -> str:
 
 
 def header(run: str, device: str, profile: str, seed: int) -> Header:
-    """The first row of a results file."""
     import torch
 
     from parity.judge.products import products

@@ -287,7 +287,6 @@ class Stream:
         self._source, self._drawn = source, list[tuple[str, Case]]()
 
     def first(self, count: int) -> Sequence[tuple[str, Case]]:
-        """The first `count` of them."""
         self._drawn += itertools.islice(self._source, max(0, count - len(self._drawn)))
         return self._drawn[:count]
 

@@ -119,7 +119,6 @@ def stored(
 
 @contextlib.contextmanager
 def _function(function: Callable[..., Any], taken: _Taken, step: int) -> Iterator[Callable[..., Any]]:
-    """The function, watched."""
     signature = inspect.signature(getattr(function, "forward", function))
     label = getattr(function, "__name__", type(function).__name__)
     of = family_of(signature, label, [loss_family(name) for name in loss_families()])

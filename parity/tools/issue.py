@@ -190,7 +190,6 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def edits(folder: Path, id: str) -> list[Edit]:
-    """The edits of an entry, in the file's order."""
     path = folder / "patches.toml"
     if not path.exists():
         return []

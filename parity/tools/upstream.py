@@ -42,7 +42,6 @@ class Shown:
 
     @property
     def outcome(self) -> str:
-        """In a line, what came out."""
         if self.done is None:
             return self.why
         last = ([line for line in self.done.output.splitlines() if line] or self.done.error.strip().splitlines())[-1:]

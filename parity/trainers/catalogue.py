@@ -83,7 +83,6 @@ class TrainerFamily:
         return Case(self.name, seed, dtype, kept)
 
     def features(self, case: Case) -> dict[str, Any]:
-        """Nothing besides the settings."""
         return {}
 
 

@@ -50,7 +50,6 @@ print("\\n" + json.dumps(found))
 
 
 def site_packages(root: Path) -> Path:
-    """The folder of an environment that holds its packages."""
     return root / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
 
 

@@ -121,7 +121,6 @@ class Environment:
 
 
 def environments_root() -> Path:
-    """The folder that holds the environments."""
     return cache_root() / "envs"
 
 

@@ -62,12 +62,10 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     @property
     def file(self) -> Path:
-        """The case's."""
         return Path(self.path).with_name(self.case)
 
     @cached_property
     def check(self) -> CaseCheck:
-        """Its case, implementation and quantities."""
         failure = "crashed" if self.expect == "crashed" else "disagree"
         return CaseCheck(self.id, Case.load(self.file), self.implementation, self.quantities, failure)
 
@@ -88,7 +86,6 @@ class Recheck:
 
 
 def folder() -> Path:
-    """Where the records lie."""
     return data.cases_dir() / "history"
 
 

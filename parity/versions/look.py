@@ -157,7 +157,6 @@ class CaseCheck:
 
 
 def amount(value: float | None) -> str:
-    """A number as reports print it."""
     return "not finite" if value is None else f"{value:.4g}"
 
 

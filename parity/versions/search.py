@@ -46,7 +46,6 @@ class Report:
 
     @property
     def text(self) -> str:
-        """All of it, to paste."""
         package, found, answers, moved = self.package, self.found, self.answers, self.moved
         low, high = answers[found.low], answers[found.high]
         if found.outcome != "found":

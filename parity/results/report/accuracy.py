@@ -77,7 +77,6 @@ def table(found: Sequence[Comparison]) -> str:
 
 
 def main() -> None:
-    """Prints the table for a results file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--of", nargs="+", default=list(OURS))

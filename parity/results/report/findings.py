@@ -121,7 +121,6 @@ class Finding:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """All rows of the smallest case."""
         return self.shown.rows
 
     @property
@@ -150,7 +149,6 @@ class Finding:
 
     @property
     def cases(self) -> int:
-        """In how many."""
         return len(self.parts)
 
     @property
@@ -165,7 +163,6 @@ class Finding:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Those it was seen in."""
         return tuple(sorted({p.first.dtype for p in self.parts}))
 
     @cached_property

@@ -184,7 +184,6 @@ def _environment() -> jinja2.Environment:
 
 
 def filled(template: str, **values: Any) -> str:
-    """A template with values."""
     return _environment().get_template(template).render(values)
 
 

@@ -93,12 +93,10 @@ APPLY = "`apply` is: from parity.fixes import apply; print(apply(trainer)), befo
 
 
 def effect(entry: Entry) -> str:
-    """What it does to a training run."""
     return entry.user.effect or entry.reason
 
 
 def fix(entry: Entry) -> str:
-    """What to do about it."""
     return entry.user.fix or "none known"
 
 
@@ -124,7 +122,6 @@ def is_mended(entry: Entry) -> bool:
 
 
 def records(entries: Iterable[Entry]) -> list[dict[str, str]]:
-    """The entries for a program."""
     return [
         {"id": e.id, "severity": e.severity or OTHER, "setting": where(e), "effect": effect(e), "releases": releases(e)}
         | {"fix": fix(e), "replay": f"parity replay {e.id}"}

@@ -53,7 +53,6 @@ def number(value: Any) -> str:
 
 
 def counts(c: Counts) -> str:
-    """What was compared, what became of it, and what was not compared."""
     others = [f"{c[n]:,} {n}" for n in ("known", "nondeterministic", "disagree", *DECLINED, *STOPPED) if c[n]]
     return " · ".join([f"{c['compared']:,} compared", f"{c['agree']:,} agree", *others])
 
@@ -75,7 +74,6 @@ def others(reasons: Sequence[str]) -> list[str]:
 
 
 def verdict(summary: Summary, code: int) -> str:
-    """The exit code of the run and what it says."""
     said = "the run did not come to its end" if code == 3 and summary.incomplete else CODES.get(code, "")
     return f"the run ended with {code}: {said}"
 
@@ -105,7 +103,6 @@ def about(summary: Summary) -> str:
 
 
 def versions(summary: Summary) -> str:
-    """The versions that the header tells."""
     return " · ".join(f"{k} {v}" for k, v in summary.header.versions.items())
 
 

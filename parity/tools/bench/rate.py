@@ -31,7 +31,6 @@ YARDSTICKS = {"import of torch": "import torch", "8 products of 1,024 x 1,024 ma
 
 
 def main() -> int:
-    """Measure and print the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="quick")
     parser.add_argument("--family", action="append", default=[])
@@ -51,7 +50,6 @@ def main() -> int:
 
 
 def row(family: str, revision: str, count: int, seconds: float) -> str:
-    """A line of the table."""
     return f"| {family} | {revision} | {count:,} | {measured.short(seconds)} | {measured.short(count / seconds)} |"
 
 

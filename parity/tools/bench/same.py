@@ -24,7 +24,6 @@ OF_A_RUN = ("run", "shard", "replay", "imported_from")
 
 
 def main() -> int:
-    """Compare, and print what differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)

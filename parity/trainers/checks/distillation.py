@@ -120,7 +120,6 @@ def upstream() -> str:
 
 
 def samples(prompts: str = "ragged") -> list[Sample]:
-    """The samples as words."""
     return [
         Sample(models.words(i, "prompt", p), models.words(i, "completion", c), "", label=True)
         for i, (p, c) in enumerate(SAMPLES[prompts])

@@ -120,7 +120,6 @@ def first_step(step: Oracle, steps: Steps) -> Iterator[Quantity]:
 
 
 def window_loss(step: Oracle, value: float, quantity: str = "loss") -> Quantity:
-    """The loss of a window through the scalar gate."""
     return Quantity(quantity, value, Entry(step, LOSS))
 
 

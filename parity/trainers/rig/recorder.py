@@ -77,7 +77,6 @@ class Steps:
     sharded: int = 0  # the number of parameters of which each process holds a part
 
     def window(self, step: int) -> list[dict[str, Any]]:
-        """The micro-batches of an optimizer step."""
         return self.batches[self.windows[step - 1] if step else 0 : self.windows[step]]
 
 

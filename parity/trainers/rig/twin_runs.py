@@ -28,7 +28,6 @@ PADDINGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
-    """Arguments of the trainer's config for a twin."""
     spec = SPECS[trainer]
     out: dict[str, Any] = recorder.plain(s.split) | {
         "beta": s.beta,
@@ -137,7 +136,6 @@ class Run:
 
     @functools.cached_property
     def steps(self) -> recorder.Steps:
-        """What it did."""
         return train(self.built, self.path)
 
     def all_there(self) -> Quantity:
