@@ -12,7 +12,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """One thread a process, full float32 products, Triton's interpreter where there is no GPU."""
-    prepare(device(), threads=1)
+    prepare(device())
 
 
 def device() -> str:

@@ -101,13 +101,13 @@ def tell(**event: Any) -> None:
             line = line[os.write(descriptor, line) :]
 
 
-def environment(device: str, threads: int) -> dict[str, str]:
+def environment(device: str) -> dict[str, str]:
     """Environment variables of a worker: no hub, quiet libraries, and Triton's interpreter where there is no GPU."""
     out = {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": "1",
         "PYTHONHASHSEED": "0",  # transformers builds parts of Gemma-4 and ModernBERT in the order of a set
         "TRL_EXPERIMENTAL_SILENCE": "1",
         "UNSLOTH_IS_PRESENT": "1",
@@ -119,15 +119,15 @@ def environment(device: str, threads: int) -> dict[str, str]:
     return out | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
 
 
-def prepare(device: str, threads: int) -> None:
+def prepare(device: str) -> None:
     """Settings that hold for every implementation and are recorded in the header: full float32 products, no tf32."""
-    for name, value in environment(device, threads).items():
+    for name, value in environment(device).items():
         os.environ.setdefault(name, value)
     if device == "cuda":
         os.environ.pop("TRITON_INTERPRET", None)  # the header says "compiled"
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

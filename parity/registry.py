@@ -18,7 +18,7 @@ from parity.implementations.implementation import REGISTRY, Implementation, orig
 from parity.judging.assess import CaseOracle
 from parity.protocol import process_state
 from parity.results.row import Row
-from parity.trainers import catalogue, execute
+from parity.trainers import catalogue
 from parity.trainers.catalogue import TrainerFamily, is_trainer
 
 NAMES = ("logprobs", "policy", "divergence", "preference")
@@ -167,14 +167,14 @@ def run_case(
     most: int | None = None,
 ) -> Iterator[Row]:
     """Rows of a case for each implementation, the reference first: of a loss by `parity.compare.one_case`, of a
-    trainer's check by `trainers.execute`.
+    trainer's check by `trainers.catalogue`.
 
     `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact relations
     to a loss; `announce` is called with each implementation before it runs; `most` limits the replicas of a loss.
     """
     implementations = list(implementations)
     if is_trainer(case.family):
-        rows = execute.rows(case, implementations, device, announce)
+        rows = catalogue.rows(case, implementations, device, announce)
     else:
         rows = one_case.run_case(loss_family(case.family), case, implementations, device, thorough, announce, most)
     libraries = {i.id: i.library for i in implementations if i.library}

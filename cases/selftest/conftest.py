@@ -24,5 +24,5 @@ def warm_workers():
 def device():
     """Where a slow test runs implementations, as in a worker of a run."""
     name = os.environ.get("SELFTEST_DEVICE", "cpu")
-    prepare(name, threads=1)
+    prepare(name)
     return name

@@ -37,7 +37,7 @@ def record_command(**given: Any) -> None:
     from parity import recording
     from parity.rollouts.record import RecordingOptions, record
 
-    prepare("cpu", 1)
+    prepare("cpu")
     for path in record(RecordingOptions(**given)):
         click.echo(f"{path}: {recording.load(path).line().partition(': ')[2]}")
 
@@ -53,7 +53,7 @@ def judge_command(paths: tuple[str, ...], **given: Any) -> None:
     The unit is the trainer's own rounding. Then the contract of an engine, line by line. Without RECORDING: those that
     are shipped. Exit code 1 if one disagrees or a line is broken.
     """
-    prepare("cpu", 1)
+    prepare("cpu")
     from parity import recording
     from parity.rollouts import contract
 

@@ -74,21 +74,9 @@ def assert_parity(
         ValueError: for inputs that cannot be judged, and a definition that is random.
         NotImplementedError: for an operation of the definition without a rounding rule, by name.
     """
+    asked = dict(locals())
     __tracebackhide__ = True
-    parity = check_parity(
-        function,
-        definition,
-        inputs,
-        actual=actual,
-        grad=grad,
-        also=also,
-        in_place=in_place,
-        recipe=recipe,
-        cotangent=cotangent,
-        protocol=protocol,
-        seed=seed,
-    )
-    raise_unless(parity)
+    raise_unless(check_parity(**asked))
 
 
 def raise_unless(parity: Parity) -> None:

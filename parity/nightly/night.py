@@ -74,7 +74,7 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
         shown = "as it was" if seed is None else seed
         say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {shown} · {device}")
         book.save(night.reports)
-        prepare(device, threads=1)
+        prepare(device)
         for one in [] if seed is None or night.resume else proof(device, seed):
             say(str(one))
             book.blind += [] if one.holds else [str(one)]

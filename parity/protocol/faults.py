@@ -104,12 +104,6 @@ def blocking() -> bool:
     return os.environ.get(BLOCKING) == "1"
 
 
-def synchronised(device: str) -> None:
-    """Wait for what was launched, so that its error belongs to the implementation that launched it."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def released() -> None:
     """After too much memory was asked for: hand back what torch keeps, for whoever comes next."""
     if torch.cuda.is_initialized():

@@ -20,7 +20,7 @@ from parity.judge.operations import as_definition
 from parity.judge.recipe import DTYPES, EAGER, NAMES
 from parity.judge.stages import in_dtype
 from parity.rollouts import engine_models
-from parity.rollouts.scoring import rows_from, tables
+from parity.rollouts.scoring import rms, rows_from, tables
 
 if TYPE_CHECKING:
     from parity.recording import Recording
@@ -116,12 +116,6 @@ DEFINITIONS = {
 """What a sampler's log-probs may be meant to be."""
 
 
-def rms(values: Tensor) -> float:
-    """√mean x² of the finite ones, 0 of nothing."""
-    values = values[values.isfinite()]
-    return float(values.square().mean().sqrt()) if len(values) else 0.0
-
-
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """The judgement of one recording.
@@ -201,7 +195,7 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
     capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
     fits = explanations(recording, trainer, sampling, scores, capped)
     best, error = next(iter(fits), None), max(2.0, judgements["log-probs"].gates.get("norm", 0.0))
-    if best and fits[best] * error <= rms(found):  # down to what rounding is allowed
+    if best and fits[best] * error <= rms(found[found.isfinite()]):  # down to what rounding is allowed
         return Verdict(definition, judgements, found, fits, best)
     for dtype in (torch.float16, torch.bfloat16):
         if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps:
@@ -331,7 +325,7 @@ def explanations(
     if scores.likeliest is not None:
         candidates["those of the likeliest token"] = mine - scores.full + scores.likeliest
     differences = {name: (logps - sampler)[mask] for name, logps in candidates.items()}
-    out = {name: rms(d) for name, d in differences.items() if bool(d.isfinite().any())}
+    out = {name: rms(d[d.isfinite()]) for name, d in differences.items() if bool(d.isfinite().any())}
     return dict(sorted(out.items(), key=lambda item: item[1]))
 
 

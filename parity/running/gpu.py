@@ -60,7 +60,7 @@ def printed(command: Sequence[str]) -> str:
     """What a process that may use Triton's compiler prints. Raises TimeoutError: no answer in time; ChildProcessError:
     another exit code than 0; the last line of its stderr."""
     try:
-        done = subprocess.run(command, env=child("cuda", 1), capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(command, env=child("cuda"), capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"no answer in {SECONDS:.0f} s") from None
     if done.returncode:
@@ -79,10 +79,10 @@ def visible() -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
-def child(device: str, threads: int, gpu: str | None = None) -> Mapping[str, str]:
+def child(device: str, gpu: str | None = None) -> Mapping[str, str]:
     """The environment of a worker: without `TRITON_INTERPRET` on CUDA, without a GPU on the CPU, with one where `gpu`
     says. One visible device a process: a Trainer that sees two wraps its model in DataParallel."""
-    env = dict(os.environ) | environment(device, threads)
+    env = dict(os.environ) | environment(device)
     if device == "cpu":
         return env | {"CUDA_VISIBLE_DEVICES": ""}
     env.pop("TRITON_INTERPRET", None)

@@ -225,7 +225,6 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     reserve = min(profile.minimise_seconds, (options.max_time or 0.0) / 10)  # for findings, once no more is drawn
     settings: dict[str, Any] = {
         "device": device,
-        "threads": 1,
         "profile": options.profile,
         "dtypes": list(options.dtypes or DTYPES),
         "implementations": list(options.implementations),

@@ -65,7 +65,7 @@ class Worker:
     place: BinaryIO = dataclasses.field(default_factory=tempfile.TemporaryFile)
 
     def begin(self, blocking: bool = False) -> Child:
-        env = dict(gpu.child(self.plan["device"], self.plan["threads"], self.plan.get("gpu")))
+        env = dict(gpu.child(self.plan["device"], self.plan.get("gpu")))
         env |= {SCRATCH: self.scratch} | ({faults.BLOCKING: "1"} if blocking else {})
         self.streams, self.blocking, self.case.started = [], blocking, None
         for file, content in ((self.errors, b""), (self.place, json.dumps(self.plan).encode())):

@@ -51,7 +51,7 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
     os.close(nothing)
     pid = os.getpid()
     time.sleep(plan.get("wait", 0.0))
-    prepare(plan["device"], plan["threads"])
+    prepare(plan["device"])
     limit_memory(plan.get("memory"))
     keep_memory()
 

@@ -44,7 +44,7 @@ def replay(
     select(ids)  # a user's own family is known from here on
     case, found_with = find(name, reports)
     device = resolve_device(device)
-    prepare(device, threads=1)
+    prepare(device)
     chosen = [i for i in select(followed(ids, found_with, case)) if i.family == case.family]
     family(case.family).full_settings(case)
     if not chosen:

@@ -33,7 +33,7 @@ from parity.results.report.wording import ratio
 from parity.versions.bisect import Measurement
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
-from parity.versions.look import CaseCheck, rows
+from parity.versions.look import CaseCheck, look
 
 _Text = Annotated[str, Meta(min_length=1, pattern=r"^\S")]
 _Texts = Annotated[tuple[_Text, ...], Meta(min_length=1)]
@@ -127,7 +127,7 @@ def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]]
     try:
         cases = {record.check.case.id: record.check.case for record, _ in asked}
         implementations = sorted({record.check.implementation for record, _ in asked})
-        found = rows(Environment.of(specs), list(cases.values()), implementations, device)
+        found = look(Environment.of(specs), list(cases.values()), implementations, device=device).rows
     except EnvironmentUnusable as error:
         return [Recheck(record, specs, bad, Measurement("not run", message=str(error)), None) for record, bad in asked]
     answers = [(record, bad, record.check.answer(found)) for record, bad in asked]

@@ -39,12 +39,6 @@ class Look:
     config: dict[str, Any]
 
 
-def rows(
-    made: Environment, cases: Sequence[Case], wanted: Sequence[str], device: str = "cpu", near: bool = False
-) -> list[Row]:
-    return look(made, cases, wanted, device=device, near=near).rows
-
-
 def look(
     made: Environment,
     cases: Sequence[Case],
@@ -66,7 +60,7 @@ def look(
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations)}
     stdin = json.dumps(plan | {"config": config, "near": near, "device": device})
-    settings = environment(device, 1) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    settings = environment(device) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     command = ["python", "-W", "ignore", "-m", "parity.versions.look"]
     try:
         done = made.run(command, settings=settings, capture=True, stdin=stdin, cpu_limit=CPU_LIMIT, clock=clock)
@@ -89,7 +83,7 @@ def look(
 def main() -> int:
     """Runs the plan in this process; lines without the marks may stand between."""
     plan = json.load(sys.stdin)
-    prepare(plan["device"], threads=1)
+    prepare(plan["device"])
     ledger = Ledger.load(data.ledger_file())
     wanted = select(plan["implementations"])
     references = [one for one in select(()) if one.role == "reference"]
@@ -132,7 +126,7 @@ class CaseCheck:
 
     def measure(self, made: Environment) -> Measurement:
         """The answer of `judged` in an environment; EnvironmentUnusable when the process dies there."""
-        return self.judged(rows(made, [self.case], [self.implementation], self.device))
+        return self.judged(look(made, [self.case], [self.implementation], device=self.device).rows)
 
     def judged(self, found: Iterable[Row]) -> Measurement:
         """`answer`, with this check's own failure read as a disagreement."""

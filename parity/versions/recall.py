@@ -24,7 +24,7 @@ from parity.sampling.find import case_of
 from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment
 from parity.versions.history import Record
-from parity.versions.look import rows
+from parity.versions.look import look
 
 TRIED = 100  # failing cases of a record that are looked at on the good release
 CPU_LIMIT = 4 * 3600.0
@@ -83,10 +83,10 @@ def _found(
     failing = {r.id: _answering(there, r, r.expect)[:TRIED] for r in records}
     wanted = sorted({r.check.implementation for r in records if failing[r.id]})
     asked = {case.id: case for of_record in failing.values() for case in of_record}
-    right = rows(Environment.of(good), list(asked.values()), wanted, device, near=True) if asked else []
+    right = look(Environment.of(good), list(asked.values()), wanted, device=device, near=True).rows if asked else []
     cleared = {r.id: _answering(right, r, r.then) for r in records}
     near = {case.id: case for of_record in cleared.values() for case in of_record if case.id not in asked}
-    again = rows(Environment.of(bad), list(near.values()), wanted, device) if near else []
+    again = look(Environment.of(bad), list(near.values()), wanted, device=device).rows if near else []
     out = []
     for r in records:
         both = [case for case in cleared[r.id] if case in failing[r.id]]

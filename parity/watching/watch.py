@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from parity.judge.calls import told
 from parity.results import watched
 from parity.results.watched import Finding
 from parity.rollouts.judge import mismatch
@@ -139,7 +140,7 @@ class Watch(TrainerCallback):
 
         out, why = captured(self.trainer, to, run)
         if why is not None:
-            self._say(("capture",), f"watch: no case is written: {_line(why)}")
+            self._say(("capture",), f"watch: no case is written: {told(why)}")
         return out
 
     def _given(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +183,7 @@ class Watch(TrainerCallback):
         """What ends the watch on one rank ends it on all, and what ends the run; all come here at the same step."""
         if self._any(self._error is not None):
             self.undo()
-            why = "another rank's watch has ended" if self._error is None else _line(self._error)
+            why = "another rank's watch has ended" if self._error is None else told(self._error)
             logger.warning("watch: %s; the run goes on unwatched", why)
             self._error = None
         if self._any(bool(self._mismatch)):
@@ -192,11 +193,9 @@ class Watch(TrainerCallback):
     def _any(self, here: bool) -> bool:
         """Whether it is so on any rank."""
         accelerator = self.trainer.accelerator
-        return (
-            here
-            if accelerator.num_processes == 1
-            else bool(accelerator.reduce(torch.tensor(float(here), device=accelerator.device)))
-        )
+        if accelerator.num_processes == 1:
+            return here
+        return bool(accelerator.reduce(torch.tensor(float(here), device=accelerator.device)))
 
     def _before_update(self) -> None:
         """The gradients of the first step; a copy of the weights where the next steps may have to know them."""
@@ -278,7 +277,7 @@ class Watch(TrainerCallback):
             old = [weights for _, weights in reversed(self._old)]
             named = tuple(causes.explanations(found, at.rows, *at.facts(what, found.own, old)))
         except Exception as error:
-            none = f"no cause, for {_line(error)}"
+            none = f"no cause, for {told(error)}"
         most = ", ".join(f"{t['token']!r} {t['logp']:.3f} for {t['own']:.3f}" for t in tokens[:3])
         size = f"{SIDES[what]} by {rms(units):.3g} times its noise ({len(units)} tokens)"
         self._find(what, rms(units), named, f"{size}: {' or '.join(named) or f'{none}; most: {most}'}", tokens, strips)
@@ -343,12 +342,8 @@ class Watch(TrainerCallback):
         try:
             watched.write(self.to, self._looked, self.findings, found)
         except OSError as error:
-            self._say(("file",), f"watch: nothing is written: {_line(error)}")
+            self._say(("file",), f"watch: nothing is written: {told(error)}")
 
 
 def _first(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

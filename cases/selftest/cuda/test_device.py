@@ -24,11 +24,11 @@ from parity.registry import facts, family, load, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.render import text_of
 from parity.trainers import catalogue
+from parity.trainers.catalogue import judge as judge_quantity
+from parity.trainers.catalogue import rows as rows_of_check
 from parity.trainers.check import CHECKS, holds
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.training_step import Parameters, exact_step, gradients
-from parity.trainers.execute import judge as judge_quantity
-from parity.trainers.execute import rows as rows_of_check
 from parity.trainers.rig import stored_window
 from parity.trainers.rig.stored_window import Window
 

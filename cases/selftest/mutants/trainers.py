@@ -22,7 +22,7 @@ from parity.implementations.implementation import Implementation
 from parity.registry import facts, select
 from parity.results.ledger import Ledger
 from parity.trainers import catalogue
-from parity.trainers.execute import rows
+from parity.trainers.catalogue import rows
 from parity.trainers.rig import drive
 from parity.trainers.specs import TRAINERS
 

@@ -89,7 +89,7 @@ def told(monkeypatch, events, sleep=0):
     program = WORKER.format(root=os.getcwd(), events=events, sleep=sleep)
     monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", "-c", program])
     shard = Shard(family="logprobs", kind="drawn", count=1, of=1, seed=1)
-    return [event for _, event in supervisor.run([{"device": "cpu", "threads": 1}], ShardQueue([shard]), 30.0, 30.0)]
+    return [event for _, event in supervisor.run([{"device": "cpu"}], ShardQueue([shard]), 30.0, 30.0)]
 
 
 def test_a_worker_that_sends_one_is_ended_at_once_and_given_up_where_it_does_so_again(monkeypatch):

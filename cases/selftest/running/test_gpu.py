@@ -85,15 +85,15 @@ def test_the_environment_of_a_worker(monkeypatch):
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", begun)
     with pytest.raises(InterruptedError):
-        supervisor.Worker({"device": "cuda", "threads": 1, "gpu": "2"}).begin()
-    on_cpu = gpu.child("cpu", 1)
+        supervisor.Worker({"device": "cuda", "gpu": "2"}).begin()
+    on_cpu = gpu.child("cpu")
     assert on_cpu["TRITON_INTERPRET"] == "1" and on_cpu["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_process_on_cuda_interprets_no_kernel(monkeypatch):
     """The header says "compiled"; a user's TRITON_INTERPRET=1 would say otherwise."""
     monkeypatch.setattr(os, "environ", dict(os.environ) | {"TRITON_INTERPRET": "1"})
-    process.prepare("cuda", 1)
+    process.prepare("cuda")
     assert "TRITON_INTERPRET" not in os.environ
 
 
@@ -228,7 +228,7 @@ def test_ranks_on_the_cpu_see_no_gpu(monkeypatch):
 
 def test_workers_hash_text_alike():
     """Else the order of a set in transformers decides the random errors of a replica."""
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"} | process.environment("cpu", 1)
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"} | process.environment("cpu")
     command = [sys.executable, "-c", "print(hash('sliding_attention'))"]
     told = {subprocess.run(command, env=env, capture_output=True, check=True).stdout for _ in range(2)}
     assert len(told) == 1

@@ -51,7 +51,7 @@ def test_a_node_takes_part_where_its_header_is_that_of_the_run(head, change, say
 @pytest.fixture
 def deal(options, head):
     """A function that runs so many cases as a task of Ray does, in a worker that only pretends."""
-    settings = {"device": "cpu", "threads": 1, "profile": "quick"}
+    settings = {"device": "cpu", "profile": "quick"}
     nodes._watching.cache_clear()
     yield lambda count: nodes.on_node(
         settings, head, ".", (9.0, 9.0), Shard(family="logprobs", kind="drawn", seed=1, count=count)

@@ -72,7 +72,6 @@ def plan_of(tmp_path, implementations) -> dict:
     """What a worker is told of a quick run in fp32."""
     return {
         "device": "cpu",
-        "threads": 1,
         "profile": "quick",
         "dtypes": ["fp32"],
         "implementations": implementations,
@@ -261,7 +260,7 @@ def test_a_process_that_ended_while_it_waited_costs_no_finding(monkeypatch):
     sought = Sought(implementation="own", subjects=[("logps", "logic")], gate=None, cases=[])
     finding = Shard(family="logprobs", kind="finding", count=1, seed=1, sought=sought)
     queue = ShardQueue(drawn, more=lambda: [finding])
-    events = supervisor.run([{"device": "cpu", "threads": 1}] * 2, queue, 30.0, 30.0)
+    events = supervisor.run([{"device": "cpu"}] * 2, queue, 30.0, 30.0)
     assert [shard.kind for shard, _ in events] == ["drawn", "drawn", "finding"]
 
 

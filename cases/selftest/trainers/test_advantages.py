@@ -7,10 +7,9 @@ import torch
 
 pytest.importorskip("trl")
 
-from parity.trainers.catalogue import family
+from parity.trainers.catalogue import family, judge
 from parity.trainers.check import CheckCall
 from parity.trainers.checks import advantages
-from parity.trainers.execute import judge
 
 
 def call(trainer, **settings):

@@ -16,8 +16,8 @@ from parity.running.supervisor import lost_row
 from parity.sampling.find import find
 from parity.tools.replay import exit_code
 from parity.trainers import catalogue
+from parity.trainers.catalogue import judge
 from parity.trainers.check import CHECKS, CheckCall, Quantity, check, holds, summed
-from parity.trainers.execute import judge
 from parity.trainers.rig import drive
 
 SETTINGS = {"kind": Setting("right", "what it does", ("right", "wrong", "absent", "raises", "moody", "silent"))}

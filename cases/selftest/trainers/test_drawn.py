@@ -8,7 +8,7 @@ import torch
 
 from parity.case.profiles import PROFILES
 from parity.errors import Unsupported
-from parity.trainers import catalogue, execute
+from parity.trainers import catalogue
 from parity.trainers.check import tells
 from parity.trainers.rig import drawn, models, stored_window
 from parity.trainers.specs import TRAINERS
@@ -46,9 +46,9 @@ def test_runs_of_another_seed_have_cases_of_it(profile):
 
 def test_a_case_is_run_with_its_own_seed(monkeypatch):
     seen = []
-    monkeypatch.setattr(execute, "_rows", lambda *_: seen.append(drawn.seed()) or ())
+    monkeypatch.setattr(catalogue, "_rows", lambda *_: seen.append(drawn.seed()) or ())
     case = catalogue.family("dpo-trainer").case(31, "fp32", {"check": "step-one"})
-    list(execute.rows(case, [catalogue.implementations()["dpo-trainer.released"]]))
+    list(catalogue.rows(case, [catalogue.implementations()["dpo-trainer.released"]]))
     assert seen == [31] and drawn.seed() == 0
 
 
@@ -56,7 +56,7 @@ def test_values_that_test_nothing_are_a_fault_under_seed_0_alone():
     """The fixed values were chosen to test something; under another seed the case is left out, with the reason."""
     for seed in (0, 7):
         with drawn.of_case(seed):
-            assert execute.judge(tells("beyond", True, "both sides")).agrees
-    assert not execute.judge(tells("beyond", False, "one side")).agrees
+            assert catalogue.judge(tells("beyond", True, "both sides")).agrees
+    assert not catalogue.judge(tells("beyond", False, "one side")).agrees
     with drawn.of_case(7), pytest.raises(Unsupported, match="one side: under this seed"):
         tells("beyond", False, "one side")

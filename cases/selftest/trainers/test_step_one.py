@@ -11,10 +11,9 @@ pytest.importorskip("trl")
 
 from parity.case.case import Case
 from parity.judge.recipe import IEEE_FP32
-from parity.trainers.catalogue import family
+from parity.trainers.catalogue import family, judge
 from parity.trainers.check import CheckCall
 from parity.trainers.checks import step_one
-from parity.trainers.execute import judge
 
 
 def call(trainer, settings, path="released"):

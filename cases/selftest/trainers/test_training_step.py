@@ -13,10 +13,10 @@ from parity.judge.problem import Problem
 from parity.judge.recipe import IEEE_FP32
 from parity.registry import run_case, select
 from parity.trainers import catalogue
+from parity.trainers.catalogue import judge
 from parity.trainers.definitions.formulas import Generation, Loss
 from parity.trainers.definitions.scored import logits, sums
 from parity.trainers.definitions.training_step import AutocastRounding, Parameters, exact_step, forward_order, gradients
-from parity.trainers.execute import judge
 from parity.trainers.rig import models, stored_window
 from parity.trainers.rig.stored_window import Window
 

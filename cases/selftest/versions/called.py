@@ -102,6 +102,6 @@ def _told(implementation, case, verdict, message, blame):
 
 
 if __name__ == "__main__":
-    prepare("cpu", threads=1)
+    prepare("cpu")
     for call in calls():
         print(f"\n{MARK}{json.dumps(call)}", flush=True)

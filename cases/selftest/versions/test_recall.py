@@ -75,7 +75,7 @@ def test_found_is_what_fails_on_the_bad_side_and_answers_as_recorded_on_the_good
         return [answers(*one) for one in found]
 
     monkeypatch.setattr(recall.Environment, "of", lambda specs: Made())
-    monkeypatch.setattr(recall, "rows", rows)
+    monkeypatch.setattr(recall, "look", lambda *given, **more: SimpleNamespace(rows=rows(*given, **more)))
     seen = {s.record.id: s for s in recall.recall(asked, "pr", lambda line: None)}
     assert set(seen) == {"luspo-kl", "tool-mask", "softcap", "kl-bias", "is-ratio"}  # delta is a refusal
     assert (seen["luspo-kl"].first, seen["tool-mask"].first) == (luspo, masks[1])

@@ -40,7 +40,7 @@ def test_no_release_is_unknown_to_an_adapter(spec):
         made = Environment.of([spec])
     except EnvironmentUnusable as error:
         pytest.skip(str(error))
-    settings = environment("cpu", 1) | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    settings = environment("cpu") | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     command = ["python", "-W", "ignore", called.__file__]
     done = made.run(command, settings=settings, capture=True, stdin="", cpu_limit=LIMIT)
     assert done.returncode == 0, done.stderr[-2000:]

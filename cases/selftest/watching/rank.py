@@ -71,7 +71,7 @@ def trained(run, trainer, folder, rank):
 
 def main(sharding, folder):
     """Every run, one after the other."""
-    prepare("cpu", 1)
+    prepare("cpu")
     from parity.trainers.rig import models, ranks
 
     joining = {name: os.environ.pop(name) for name in ranks.JOINING}  # as in `ranks.main`

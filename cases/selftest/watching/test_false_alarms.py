@@ -54,7 +54,7 @@ def test_a_clean_run_is_silent(tmp_path, dtype, settings):
 
 def main(steps):
     """A line for each run, and the sum."""
-    prepare("cpu", 1)  # a second thread of tiny products waits for the first one
+    prepare("cpu")  # a second thread of tiny products waits for the first one
     logging.disable(logging.WARNING)
     total, alarms = 0, 0
     for dtype, settings in RUNS:

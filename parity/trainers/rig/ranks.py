@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
+from parity.judge.calls import told
 from parity.process import environment
 from parity.trainers.rig import recorder
 
@@ -61,7 +62,7 @@ def started(module: str, argv: Sequence[str], ranks: int) -> None:
     """
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
     torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", module, *argv]
-    env = os.environ | environment("cpu", 1) | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    env = os.environ | environment("cpu") | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen([sys.executable, *torchrun], env=env, stdout=log, stderr=subprocess.STDOUT) as process,
@@ -81,7 +82,7 @@ def started(module: str, argv: Sequence[str], ranks: int) -> None:
 def main(argv: Sequence[str]) -> int:
     from parity.process import prepare
 
-    prepare("cpu", 1)
+    prepare("cpu")
     from parity.trainers.rig import models, twin_runs
 
     joining = {name: os.environ.pop(name) for name in JOINING}  # with them transformers saves a model on one rank alone
@@ -99,8 +100,7 @@ def main(argv: Sequence[str]) -> int:
                 found = Rank(gradients, recorder.sequences_of(steps.window(0)), steps.sharded)
             except Exception as error:  # on every rank alike, or the others wait for this one until the launch gives up
                 traceback.print_exc()
-                said = str(error).strip().partition("\n")[0][:300]
-                found = Rank({}, [], failure=f"{type(error).__name__}: {said}")
+                found = Rank({}, [], failure=told(error)[:300])
             torch.save(dataclasses.asdict(found), path.parent / f"{trainer}-{os.environ['RANK']}")
     return 0
 
