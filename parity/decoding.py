@@ -1,5 +1,6 @@
 """JSON and TOML, read into typed structures: what is wrong with a file is one line of `UsageError`. Files are written whole."""
 
+import hashlib
 import json
 import os
 import threading
@@ -74,6 +75,20 @@ def decode(kind: Any, line: str | bytes, where: str) -> Any:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return convert(kind, json_of(line, where), where)
+
+
+def tensors_of(content: bytes, sha256: str, where: str) -> dict[str, Any]:
+    """The tensors of a safetensors file. Raises UsageError naming `where`: another hash than was kept of it, or none."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise UsageError(f"{where}: damaged or another file: its SHA-256 begins {found[:12]}, expected {sha256[:12]}")
+    try:
+        return dict(load(content))
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise UsageError(f"{where}: not a safetensors file: {error}") from None
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -104,10 +104,8 @@ def load(path: str | Path) -> Recording:
         content = tensors.read_bytes()
     except OSError as error:
         raise UsageError(f"{tensors}: {error.strerror}; a recording is this file and {manifest.name}") from None
-    found, wanted = hashlib.sha256(content).hexdigest(), str(facts["sha256"])
-    if found != wanted:
-        raise UsageError(f"{tensors}: damaged, its SHA-256 begins {found[:12]}, the manifest says {wanted[:12]}")
-    return Recording(stem.name, facts, **_tensors(tensors, content))
+    found = decoding.tensors_of(content, str(facts["sha256"]), str(tensors))
+    return Recording(stem.name, facts, **_checked(tensors, found))
 
 
 def _facts(manifest: Path) -> dict[str, Any]:
@@ -118,14 +116,7 @@ def _facts(manifest: Path) -> dict[str, Any]:
     return facts
 
 
-def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load as parse
-
-    try:
-        found: dict[str, Tensor] = parse(content)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise UsageError(f"{path}: not a safetensors file: {error}") from None
+def _checked(path: Path, found: dict[str, Tensor]) -> dict[str, Tensor]:
     problems = [f"no {name}" for name in NEEDED if name not in found]
     problems += [f"{name} unknown" for name in found if name not in (*NEEDED, *OPTIONAL)]
     if not problems:

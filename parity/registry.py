@@ -15,7 +15,6 @@ from parity.compare import one_case
 from parity.errors import UsageError
 from parity.implementations import user
 from parity.implementations.implementation import REGISTRY, Implementation, origin
-from parity.judging.assess import CaseOracle
 from parity.protocol import process_state
 from parity.results.row import Row
 from parity.trainers import catalogue
@@ -151,11 +150,6 @@ def facts(case: Case) -> dict[str, Any]:
     """What a ledger scope may name of a case: its settings with their defaults, its features and its dtype."""
     of = family(case.family)
     return vars(of.full_settings(case)) | dict(of.features(case)) | {"dtype": case.dtype}
-
-
-def oracle_of(case: Case, device: str = "cpu") -> CaseOracle:
-    """A case of a loss family with its inputs built and its oracle run."""
-    return CaseOracle.of(loss_family(case.family), case, device)
 
 
 def run_case(

@@ -6,9 +6,10 @@ import dataclasses
 import pytest
 import torch
 
+from cases.selftest.oracles import oracle_of
 from parity import data
 from parity.protocol.call import execute, fresh
-from parity.registry import facts, family, oracle_of, run_case, select
+from parity.registry import facts, family, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.render import text_of
 

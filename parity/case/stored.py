@@ -40,23 +40,13 @@ def write(case: Case, tensors: Mapping[str, Tensor], to: Path, **remarks: object
 
 @functools.lru_cache(maxsize=1)
 def _parsed(path: str, sha256: str) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     try:
         if (length := Path(path).stat().st_size) > 8 * LARGEST_CASE:
             raise UsageError(f"{path}: {length:,} bytes, at most {8 * LARGEST_CASE:,}")
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: the case's tensors are not there: {getattr(error, 'strerror', error)}") from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
-        said = f"its SHA-256 begins {found[:12]}, the case says {sha256[:12]}"
-        raise UsageError(f"{path}: damaged or another file: {said}")
-    try:
-        return dict(load(content))
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise UsageError(f"{path}: not a safetensors file: {error}") from None
+    return decoding.tensors_of(content, sha256, path)
 
 
 def read(case: Case) -> dict[str, Tensor]:

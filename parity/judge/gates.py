@@ -275,7 +275,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         rounded=UNIT_ROUNDOFF[unit.compute] > NARROW,
         undecided=0 if skip is None else int(skip.sum()),
         max_abs=top,
-        max_rel=_finite_ratio(top, errors.top),
+        max_rel=top / errors.top if errors.top > 0 else None,
         dist=float(torch.dist(safe, errors.o)),
         atol=allowed,
         rtol=rtol,
@@ -329,10 +329,6 @@ def _tensor_gates(
 
 def _rms_max(x: torch.Tensor) -> tuple[float, float]:
     return float(x.square().mean().sqrt()), float(x.amax())
-
-
-def _finite_ratio(a: float, b: float) -> float | None:
-    return a / b if b > 0 else None
 
 
 def _slope(e: torch.Tensor, errors: Errors) -> float | None:

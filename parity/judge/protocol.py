@@ -241,13 +241,12 @@ def second_order(calls: Calls[X]) -> list[str]:
         )
     except RuntimeError:
         return []
-    rough, fine = (
-        {
-            n: (a - b) / (2 * h)
-            for (n, a), b in zip(_at(calls, along, h).items(), _at(calls, along, -h).values(), strict=True)
-        }
-        for h in STEPS
-    )
+
+    def slope(h: float) -> dict[str, torch.Tensor]:
+        above, below = _at(calls, along, h), _at(calls, along, -h)
+        return {n: (above[n] - below[n]) / (2 * h) for n in above}
+
+    rough, fine = map(slope, STEPS)
     return [
         f"the second derivative by {n} is wrong and not refused"
         for n, found in _filled(leaves, twice).items()

@@ -184,12 +184,9 @@ class Case:
             crash.add_note(f"case {self}")
             raise crash
         assert parity is not None
-        drawn = (
-            "hypothesis" in sys.modules and sys.modules["hypothesis"].currently_in_test_context()
-        )  # it shrinks itself
-        smallest, parity = (
-            (self, parity) if drawn or parity.agrees else self._smallest(function, definition, more, parity)
-        )
+        smallest, hypothesis = self, sys.modules.get("hypothesis")
+        if not parity.agrees and not (hypothesis and hypothesis.currently_in_test_context()):  # which shrinks by itself
+            smallest, parity = self._smallest(function, definition, more, parity)
         raise_unless(dataclasses.replace(parity, case=str(smallest)))
 
     def _tried(self, function: Any, definition: Any, more: Any) -> tuple[Parity | None, Exception | None]:

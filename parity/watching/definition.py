@@ -84,21 +84,16 @@ def distilled(trainer: Any, model: Any, inputs: Any, value: float) -> tuple[str,
     items, other = inputs.get("num_items_in_batch"), getattr(trainer.args, "loss_top_k", 0) or "pixel_values" in inputs
     if items is None or other or getattr(trainer, "aux_loss_enabled", False) or drops(trainer.model):
         return None
-    ids, attention = (
-        torch.cat([inputs[f"{side}_{of}"] for side in ("prompt", "completion")], 1) for of in ("ids", "mask")
-    )
-    rows, models, tau = (
-        rows_of(ids, attention, loss_mask(inputs), len(ids)),
-        (model, trainer.teacher_model),
-        trainer.temperature,
-    )
+    ids, attention = (torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], 1) for of in ("ids", "mask"))
+    rows, tau = rows_of(ids, attention, loss_mask(inputs), len(ids)), trainer.temperature
 
     def terms(*shaken: Any) -> Tensor:
         with contextlib.ExitStack() as stack:
             for mode in (undisturbed(model), trainer.accelerator.autocast(), *shaken):
                 stack.enter_context(mode)
-            logits = zip(*((z for _, all, _ in tables(m, rows) for z in all.split(CHUNK)) for m in models), strict=True)
-            each = [_divergences(q.double() / tau, p.double() / tau, trainer.beta) for q, p in logits]
+            both = [tables(m, rows) for m in (model, trainer.teacher_model)]
+            logits = zip(*((z for _, all, _ in of for z in all.split(CHUNK)) for of in both), strict=True)
+        each = [_divergences(q.double() / tau, p.double() / tau, trainer.beta) for q, p in logits]
         return torch.cat(each) / (float(items) / trainer.accelerator.num_processes)
 
     each = terms()

@@ -199,9 +199,8 @@ class Watch(TrainerCallback):
 
     def _before_update(self) -> None:
         """The gradients of the first step; a copy of the weights where the next steps may have to know them."""
-        aged = (
-            self.trainer.accelerator.num_processes == 1 and self._generated >= 0 and self._now + 2 >= (self._due or 0)
-        )
+        alone = self.trainer.accelerator.num_processes == 1
+        aged = alone and self._generated >= 0 and self._now + 2 >= (self._due or 0)
         if self._now != self._begun and not aged:
             return
         named = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
@@ -215,11 +214,8 @@ class Watch(TrainerCallback):
                 self._find("gradient", math.nan, (), f"gradients are not finite: {_first(broken)}")
             elif self._sloped and (still or not reached):
                 by = f", checkpointed by {name}" if (name := checkpointing(self._model)) else ""
-                text = (
-                    f"no gradient reaches {_first(still)}{by}"
-                    if reached
-                    else "no parameter has a gradient, and the loss has one"
-                )
+                text = f"no gradient reaches {_first(still)}{by}"
+                text = text if reached else "no parameter has a gradient, and the loss has one"
                 self._find("gradient", math.nan, (), text)
         small = sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget
         if small and aged:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cases.selftest.oracles import oracle_of
 from parity.case.family import Family
 from parity.case.inputs import Inputs, Setting
 from parity.compare.hint import hints
@@ -10,7 +11,7 @@ from parity.compare.one_case import run_case
 from parity.implementations.implementation import Implementation
 from parity.judge.values import normal
 from parity.protocol.exceptions import Outcome
-from parity.registry import family, oracle_of
+from parity.registry import family
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,10 @@
 
 import torch
 
+from cases.selftest.oracles import oracle_of
 from parity.compare.one_case import run_case
 from parity.implementations.implementation import Implementation
-from parity.registry import family, oracle_of
+from parity.registry import family
 
 FAMILY = family("logprobs")
 CASE = FAMILY.case(3, "fp32", {"B": 2, "T": 4, "V": 9, "H": 4, "ignored": "some"})

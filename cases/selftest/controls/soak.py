@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from cases.selftest.controls.correct import CONTROLS
+from cases.selftest.oracles import oracle_of
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.compare.one_case import skip_reason
@@ -17,7 +18,7 @@ from parity.implementations.implementation import Implementation
 from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle, confirmed, judge_all
 from parity.protocol.call import execute
-from parity.registry import loss_family, oracle_of
+from parity.registry import loss_family
 from parity.results.report import measured, wording
 
 Key = tuple[str, str, str]

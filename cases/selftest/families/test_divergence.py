@@ -10,11 +10,12 @@ import torch
 
 from cases.selftest.controls.divergence import ROADS
 from cases.selftest.controls.soak import drawn
+from cases.selftest.oracles import oracle_of
 from parity.implementations.implementation import Implementation
 from parity.judging.assess import confirmed
 from parity.judging.oracle import exact
 from parity.protocol.call import execute
-from parity.registry import family, oracle_of, run_case
+from parity.registry import family, run_case
 
 FAMILY = family("divergence")
 IGNORE_INDEX = -100

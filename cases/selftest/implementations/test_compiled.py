@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
+from cases.selftest.oracles import oracle_of
 from parity.case.case import Case
 from parity.process import environment
 from parity.protocol.call import execute
-from parity.registry import oracle_of, select
+from parity.registry import select
 
 CLAMPS = """
 import torch

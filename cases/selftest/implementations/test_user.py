@@ -7,11 +7,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from cases.selftest.oracles import oracle_of
 from parity.errors import UsageError
 from parity.implementations import user
 from parity.judging.assess import classify, confirmed
 from parity.protocol.call import execute
-from parity.registry import NAMES, family, from_file, loss_family, oracle_of, run_case, select
+from parity.registry import NAMES, family, from_file, loss_family, run_case, select
 from parity.results.row import Row
 from parity.running.outcome import judge_run
 from parity.running.plan import Options, check

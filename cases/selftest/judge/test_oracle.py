@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cases.selftest.controls.correct import control
+from cases.selftest.oracles import oracle_of
 from parity.case.case import Case
 from parity.judge import oracle as judged_by
 from parity.judge.escalation import LAST_WORD
@@ -16,7 +17,7 @@ from parity.judging import oracle as judging
 from parity.judging.assess import confirmed, judge_all
 from parity.judging.oracle import replicas, to_double
 from parity.protocol.call import execute
-from parity.registry import family, load, oracle_of
+from parity.registry import family, load
 
 FAMILY = family("logprobs")
 

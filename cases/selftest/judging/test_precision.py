@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cases.selftest.oracles import oracle_of
 from parity.implementations.implementation import Implementation
 from parity.implementations.user import recipe_of
 from parity.judge.escalation import ladder
@@ -11,7 +12,6 @@ from parity.judging.assess import confirmed
 from parity.judging.oracle import largest
 from parity.protocol.call import execute
 from parity.registry import family as family_of
-from parity.registry import oracle_of
 
 SHAPE = {"B": 3, "T": 5, "V": 37, "H": 8, "peak": 2.0}
 

@@ -7,8 +7,9 @@ import pytest
 
 from cases.selftest.limits import limits
 from cases.selftest.limits.limits import GRID, NEVER, DetectionLimit
+from cases.selftest.oracles import oracle_of
 from parity.case.profiles import cases_drawn
-from parity.registry import family, oracle_of
+from parity.registry import family
 
 
 @pytest.mark.parametrize("size", [GRID[0], GRID[5], 1e-3, 0.3, 1.0])

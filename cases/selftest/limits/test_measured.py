@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from cases.selftest.limits.limits import DTYPES, LOGITS, drawn, groups, measure, quantile
+from cases.selftest.oracles import oracle_of
 from cases.selftest.slow import HOURS, number
-from parity.registry import NAMES, oracle_of
+from parity.registry import NAMES
 
 PAGE = Path(__file__).parents[3] / "docs" / "sensitivity.md"
 

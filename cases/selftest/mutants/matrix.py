@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cases.selftest.mutants.mutant import Mutant, originals
+from cases.selftest.oracles import oracle_of
 from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, SHARDS, cases_drawn
@@ -16,7 +17,7 @@ from parity.compare.one_case import rows_of
 from parity.judging.assess import CaseOracle, confirmed
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
-from parity.registry import loss_family, oracle_of
+from parity.registry import loss_family
 from parity.results.report import measured
 from parity.results.row import DECIDED
 from parity.sampling.capabilities import repeated

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cases.selftest.controls.correct import control
+from cases.selftest.oracles import oracle_of
 from fixtures.pretended_cuda import pretended
 from parity import bootstrap, process
 from parity.case.profiles import SHARDS, SHARDS_CUDA
@@ -16,7 +17,7 @@ from parity.errors import Unsupported
 from parity.protocol import process_state
 from parity.protocol.call import execute
 from parity.protocol.process_state import matmul_precision
-from parity.registry import family, oracle_of
+from parity.registry import family
 from parity.running import gpu, one_kernel, outcome, run, supervisor
 from parity.running.outcome import NOTHING
 from parity.running.plan import Options, planned

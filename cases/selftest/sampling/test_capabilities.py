@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 
+from cases.selftest.oracles import oracle_of
 from parity.case.case import Case, covering
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, streams
 from parity.errors import HarnessError
 from parity.implementations.implementation import Implementation, fitting, only, require, taking
 from parity.protocol.call import execute
-from parity.registry import load, loss_families, loss_family, oracle_of, run_case, select
+from parity.registry import load, loss_families, loss_family, run_case, select
 from parity.results.ledger import Ledger
 from parity.running import shard as shard_module
 from parity.running.plan import DTYPES, Judged, Options, Shard, planned

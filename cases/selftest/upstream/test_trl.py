@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import pytest
 from packaging.version import Version
 
+from cases.selftest.oracles import oracle_of
 from parity.compare.one_case import interpreter_limit
 from parity.errors import Unsupported
 from parity.families.policy import FAMILY
 from parity.implementations import interpreter, trl_trainer
 from parity.implementations.trl import softcap
 from parity.judging.assess import CaseOracle
-from parity.registry import loss_family, oracle_of
+from parity.registry import loss_family
 from parity.upstream import trl
 
 

@@ -13,14 +13,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from parity.registry import NAMES
 from parity.results.report import measured
 from parity.results.report.findings import about_run
 from parity.results.report.rows import read
-from parity.results.row import Row
+from parity.running.outcome import cases_compared
 from parity.running.provenance import revision
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,12 +70,7 @@ def rate(root: Path, family: str, profile: str, run: Callable[[list[str], Path],
         seconds = run([sys.executable, "-m", "parity", *words, "--results", str(results)], root)
         if not results.exists():
             sys.exit(f"{root}: parity {' '.join(words)} wrote no results")
-        return compared(read(results)[1]), seconds
-
-
-def compared(rows: Iterable[Row]) -> int:
-    """Implementation-cases with a judged quantity."""
-    return len({(r.case, r.implementation) for r in rows if r.judged and not about_run(r)})
+        return cases_compared(row for row in read(results)[1] if not about_run(row)).total(), seconds
 
 
 if __name__ == "__main__":

@@ -63,11 +63,9 @@ def brief() -> list[Sample]:
     """Eight prompts of unequal lengths, each with two completions: what a trainer is given that brings no window of its own."""
     out = []
     for i in range(8):
-        prompt, chosen = (
-            models.words(7, f"prompt {i}", 2 + 3 * (i % 3)) + " ",
-            models.words(7, f"chosen {i}", 3 + i % 4),
-        )
-        out.append(Sample(prompt, chosen, models.words(7, f"rejected {i}", 5 - i % 3), label=True))
+        lengths = {"prompt": 2 + 3 * (i % 3), "chosen": 3 + i % 4, "rejected": 5 - i % 3}
+        prompt, chosen, rejected = (models.words(7, f"{name} {i}", n) for name, n in lengths.items())
+        out.append(Sample(f"{prompt} ", chosen, rejected, label=True))
     return out
 
 
