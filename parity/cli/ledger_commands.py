@@ -5,7 +5,6 @@ import datetime
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -14,9 +13,6 @@ from parity.cli import options
 from parity.cli.group import NOTHING, Commands
 from parity.cli.progress import Shown
 from parity.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 MONTH = 30 * 24 * 3600.0  # seconds
 _LEDGER = options.path("--ledger", "your own; default: that of the run, else the shipped one")

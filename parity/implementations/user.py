@@ -166,9 +166,6 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
     chosen, code = family_of(signature, id, families), function
     fixed = _fixed(function, names, chosen, id)
 
-    def call(x: Inputs) -> Outputs:
-        return _call(function, chosen, names, open_ended, fixed, x)
-
     def fits(s: Any) -> bool:
         return all(getattr(s, name) == value for name, value in fixed.items())
 
@@ -179,7 +176,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         id=id,
         family=chosen.name,
         role="candidate",
-        call=call,
+        call=functools.partial(_call, function, chosen, names, open_ended, fixed),
         recipe=recipe_of(function),
         outputs=frozenset(getattr(function, "outputs", ())),
         contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),

@@ -165,7 +165,7 @@ class FunctionCalls(protocol.Calls[Tensors]):
         return found
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """Its type and first line."""
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line}"

@@ -55,10 +55,9 @@ def ended_by(error: BaseException, implementation: Implementation) -> Outcome:
         if "raise" not in (traceback.extract_tb(error.__traceback__)[-1].line or ""):  # no statement: Ctrl-C
             raise error
         return _classified(implementation, error)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    scarce = isinstance(error, RuntimeError) and any(words in str(error) for words in faults.MEMORY)
+    if scarce or isinstance(error, torch.OutOfMemoryError | MemoryError):
         faults.released()
-        return Outcome("out-of-memory", message=text)
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in faults.MEMORY):
         return Outcome("out-of-memory", message=text)
     if faults.sticky(error):
         message = f"{type(error).__name__}: {text}, at {faults.place(error, is_library)}"

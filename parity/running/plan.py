@@ -138,11 +138,11 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, kw_only=True):
-    """What every worker is told, and the shards that they are dealt. `extra`: what one worker has of its own, a dict each."""
+    """What every worker is told, and with what it has of its own each of the `workers`; the shards that they are dealt."""
 
     settings: dict[str, Any]
     shards: list[Shard]
-    extra: list[dict[str, Any]] = field(default_factory=list)
+    workers: list[dict[str, Any]] = field(default_factory=list)
     announcement: str = ""
 
 
@@ -236,11 +236,10 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         "memory": memory(count) if device == "cpu" else None,
         "deadline": None if options.max_time is None else time.time() + options.max_time - reserve,
     }
-    extra = [
-        {"gpu": gpus[n % len(gpus)], "wait": gpu.START_APART * n} if gpus else {"gpu": None, "wait": 0.0}
-        for n in range(count)
+    apart: list[dict[str, Any]] = [
+        {"gpu": gpus[n % len(gpus)], "wait": gpu.START_APART * n} if gpus else {} for n in range(count)
     ]
-    return Plan(settings=settings, shards=shards, extra=extra, announcement=why)
+    return Plan(settings=settings, shards=shards, workers=[settings | one for one in apart], announcement=why)
 
 
 FIRST = 8  # drawn cases in the first shard of a stream, which is run early (`shard_queue.by_yield`)

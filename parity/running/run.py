@@ -64,7 +64,7 @@ def execute(
             before.rewrite(path)
         state = before or RunResult(head)
         state.options = options
-        found = Findings(state.rows, profile, len(plan.extra), options.confirm, options.findings, options.minimise)
+        found = Findings(state.rows, profile, len(plan.workers), options.confirm, options.findings, options.minimise)
         deadline = plan.settings["deadline"]
 
         def tell(now: str, stage: str) -> None:
@@ -89,11 +89,10 @@ def execute(
                 with stopping():
                     if not cannot:
                         limits = TIMEOUT, FIRST_TIMEOUT
-                        workers = [plan.settings | one for one in plan.extra]
                         events = (
                             nodes.run(plan.settings, queue, head, limits)
                             if nodes
-                            else supervisor.run(workers, queue, *limits)
+                            else supervisor.run(plan.workers, queue, *limits)
                         )
                         _follow(state, events, found, write, tell, say)
             except KeyboardInterrupt as error:

@@ -31,6 +31,7 @@ import torch
 from packaging.version import Version
 
 from parity.errors import Unsupported
+from parity.judge.calls import told
 from parity.process import scratch_folder
 
 QUIET: dict[str, Any] = {"report_to": [], "bf16": False, "fp16": False, "save_strategy": "no", "disable_tqdm": True}
@@ -82,8 +83,7 @@ def class_named(name: str) -> type:
         raise Unsupported(f"trl {trl.__version__} has no {name}")
     while failed.__cause__ is not None:
         failed = failed.__cause__
-    said = f"{type(failed).__name__}: {str(failed).strip().partition(chr(10))[0][:200]}"
-    raise Unsupported(f"trl {trl.__version__}: {name} does not import: {said}")
+    raise Unsupported(f"trl {trl.__version__}: {name} does not import: {told(failed)[:220]}")
 
 
 def _experimental(name: str) -> Iterator[str]:

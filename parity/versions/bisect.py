@@ -1,6 +1,6 @@
 """The search for the release that changed a result. Pure: no index, no environment, no file.
 
-`narrow` is the search proper, over yes, no and unknown. `bisect` turns measurements into such answers: by verdict
+`find_change` is the search proper, over yes, no and unknown. `bisect` turns measurements into such answers: by verdict
 where the ends differ in it, by headroom where they do not.
 """
 

@@ -129,15 +129,12 @@ def compare(
     with ThreadPoolExecutor(2) as pool:  # the two environments are processes
         one, two = pool.map(shown, (before, after))
     moved = differences(side(one.rows, asked), side(two.rows, asked))
-    changed, gone, new = [], [], []
-    for name in one.config | two.config:
-        if name not in two.config:
-            gone.append(name)
-        elif name not in one.config:
-            new.append(f"{name}={two.config[name]!r}")
-        elif one.config[name] != two.config[name]:
-            changed.append(f"{name} {one.config[name]!r} -> {two.config[name]!r}")
-    kinds = {"defaults changed": changed, "settings gone": gone, "settings new": new}
+    a, b = one.config, two.config
+    kinds = {
+        "defaults changed": [f"{name} {a[name]!r} -> {b[name]!r}" for name in a if name in b and a[name] != b[name]],
+        "settings gone": [name for name in a if name not in b],
+        "settings new": [f"{name}={b[name]!r}" for name in b if name not in a],
+    }
     notes = [f"GRPOConfig, {kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
     found = Compared(package, (before, after), len(asked), (one.rows, two.rows), moved, notes)
     if not all(found.judged):

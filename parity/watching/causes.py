@@ -89,9 +89,8 @@ def _candidates(
     for top_p, top_k, min_p in dict.fromkeys((*sampling, *SUPPORTS)):
         named = {"top-p": top_p * (top_p < 1), "top-k": top_k, "min-p": min_p}
         kept = [kept_mass(tables, ids[own.sample], *near) for near in _near(top_p, top_k, min_p, own.noise)]
-        each = torch.stack(
-            [torch.where(mass > 0, whole - mass.log(), -math.inf) for mass in kept]
-        )  # 0: the token is cut
+        # a mass of 0: the token is cut
+        each = torch.stack([torch.where(mass > 0, whole - mass.log(), -math.inf) for mass in kept])
         best = each.gather(0, (each - values).abs().nan_to_num(math.inf).argmin(0, keepdim=True))[0]
         if any(named.values()) and bool(best.isfinite().all()):
             text = "the sampler's are of the tokens that it kept, the trainer's of all"

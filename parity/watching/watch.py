@@ -76,13 +76,11 @@ class Watch(TrainerCallback):
         if hasattr(trainer, "_generate_and_score_completions"):
             self._generated = -2  # in the midst of a run: wait for completions of the present weights
         trainer.add_callback(self)
-        wrappers = {
-            "_generate_and_score_completions": self._generating,
-            "training_step": self._step,
-            "log": self._logged,
-        }
-        for name, wrapper in {**wrappers, **dict.fromkeys(GIVEN, self._given)}.items():
-            self._taps.around(name, wrapper)
+        self._taps.around("_generate_and_score_completions", self._generating)
+        self._taps.around("training_step", self._step)
+        self._taps.around("log", self._logged)
+        for name in GIVEN:
+            self._taps.around(name, self._given)
         self._taps.scored(self._seen)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:

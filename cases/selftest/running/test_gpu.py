@@ -75,9 +75,9 @@ def test_kernels_are_required_on_cuda():
 
 def test_the_environment_of_a_worker(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    on_gpu = gpu.child("cuda", 1, "2")
+    on_gpu = gpu.child("cuda", "2")
     assert "TRITON_INTERPRET" not in on_gpu and on_gpu["CUDA_VISIBLE_DEVICES"] == "2"
-    other = gpu.child("cuda", 1, "3")  # the same cache folders: what one compiled is there for all
+    other = gpu.child("cuda", "3")  # the same cache folders: what one compiled is there for all
     assert {**other, "CUDA_VISIBLE_DEVICES": "2"} == on_gpu
 
     def begun(command, env, **_):
@@ -128,13 +128,13 @@ def test_shards_do_not_depend_on_workers_and_gpus_are_dealt_out(monkeypatch, tmp
         return planned(Options(profile="quick", workers=workers, reports=tmp_path), device, 1)
 
     few, many = plan_of("cuda", 2), plan_of("cuda", 5)
-    assert few.shards == many.shards and {one["gpu"] for one in few.extra} == {"3", "5"}
-    waits = [one["wait"] for one in many.extra]
+    assert few.shards == many.shards and {one["gpu"] for one in few.workers} == {"3", "5"}
+    waits = [one["wait"] for one in many.workers]
     assert waits == sorted({*waits})  # each starts later than the one before
     assert len({s.index for s in many.shards if (s.family, s.kind) == ("policy", "drawn")}) == SHARDS_CUDA
     on_cpu = plan_of("cpu", 3)
     assert len({s.index for s in on_cpu.shards if (s.family, s.kind) == ("policy", "drawn")}) == SHARDS
-    assert all(one["gpu"] is None and not one["wait"] for one in on_cpu.extra)
+    assert not any("gpu" in one or "wait" in one for one in on_cpu.workers)
 
 
 @pytest.mark.parametrize(

@@ -62,16 +62,12 @@ def write(summary: Summary, ending: Ending) -> None:
 def terminal(summary: Summary, console: Console, ending: Ending = IN_ORDER, full: bool = False) -> None:
     """Print one screen: the stack and its defects, what is new, the verdict and the next command; or, in full, everything."""
     values = {"summary": summary, "ending": ending, "full": full}
-    idle = {x.implementation: x.reason for x in summary.lines}
-    for x in summary.lines:
-        if not x.idle:
-            idle.pop(x.implementation, None)
+    busy = {x.implementation for x in summary.lines if not x.idle}
+    idle = {x.implementation: x.reason for x in summary.lines if x.implementation not in busy}
     values |= {"idle": collections.Counter(idle.values()), "matrix": _matrix(summary.lines)}
     values["width"] = min(console.width, WIDTH)
-    if full:
-        show(filled("terminal.txt.j2", **values, limit=10**9), console)
-    else:
-        show(_fitting("terminal.txt.j2", lambda text: text.count("\n") <= LINES, **values), console)
+    limits = (10**9,) if full else LIMITS
+    show(_fitting("terminal.txt.j2", lambda text: text.count("\n") <= LINES, limits, **values), console)
 
 
 def markdown(summary: Summary, ending: Ending = IN_ORDER) -> str:
@@ -187,13 +183,11 @@ def filled(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(values)
 
 
-def _fitting(template: str, fits: Callable[[str], bool], **values: Any) -> str:
-    texts = [""]
-    for limit in LIMITS:
-        texts.append(filled(template, limit=limit, **values))
-        if fits(texts[-1]):
+def _fitting(template: str, fits: Callable[[str], bool], limits: Sequence[int] = LIMITS, **values: Any) -> str:
+    for limit in limits:
+        if fits(text := filled(template, limit=limit, **values)):
             break
-    return texts[-1]
+    return text
 
 
 def _plain(value: Any) -> Any:

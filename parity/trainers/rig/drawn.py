@@ -34,9 +34,12 @@ def _named(name: str) -> str:
     return f"{name}/{seed()}" if seed() else name
 
 
-def normal(number: int, name: str, shape: Sequence[int]) -> Tensor:
-    """`parity.judge.values.normal` of the case."""
-    return values.normal(number, _named(name), shape)
+def _of_the_case(make: Callable[[int, str, Sequence[int]], Tensor]) -> Callable[[int, str, Sequence[int]], Tensor]:
+    return lambda number, name, shape: make(number, _named(name), shape)
+
+
+normal, uniform = _of_the_case(values.normal), _of_the_case(values.uniform)
+"""Those of `parity.judge.values`, of the case."""
 
 
 def words(number: int, name: str, length: int) -> list[int]:
@@ -47,11 +50,6 @@ def words(number: int, name: str, length: int) -> list[int]:
 def share(number: int, name: str) -> float:
     """In [0, 1); no arithmetic of torch's, which replicas round."""
     return float(hashes(number, _named(name), (1,))[0] >> 40) / 2**24
-
-
-def uniform(number: int, name: str, shape: Sequence[int]) -> Tensor:
-    """`parity.judge.values.uniform` of the case."""
-    return values.uniform(number, _named(name), shape)
 
 
 def order(count: int) -> list[int]:
