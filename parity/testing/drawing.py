@@ -10,6 +10,7 @@ def test_rms_norm(case):
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 import re
@@ -245,7 +246,7 @@ class Description:
 
     def cases(self, count: int = 24) -> list[Case]:
         """`count` cases, the same each time; each dimension's sizes, values and layouts are dealt like cards."""
-        return [self._dealt(i, _Deck(self.seed, i)) for i in range(count)]
+        return [self._dealt(i, functools.partial(_in_turn, self.seed, i)) for i in range(count)]
 
     def parametrize(self, count: int = 24, also: Sequence[str] = ()) -> Any:
         """A decorator for a pytest function with the argument `case`: cases by id, those of `also` first."""
@@ -265,14 +266,11 @@ class Description:
         """A Hypothesis strategy of the same cases, which shrinks by size, option, layout and values."""
         from hypothesis import strategies as st
 
-        class Drawn:
-            def __init__(self, draw: Callable[[Any], Any]):
-                self.draw = draw
+        @st.composite
+        def cases(draw: Any) -> Case:
+            return self._dealt(draw(st.integers(0, 1 << 16)), lambda _, choices: draw(st.sampled_from([*choices])))
 
-            def of(self, name: str, choices: Sequence[Any]) -> Any:
-                return self.draw(st.sampled_from(list(choices)))
-
-        return st.composite(lambda draw: self._dealt(draw(st.integers(0, 1 << 16)), Drawn(draw)))()
+        return cases()
 
     def case(self, id: str) -> Case:
         """The case of an id.
@@ -298,41 +296,36 @@ class Description:
         except (KeyError, ValueError, IndexError) as error:
             raise ValueError(f"{id!r} is no id of this description: {error}") from error
 
-    def _dealt(self, seed: int, deck: Any) -> Case:
+    def _dealt(self, seed: int, pick: Callable[[str, Sequence[Any]], Any]) -> Case:
+        """`pick`: (name of a dimension, its choices) -> one of them."""
         sizes = {
-            n: deck.of(n, [s for s in (low, *SIZES, high) if low <= s <= high]) for n, (low, high) in self.sizes.items()
+            n: pick(n, [s for s in (low, *SIZES, high) if low <= s <= high]) for n, (low, high) in self.sizes.items()
         }
         for name in sorted(sizes, key=lambda n: -sizes[n])[1:]:  # the longest stays
             while any(math.prod(t.shape(sizes)) > LARGEST for t in self.tensors.values()) and sizes[name] > 1:
                 sizes[name] = max(1, sizes[name] // 2)
         floating = [n for n, t in self.tensors.items() if t.below is None]
-        values = {n: deck.of(f"{n} values", ("plain", *t.values)) for n, t in self.tensors.items()}
-        layouts = {n: deck.of(f"{n} layout", ("contiguous", *t.layouts)) for n, t in self.tensors.items()}
+        values = {n: pick(f"{n} values", ("plain", *t.values)) for n, t in self.tensors.items()}
+        layouts = {n: pick(f"{n} layout", ("contiguous", *t.layouts)) for n, t in self.tensors.items()}
         return Case(
             self,
-            deck.of("dtype", self.dtypes),
+            pick("dtype", self.dtypes),
             sizes,
-            {n: deck.of(n, v) for n, v in self.options.items()},
+            {n: pick(n, v) for n, v in self.options.items()},
             {n: v for n, v in values.items() if v != "plain"},
             {n: v for n, v in layouts.items() if v != "contiguous"},
-            deck.of("upstream", ("random", *UPSTREAM)),
-            deck.of("grad", ("all", "all", *floating, "none")),
+            pick("upstream", ("random", *UPSTREAM)),
+            pick("grad", ("all", "all", *floating, "none")),
             seed,
         )
 
 
-class _Deck:
-    """Choices in turn: all of them, in an order of their own, before one comes again."""
-
-    def __init__(self, seed: int, number: int):
-        self.seed, self.number = seed, number
-
-    def of(self, name: str, choices: Sequence[Any]) -> Any:
-        """The choice of this number."""
-        round_, place = divmod(self.number, len(choices))
-        order = list(range(len(choices)))
-        random.Random(f"{self.seed}/{name}/{round_}").shuffle(order)
-        return choices[order[place]]
+def _in_turn(seed: int, number: int, name: str, choices: Sequence[Any]) -> Any:
+    """The choice of this number: all come, in an order of their own, before one comes again."""
+    round_, place = divmod(number, len(choices))
+    order = list(range(len(choices)))
+    random.Random(f"{seed}/{name}/{round_}").shuffle(order)
+    return choices[order[place]]
 
 
 def draw(
