@@ -26,30 +26,23 @@ FACTS = ("engine", "model", "weights", "dtype", "temperature", "top_p", "top_k",
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """B rollouts of up to T tokens.
+    """B rollouts of up to T tokens."""
 
-    Attributes:
-        name: the file's name without suffix.
-        facts: the manifest: engine, model, weights (SHA-256 of the tensors), dtype, temperature, top_p, top_k, versions,
-            command, and what else was written.
-        prompt_ids: (B, P) int32, prompt_lengths: (B,) int32.
-        completion_ids: (B, T) int32, completion_lengths: (B,) int32.
-        sampler_logps: (B, T) float32, what the engine reported of each token; NaN where it could not score one.
-        raw_logps: (B, T) float32 or None: log-probs at temperature 1 over the whole vocabulary, where the engine has both.
-        trainer_logps: (B, T) float32 or None: transformers' model in the same dtype, at the temperature, whole vocabulary.
-        kept_mass: (B, T) float32 or None: share of the trainer's probability that top-p and top-k keep at each position,
-            0 where they exclude the token itself.
-    """
-
-    name: str
+    name: str  # the file's name without suffix
+    # the manifest: engine, model, weights (SHA-256 of the tensors), dtype, temperature, top_p, top_k, versions,
+    # command, and what else was written
     facts: Mapping[str, Any]
-    prompt_ids: Tensor
-    prompt_lengths: Tensor
-    completion_ids: Tensor
-    completion_lengths: Tensor
-    sampler_logps: Tensor
+    prompt_ids: Tensor  # (B, P) int32
+    prompt_lengths: Tensor  # (B,) int32
+    completion_ids: Tensor  # (B, T) int32
+    completion_lengths: Tensor  # (B,) int32
+    sampler_logps: Tensor  # (B, T) float32, what the engine reported of each token; NaN where it could not score one
+    # (B, T) float32 or None: log-probs at temperature 1 over the whole vocabulary, where the engine has both
     raw_logps: Tensor | None = None
+    # (B, T) float32 or None: transformers' model in the same dtype, at the temperature, whole vocabulary
     trainer_logps: Tensor | None = None
+    # (B, T) float32 or None: share of the trainer's probability that top-p and top-k keep at each position, 0 where
+    # they exclude the token itself
     kept_mass: Tensor | None = None
 
     @property

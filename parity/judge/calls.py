@@ -36,18 +36,13 @@ def parts(asked: str | Collection[str]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionCalls(protocol.Calls[Tensors]):
-    """Calls of a function.
+    """Calls of a function."""
 
-    Attributes:
-        function: a function or a module.
-        problem: its definition, inputs and upstream gradients.
-        in_place: inputs that it may overwrite, and with "grad_" outputs whose upstream gradient it may.
-        agrees: (name, value, under the problem's own values) -> whether the value agrees with the definition.
-    """
-
-    function: Any
-    problem: Problem
+    function: Any  # a function or a module
+    problem: Problem  # its definition, inputs and upstream gradients
+    # inputs that it may overwrite, and with "grad_" outputs whose upstream gradient it may
     in_place: Collection[str] = ()
+    # (name, value, under the problem's own values) -> whether the value agrees with the definition
     agrees: Callable[[str, torch.Tensor | None], bool] = lambda name, value: False
     changed: list[str] = dataclasses.field(default_factory=list)
 

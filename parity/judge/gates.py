@@ -25,29 +25,18 @@ WORST = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What a quantity is measured with.
+    """What a quantity is measured with."""
 
-    Attributes:
-        exact: the oracle's value, float64.
-        replicas: the replicas' values, (R, …) of the same trailing shape.
-        compute: dtype name in which the recipe computes, for the common-mode term of the slope.
-        zero: rows (leading dimensions) that the mask makes exactly zero, or None.
-        entrywise: whether every entry is a row of its own (log-probs, a bias gradient) instead of the last dimension.
-        scalar: whether the quantity is a sum that the scalar gate judges.
-        counted: whether it is a count or fraction that must be exact.
-        first_order: √Σ(∂L/∂logp·rms e)², for a scalar.
-        terms: ‖terms‖₂·√n of what a scalar sums.
-    """
-
-    exact: torch.Tensor
-    replicas: torch.Tensor
-    compute: str = "fp32"
-    zero: torch.Tensor | None = None
+    exact: torch.Tensor  # the oracle's value, float64
+    replicas: torch.Tensor  # the replicas' values, (R, …) of the same trailing shape
+    compute: str = "fp32"  # dtype name in which the recipe computes, for the common-mode term of the slope
+    zero: torch.Tensor | None = None  # rows (leading dimensions) that the mask makes exactly zero, or None
+    # whether every entry is a row of its own (log-probs, a bias gradient) instead of the last dimension
     entrywise: bool = False
-    scalar: bool = False
-    counted: bool = False
-    first_order: float = 0.0
-    terms: float = 0.0
+    scalar: bool = False  # whether the quantity is a sum that the scalar gate judges
+    counted: bool = False  # whether it is a count or fraction that must be exact
+    first_order: float = 0.0  # √Σ(∂L/∂logp·rms e)², for a scalar
+    terms: float = 0.0  # ‖terms‖₂·√n of what a scalar sums
 
     @functools.cached_property
     def errors(self) -> Errors:

@@ -73,20 +73,14 @@ def stacked(
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """What a result is compared with; replicas and units are computed once.
+    """What a result is compared with; replicas and units are computed once."""
 
-    Attributes:
-        exact: quantity -> its value, float64. Names with a leading underscore are internal.
-        draw: draws replicas.
-        kind: (quantity, replicas) -> the fields of `Unit` besides exact, replicas and compute.
-        seed: of the replicas.
-        size: entries of a replica's largest tensor, or of what takes as long to make, where no quantity is as large.
-    """
-
-    exact: Quantities
-    draw: Draw
+    exact: Quantities  # quantity -> its value, float64. Names with a leading underscore are internal.
+    draw: Draw  # draws replicas
+    # (quantity, replicas) -> the fields of `Unit` besides exact, replicas and compute
     kind: Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, Any]]
-    seed: int
+    seed: int  # of the replicas
+    # entries of a replica's largest tensor, or of what takes as long to make, where no quantity is as large
     size: int = 0
     _replicas: dict[tuple[Recipe, int, bool, bool, frozenset[str] | None], Quantities] = dataclasses.field(
         default_factory=dict, repr=False

@@ -60,27 +60,18 @@ def upstream(kind: str, name: str, like: torch.Tensor, seed: int, dtype: str) ->
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A definition, the inputs that it and a function are given, and which gradients are judged.
+    """A definition, the inputs that it and a function are given, and which gradients are judged."""
 
-    Attributes:
-        definition: plain torch, or a module whose parameters have the names of `parameters`.
-        inputs: name -> tensor, number, or a tree of them.
-        parameters: name -> tensor: those of the module that is judged; a definition that is a function takes them by name.
-        leaves: names of the tensors whose gradients are judged.
-        also: other correct forms of the definition, which have their share of the replicas.
-        given: output -> upstream gradient; missing ones are random.
-        seed: of upstream gradients and replicas.
-        rounding: the arithmetic of a replica.
-    """
-
-    definition: Definition
-    inputs: Mapping[str, Any]
+    definition: Definition  # plain torch, or a module whose parameters have the names of `parameters`
+    inputs: Mapping[str, Any]  # name -> tensor, number, or a tree of them
+    # name -> tensor: those of the module that is judged; a definition that is a function takes them by name
     parameters: Mapping[str, torch.Tensor]
-    leaves: tuple[str, ...]
-    also: tuple[Definition, ...] = ()
+    leaves: tuple[str, ...]  # names of the tensors whose gradients are judged
+    also: tuple[Definition, ...] = ()  # other correct forms of the definition, which have their share of the replicas
+    # output -> upstream gradient; missing ones are random
     given: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    seed: int = 0
-    rounding: type[MonteCarlo] = AnyOperation
+    seed: int = 0  # of upstream gradients and replicas
+    rounding: type[MonteCarlo] = AnyOperation  # the arithmetic of a replica
     _routed: list[Definition] = dataclasses.field(default_factory=list, repr=False)
     """Forms whose path depends on values (a router that sends tokens to experts), or that have no batched form."""
 

@@ -67,16 +67,13 @@ def split(a: torch.Tensor, b: torch.Tensor, pieces: int) -> Iterator[torch.Tenso
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """What the probes of a device found.
+    """What the probes of a device found."""
 
-    Attributes:
-        tf32: how float32 is multiplied where tf32 is allowed: "tf32" (rounded), "tf32-truncated", or "ieee" (not at all).
-        reduced: the 16-bit dtypes whose partial sums are rounded to 16 bits where a product is split along K.
-        values: what the probes returned, by name, for the header of a run.
-    """
-
+    # how float32 is multiplied where tf32 is allowed: "tf32" (rounded), "tf32-truncated", or "ieee" (not at all)
     tf32: str = "ieee"
+    # the 16-bit dtypes whose partial sums are rounded to 16 bits where a product is split along K
     reduced: frozenset[str] = frozenset()
+    # what the probes returned, by name, for the header of a run
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def described(self) -> dict[str, Any]:

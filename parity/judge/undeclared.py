@@ -41,25 +41,15 @@ Judge = Callable[[Recipe, Collection[str]], Mapping[str, Judgement]]
 
 @dataclasses.dataclass(frozen=True)
 class Explaining:
-    """The search for one result.
+    """The search for one result."""
 
-    Attributes:
-        recipe: as it is declared, resolved.
-        dtype: of the inputs.
-        judge: judges the result again.
-        judgements: of every quantity, by the recipe as it is declared.
-        outputs: output -> as it came; None where it is missing.
-        casts: whether an input is in float32, so that a cast of the inputs to `dtype` rounds.
-        always: fields that each recipe has besides, so that it can be declared as it is printed.
-    """
-
-    recipe: Recipe
-    dtype: str
-    judge: Judge
-    judgements: Mapping[str, Judgement]
-    outputs: Mapping[str, torch.Tensor | None]
-    casts: bool
-    always: dict[str, Any]
+    recipe: Recipe  # as it is declared, resolved
+    dtype: str  # of the inputs
+    judge: Judge  # judges the result again
+    judgements: Mapping[str, Judgement]  # of every quantity, by the recipe as it is declared
+    outputs: Mapping[str, torch.Tensor | None]  # output -> as it came; None where it is missing
+    casts: bool  # whether an input is in float32, so that a cast of the inputs to `dtype` rounds
+    always: dict[str, Any]  # fields that each recipe has besides, so that it can be declared as it is printed
 
     @property
     def failing(self) -> list[str]:

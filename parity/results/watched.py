@@ -10,22 +10,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One difference that noise does not explain.
+    """One difference that noise does not explain."""
 
-    Attributes:
-        what: "trainer", "sampler", "old", "reference", "gradient" or "loss".
-        units: rms of the difference in units of the noise; NaN where it has none.
-        causes: those that explain it down to noise; empty where none of the known ones does.
-        text: one line.
-        tokens: those that differ most.
-        strips: units of each token as signs of `parity.results.row.TOKENS`, a text for each sequence.
-    """
-
-    what: str
-    units: float
-    causes: tuple[str, ...]
-    text: str
-    tokens: tuple[Mapping[str, Any], ...] = ()
+    what: str  # "trainer", "sampler", "old", "reference", "gradient" or "loss"
+    units: float  # rms of the difference in units of the noise; NaN where it has none
+    causes: tuple[str, ...]  # those that explain it down to noise; empty where none of the known ones does
+    text: str  # one line
+    tokens: tuple[Mapping[str, Any], ...] = ()  # those that differ most
+    # units of each token as signs of `parity.results.row.TOKENS`, a text for each sequence
     strips: tuple[str, ...] = ()
 
 

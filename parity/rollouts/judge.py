@@ -118,22 +118,16 @@ DEFINITIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The judgement of one recording.
+    """The judgement of one recording."""
 
-    Attributes:
-        definition: of `DEFINITIONS`: what its log-probs are held to be.
-        judgements: quantity of `_defined` -> its judgement.
-        log_ratios: of the sampled tokens, trainer minus sampler in nats; NaN where the sampler has none, infinite where the
-            trainer's top-p or top-k excludes the token.
-        fits: other explanation -> rms of the sampler's log-probs against it, best first.
-        explanation: what explains a disagreement: it leaves at most half the rms and no more than is allowed, or is
-            another dtype's rounding.
-    """
-
-    definition: str
-    judgements: Mapping[str, Judgement]
+    definition: str  # of `DEFINITIONS`: what its log-probs are held to be
+    judgements: Mapping[str, Judgement]  # quantity of `_defined` -> its judgement
+    # of the sampled tokens, trainer minus sampler in nats; NaN where the sampler has none, infinite where the trainer's
+    # top-p or top-k excludes the token
     log_ratios: Tensor
-    fits: Mapping[str, float]
+    fits: Mapping[str, float]  # other explanation -> rms of the sampler's log-probs against it, best first
+    # what explains a disagreement: it leaves at most half the rms and no more than is allowed, or is another dtype's
+    # rounding
     explanation: str | None
 
     @property

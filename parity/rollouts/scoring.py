@@ -32,17 +32,11 @@ LIMIT, FARTHEST = 3.0, 15.0
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """R sequences of a micro-batch. n: their tokens that are in the loss, row by row.
+    """R sequences of a micro-batch. n: their tokens that are in the loss, row by row."""
 
-    Attributes:
-        ids: of each row, without padding.
-        places: of each row, where in `ids` the tokens of the loss are.
-        picked: (B,) and (B, T) bool: which rows and which tokens these are.
-    """
-
-    ids: list[Tensor]
-    places: list[Tensor]
-    picked: Tensor
+    ids: list[Tensor]  # of each row, without padding
+    places: list[Tensor]  # of each row, where in `ids` the tokens of the loss are
+    picked: Tensor  # (B,) and (B, T) bool: which rows and which tokens these are
 
     def of(self, values: Tensor) -> Tensor:
         """What `values` (B, T) say of these tokens, (n,) float64 on the CPU."""
@@ -91,27 +85,17 @@ def rows_from(pairs: Sequence[tuple[list[int], list[int]]], wanted: Tensor, devi
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """n tokens, (n,) float64 on the CPU each, by a model's own forward.
+    """n tokens, (n,) float64 on the CPU each, by a model's own forward."""
 
-    Attributes:
-        logps: log-probs at the temperature.
-        shape: √(1 - 2p + Σp²), how far a log-prob moves when logits are off by 1 each, independently.
-        floor: what the last operations alone may be off by: the log-softmax in float32, the log-prob in the logits' dtype.
-        sample: which tokens have logits, (m,) long.
-        logits: (m, V) float32 on the CPU, before the temperature.
-        hidden: (m, H), what the LM head was given for them; None where it was not seen.
-        dtype: of the logits.
-        noise: ε in nats: a token's unit is ε·shape and its floor, added in squares.
-    """
-
-    logps: Tensor
-    shape: Tensor
+    logps: Tensor  # log-probs at the temperature
+    shape: Tensor  # √(1 - 2p + Σp²), how far a log-prob moves when logits are off by 1 each, independently
+    # what the last operations alone may be off by: the log-softmax in float32, the log-prob in the logits' dtype
     floor: Tensor
-    sample: Tensor
-    logits: Tensor
-    hidden: Tensor | None
-    dtype: torch.dtype
-    noise: float = 0.0
+    sample: Tensor  # which tokens have logits, (m,) long
+    logits: Tensor  # (m, V) float32 on the CPU, before the temperature
+    hidden: Tensor | None  # (m, H), what the LM head was given for them; None where it was not seen
+    dtype: torch.dtype  # of the logits
+    noise: float = 0.0  # ε in nats: a token's unit is ε·shape and its floor, added in squares
 
     @property
     def units(self) -> Tensor:

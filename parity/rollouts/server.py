@@ -26,18 +26,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Completions with their log-probs, row by row; None for a token that the engine could not score.
+    """Completions with their log-probs, row by row; None for a token that the engine could not score."""
 
-    Attributes:
-        completions: token ids of each row.
-        logps: as the engine reports them beside a sampled token.
-        raw: at temperature 1 over the whole vocabulary, or None where the engine does not have them.
-        facts: what the manifest says of the engine: engine, device, versions, and how `logps` are to be understood.
-    """
-
-    completions: list[list[int]]
-    logps: list[list[float | None]]
+    completions: list[list[int]]  # token ids of each row
+    logps: list[list[float | None]]  # as the engine reports them beside a sampled token
+    # at temperature 1 over the whole vocabulary, or None where the engine does not have them
     raw: list[list[float | None]] | None
+    # what the manifest says of the engine: engine, device, versions, and how `logps` are to be understood
     facts: Mapping[str, Any]
 
 

@@ -17,21 +17,14 @@ SHOWS, GONE = 1, 0  # exit codes of a script: the defect shows, it is gone
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """What became of an entry's script in a fresh process.
-
-    Attributes:
-        done: with the installed libraries; None where it was not run.
-        diff: what mends the released files; empty where no patch is known, or where the defect is not there.
-        mended: the script with the diff applied to a copy.
-        why: why there is no script, it was not run, or the known patch does not fit this release.
-    """
+    """What became of an entry's script in a fresh process."""
 
     entry: Entry
     code: str = ""
-    done: Ran | None = None
-    diff: str = ""
-    mended: Ran | None = None
-    why: str = ""
+    done: Ran | None = None  # with the installed libraries; None where it was not run
+    diff: str = ""  # what mends the released files; empty where no patch is known, or where the defect is not there
+    mended: Ran | None = None  # the script with the diff applied to a copy
+    why: str = ""  # why there is no script, it was not run, or the known patch does not fit this release
 
     @property
     def right(self) -> bool:

@@ -21,30 +21,21 @@ LIMITS = "max_prompt_length", "max_length", "vllm_max_model_length", "model_max_
 
 @dataclasses.dataclass
 class Look:
-    """A micro-batch of a trainer.
-
-    Attributes:
-        inputs: what its loss is made of.
-        taken, others: its scoring with gradients, those without.
-        mask: (B, T), the tokens in the loss.
-        rows: those looked at.
-        fresh, first: whether its completions are the present weights', and no update has been.
-        sides: log-probs (n,) by the trainer and whoever else has them; `mine`: the model's own. Both by `score`.
-        measured: name -> number.
-    """
+    """A micro-batch of a trainer."""
 
     trainer: Any
     model: Any
-    inputs: Any
-    taken: Taken
-    others: list[Taken]
-    mask: Tensor
-    rows: Rows
-    fresh: bool
-    first: bool
+    inputs: Any  # what its loss is made of
+    taken: Taken  # its scoring with gradients
+    others: list[Taken]  # those without
+    mask: Tensor  # (B, T), the tokens in the loss
+    rows: Rows  # those looked at
+    fresh: bool  # whether its completions are the present weights'
+    first: bool  # whether no update has been
+    # by `score`: log-probs (n,) of the trainer and whoever else has them, and the model's own
     sides: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     mine: Scores | None = None
-    measured: dict[str, float] = dataclasses.field(default_factory=dict)
+    measured: dict[str, float] = dataclasses.field(default_factory=dict)  # name -> number
 
     @property
     def temperature(self) -> float:

@@ -13,23 +13,15 @@ SCORERS = "_get_per_token_logps_and_entropies", "_get_per_token_logps", "_forwar
 
 @dataclasses.dataclass
 class Taken:
-    """One scoring of a micro-batch by the trainer.
+    """One scoring of a micro-batch by the trainer."""
 
-    Attributes:
-        ids, attention: (B, P + T).
-        logps: (B, T), detached; entropies: (B, T) or None.
-        mask: (B, T), the tokens in the loss, where the scoring says so.
-        trained: whether gradients were on.
-        slopes: what the backward pass brought to the log-probs, (B, T).
-    """
-
-    ids: Tensor
-    attention: Tensor
-    logps: Tensor
-    entropies: Tensor | None
-    mask: Tensor | None
-    trained: bool
-    slopes: Tensor | None = None
+    ids: Tensor  # (B, P + T)
+    attention: Tensor  # the same
+    logps: Tensor  # (B, T), detached
+    entropies: Tensor | None  # (B, T)
+    mask: Tensor | None  # (B, T), the tokens in the loss, where the scoring says so
+    trained: bool  # whether gradients were on
+    slopes: Tensor | None = None  # what the backward pass brought to the log-probs, (B, T)
 
 
 class Taps:

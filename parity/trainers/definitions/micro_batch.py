@@ -19,23 +19,15 @@ Define = Callable[[Tensor], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """The loss of one micro-batch by its definition.
+    """The loss of one micro-batch by its definition."""
 
-    Attributes:
-        name: its type.
-        of: log-probs (B, T) float64 -> what is minimised, 0-dim, divided by all that it is divided by.
-        mask: (B, T) float64, the tokens in the loss.
-        padded: what counting padding makes of each gradient, a factor (B, 1) or number; None: nothing is divided by tokens.
-        without: cause -> the loss that it makes.
-        valued: whether `of` is all of the loss: no term that log-probs have no part in.
-    """
-
-    name: str
-    of: Define
-    mask: Tensor
+    name: str  # its type
+    of: Define  # log-probs (B, T) float64 -> what is minimised, 0-dim, divided by all that it is divided by
+    mask: Tensor  # (B, T) float64, the tokens in the loss
+    # what counting padding makes of each gradient, a factor (B, 1) or number; None: nothing is divided by tokens
     padded: Tensor | None = None
-    without: Mapping[str, Define] = dataclasses.field(default_factory=dict)
-    valued: bool = True
+    without: Mapping[str, Define] = dataclasses.field(default_factory=dict)  # cause -> the loss that it makes
+    valued: bool = True  # whether `of` is all of the loss: no term that log-probs have no part in
 
 
 def loss_mask(inputs: Any) -> Tensor:
