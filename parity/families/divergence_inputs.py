@@ -60,11 +60,7 @@ STORED = stored_tensors.HEAD | {
 
 
 def derived(family: Family, tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
-    """The settings that stored tensors decide.
-
-    Raises:
-        UsageError: where there is no teacher, or more than one kind of it.
-    """
+    """The settings that stored tensors decide. Raises UsageError where there is no teacher, or more than one kind of it."""
     kinds = [n for n in ("teacher_weight", "teacher_logits", "support_logps") if n in tensors]
     if len(kinds) != 1:
         raise UsageError(f"{where}: one of teacher_weight, teacher_logits or support_logps, it has {len(kinds)}")
@@ -161,10 +157,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     (V + extra,) or None, or teacher_logits (B, T, V + extra), after scale and softcap; support_ids int64 and
     support_logps (B, T, K) float32, -inf where a position names fewer tokens and where the label is -100; top1_ids,
     top1_logps, label_logps (B, T) for the mixed support; num_items_in_batch (0-dim) or None. A sparse case returns no
-    dense teacher.
-
-    Raises:
-        UsageError: for settings outside their range.
+    dense teacher. Raises UsageError for settings outside their range.
     """
     check(case, s)
     tensors = head.build(case, s)
@@ -185,11 +178,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
 
 
 def check(case: Case, s: SimpleNamespace) -> None:
-    """Refuse settings outside their range.
-
-    Raises:
-        UsageError: naming the setting and its value.
-    """
+    """Refuse settings outside their range. Raises UsageError naming the setting and its value."""
     head.check(s, case)
     for name, least in (("teacher_H", 1), ("k", 1), ("extra_vocabulary", 0), ("other_tokens", 0)):
         if getattr(s, name) < least:

@@ -31,10 +31,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     Tensors besides those of `head.build`: mask (B, T), completion_mask and tool_mask whose product it is, advantages
     (B,) or (B, T), old_logps, ref_logps, sampling_logps (B, T) or None, importance_sampling_ratio (B, T), (B, 1) or
     None, num_items_in_batch (0-dim), top_entropy_quantile (0-dim or None), previous_ids (B, T), lora_a (r, H) and
-    lora_b (V, r) or None.
-
-    Raises:
-        UsageError: for settings outside their range.
+    lora_b (V, r) or None. Raises UsageError for settings outside their range.
     """
     check(case, s)
     tensors = head.build(case, s)
@@ -55,11 +52,7 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
 
 
 def check(case: Case, s: SimpleNamespace) -> None:
-    """Refuse settings outside their range.
-
-    Raises:
-        UsageError: naming the setting and its value.
-    """
+    """Refuse settings outside their range. Raises UsageError naming the setting and its value."""
     head.check(s, case)
     if s.recording != "none":
         recording.named(s.recording)

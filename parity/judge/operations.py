@@ -64,10 +64,8 @@ class AnyOperation(MonteCarlo):
 
     Elementwise arithmetic is off by half a unit in the last place, a library function by up to 2, a product by
     max(2, √K/2)·u·(|A|·|B|), a sum that an index makes, or a cumulative one, by max(2, √n/2)·u·Σ|x|; what an index sends to one
-    place is added in float32, term after term. Composite operations are taken apart by torch's decompositions.
-
-    Raises:
-        NotImplementedError: for an operation without a rule, by name, with the remedy.
+    place is added in float32, term after term. Composite operations are taken apart by torch's decompositions. Raises
+    NotImplementedError for an operation without a rule, by name, with the remedy.
     """
 
     drifts = True

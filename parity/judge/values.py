@@ -53,10 +53,7 @@ def integers(seed: int, name: str, shape: Sequence[int], bound: int) -> torch.Te
     """int64 in [0, bound). Lowering `bound` keeps every value that stays below it.
 
     Candidates are read from the high bits downwards with the smallest sufficient number of bits and rejected while too
-    large; `bound` of the same bit length therefore share their candidates.
-
-    Raises:
-        ValueError: for a bound below 1.
+    large; `bound` of the same bit length therefore share their candidates. Raises ValueError for a bound below 1.
     """
     if bound < 1:
         raise ValueError(f"integers {name!r}: bound {bound} must be at least 1")

@@ -23,10 +23,7 @@ class Finding:
 
 def write(to: Path, looked: Sequence[Mapping[str, Any]], findings: Sequence[Finding], fresh: Sequence[Finding]) -> None:
     """Adds the last of the looks with its `fresh` findings to `to`; the page has all of them, and needs jinja2 and rich.
-
-    Raises:
-        OSError: where a file cannot be written.
-    """
+    Raises OSError where a file cannot be written."""
     line = {**looked[-1], "findings": [dataclasses.asdict(f) for f in fresh]}
     to.parent.mkdir(parents=True, exist_ok=True)
     with to.open("a") as file:

@@ -45,10 +45,7 @@ def opened(url: str) -> Callable[[Request], Sampled]:
 
     Whether the server's log-probs are processed or raw is its own setting and no answer says it: the manifest records
     "server", and `parity rollouts judge` says which of the two they fit. vLLM's are raw unless it was started with
-    --logprobs-mode processed_logprobs.
-
-    Raises:
-        UsageError: where there is no such server, or it does not answer in the protocol.
+    --logprobs-mode processed_logprobs. Raises UsageError where there is no such server, or it does not answer in the protocol.
     """
     base = url.rstrip("/").removesuffix("/v1")
     name = _ask("GET", f"{base}/v1/models")["data"][0]["id"]

@@ -55,11 +55,8 @@ def launch(trainers: Mapping[str, Mapping[str, Any]], sharding: str, ranks: int)
 
 
 def started(module: str, argv: Sequence[str], ranks: int) -> None:
-    """Runs a module in `ranks` processes that can talk to each other.
-
-    Raises:
-        Unsupported: when a process fails or takes longer than `TIMEOUT` seconds, with the last error.
-    """
+    """Runs a module in `ranks` processes that can talk to each other. Raises Unsupported when one fails or takes longer than
+    `TIMEOUT` seconds, with the last error."""
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
     torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", module, *argv]
     env = os.environ | environment("cpu") | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
