@@ -58,8 +58,10 @@ POLICY = (
 
 def inputs(name: str, size: Size, dtype: str, device: str, **settings: object) -> Inputs:
     """Inputs of family `name`: logits of standard deviation 3, old log-probs within 0.1 of the policy's."""
-    case = Case(name, 0, dtype, {"B": size.B, "T": size.T, "H": size.H, "V": size.V, **settings})
-    empty = Inputs(case, family(name).full_settings(case), dict.fromkeys(_ABSENT), (), {})
+    case = Case(name, 0, dtype, settings)
+    full = family(name).full_settings(case)
+    vars(full).update(vars(size))  # larger than a case may be
+    empty = Inputs(case, full, dict.fromkeys(_ABSENT), (), {})
     g = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(size.B, size.T, size.H, generator=g, device=device).to(DTYPES[dtype])
     weight = torch.randn(size.V, size.H, generator=g, device=device).mul_(3 / size.H**0.5).to(DTYPES[dtype])

@@ -28,4 +28,4 @@ def test_replicas(benchmark, size, device):
     replicas(family, x, Recipe(), 1, 0)
     benchmark.group = f"replicas, {8 * size:,} logits"
     found = benchmark.pedantic(lambda: replicas(family, x, Recipe(), 12, 0), rounds=1)
-    assert {value.device.type for value in found.values()} == {device}
+    assert {value.device.type for value in found.values()} == {"cpu"}  # handed out there, and that takes time too

@@ -90,7 +90,10 @@ def test_float32_master_weights_under_autocast(name):
 @pytest.mark.parametrize("one", [i for i in chosen("logprobs") if "compile" in i.contexts], ids=lambda i: i.id)
 def test_a_captured_graph_gives_the_same(one):
     x = fresh(oracle_of(family("logprobs").case(1, "bf16", SETTINGS["logprobs"] | {"grad": ""}), "cuda").inputs)
-    eager = execute(one, x).quantities["logps"]
+    outcome = execute(one, x)
+    if outcome.verdict == "unsupported":
+        pytest.skip(outcome.message)
+    eager = outcome.quantities["logps"]
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.no_grad(), torch.cuda.graph(graph):
@@ -98,7 +101,8 @@ def test_a_captured_graph_gives_the_same(one):
     except RuntimeError as error:  # it waits for the device or copies from it
         if "captur" not in str(error):
             raise
-        pytest.skip(f"cannot be captured: {str(error).splitlines()[0]}")
+        first = error.__context__ or error  # the end of the capture fails after the operation that broke it
+        pytest.skip(f"cannot be captured: {str(first).splitlines()[0]}")
     graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(captured, eager)

@@ -9,7 +9,7 @@ from parity.implementations.implementation import Implementation
 from parity.registry import facts, family, load, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report.render import text_of
-from parity.sampling.capabilities import VOCABULARIES
+from parity.sampling.capabilities import HIDDEN, VOCABULARIES
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -28,7 +28,7 @@ def ours() -> list[Implementation]:
 @pytest.mark.parametrize("size", VOCABULARIES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_real_vocabularies(size, dtype):
-    case = FAMILY.case(1, dtype, {"B": 1, "T": 4, "V": size, "H": 16})
+    case = FAMILY.case(1, dtype, {"B": 1, "T": 4, "V": size, "H": HIDDEN})
     rows = list(run_case(case, ours(), "cuda", thorough=False))
     assert any(r.judged for r in rows) and not new(rows, case), text_of(rows)
 

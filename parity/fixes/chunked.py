@@ -74,6 +74,12 @@ def _rounds_dlogits(settings: Settings, device: torch.device) -> bool:
     return settings.operand != settings.tile and device.type == "cuda"
 
 
+def _to_reach(exponent: int, x: Tensor) -> Tensor:
+    """For each entry of x >= 0 the power of two by which it comes to 2**(exponent - 1) up to 2**exponent."""
+    shift = torch.where(x > 0, exponent - torch.frexp(x).exponent, 100).clamp(-100, 100)
+    return torch.ldexp(torch.ones_like(x), shift)
+
+
 def _operand(x: Tensor, settings: Settings, buffers: Buffers, name: str) -> Tensor:
     x = x.to(settings.operand)
     if x.is_cuda or x.dtype == settings.tile:
@@ -235,9 +241,8 @@ class ChunkedLogProbs(torch.autograd.Function):
 
         unit = None
         if _rounds_dlogits(settings, hidden.device):
-            bounds = [at_target, constant * total, total.new_zeros(1)] + ([] if linear is None else [linear * total])
-            largest = torch.cat(bounds).abs().amax()
-            unit = torch.ldexp(torch.ones_like(largest), (10 - torch.frexp(largest).exponent).clamp(-100, 100))
+            bounds = [at_target, constant * total] + ([] if linear is None else [linear * total])
+            unit = _to_reach(10, torch.stack(bounds).abs().amax(0))
             at_target, constant = at_target * unit, constant * unit
             linear = None if linear is None else linear * unit
         factors = [None if x is None else x.unsqueeze(1) for x in (at_target, constant, linear, shift)]
@@ -292,6 +297,12 @@ def _backward_tiles(
     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
     grad_bias = torch.empty_like(bias) if bias is not None and needs_bias else None
     buffers, last_use, in_place = Buffers(), not keeps_graph(), unit is None and weight.dtype == wide
+    # A row of dlogits fills the range of 16 bits by its unit. Where rows are added, the hidden states carry the rest:
+    # `share`, at most what takes the largest of them to 2**15, so that no row is lost that the sum would show.
+    share = whole = None
+    if unit is not None and (needs_weight or needs_bias):
+        whole = unit.amin() * _to_reach(15, hidden.detach().abs().amax().to(unit.dtype)) if count else unit.new_ones(())
+        share = (whole / unit).to(wide).unsqueeze(1)
 
     # The head's gradient is finished one vocabulary block at a time, over all tokens, so it never exists in float32
     # as a whole. With a frozen head the same holds for the hidden states, one token block at a time.
@@ -337,19 +348,20 @@ def _backward_tiles(
                     parts = at_target, constant, linear, shift
                     tile = _dlogits(raw, ids[block], columns.start, parts, settings, copied)
                 if for_bias is not None:
-                    for_bias += tile.sum(0)
+                    for_bias += tile.sum(0) if share is None else (tile * share[block]).sum(0)
                 dlogits = tile if unit is None else _operand(tile, settings, buffers, "dlogits")
                 if for_hidden is not None:
                     _add_product(for_hidden[inner], dlogits, w, first=first)
                 if for_weight is not None:
+                    h = h if share is None else (h * share[block]).to(h.dtype)
                     _add_product(for_weight, dlogits.t(), h, first=inner.start == 0)
             for total, into in ((None if in_place else for_weight, grad_weight), (for_bias, grad_bias)):
                 if total is not None and into is not None:
-                    into[columns] = total if unit is None else total / unit
+                    into[columns] = total if whole is None else total / whole
         if for_hidden is not None and before is not None:
             for_hidden.add_(before)
         if for_hidden is not None and grad_hidden is not None and not direct:
-            for_hidden = for_hidden if unit is None else for_hidden / unit
+            for_hidden = for_hidden if unit is None else for_hidden / unit[group].unsqueeze(1)
             grad_hidden[group if rows is None else rows[group]] = for_hidden.to(grad_hidden.dtype)
     return grad_hidden, grad_weight, grad_bias
 

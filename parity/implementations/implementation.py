@@ -82,7 +82,7 @@ class Implementation:
         """The recipe on these inputs, autocast and tf32 products included (a GPU's; CPUs have none)."""
         recipe = self.recipe if isinstance(self.recipe, Recipe) else self.recipe(inputs)
         on_gpu = inputs.device.type == "cuda"
-        if on_gpu and recipe.log_sum is None:
+        if on_gpu and recipe.log_sum is None and recipe.log_sum_exp in (None, "fp32"):  # torch.logsumexp is no kernel
             recipe = dataclasses.replace(recipe, log_sum="fp32")
         if on_gpu:
             found = products.products("cuda")

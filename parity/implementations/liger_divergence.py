@@ -50,7 +50,8 @@ def _chunks(x: Inputs) -> Recipe:
     dtype = "bf16" if s.context == "autocast" else plain.head_dtype(x)
     chunks = max(1, s.B * s.T // (s.chunk_size or 1024))
     stored: dict[str, Any] = dict.fromkeys(("dlogits", "elementwise", "softmax", "accumulate"), dtype)
-    return Recipe(logits="input", partials=chunks, upstream=plain.upstream(x), output="fp32", **stored)
+    stored |= {"upstream": plain.upstream(x), "cotangent": plain.cotangent(x)}
+    return Recipe(logits="input", partials=chunks, output="fp32", **stored)
 
 
 @offer(
@@ -118,7 +119,7 @@ def _kernel(x: Inputs) -> Recipe:
     """Log-probs in the dtype of each head, float32 inside the kernel, which stores their gradient as they are."""
     dtype = plain.head_dtype(x)
     student: dict[str, Any] = {"logits": dtype, "dlogits": dtype, "elementwise": dtype, "softmax": dtype}
-    return Recipe(**student, teacher="input", teacher_softmax="input", output="any")
+    return Recipe(**student, teacher="input", teacher_softmax="input", cotangent=plain.cotangent(x), output="any")
 
 
 @offer(

@@ -33,7 +33,8 @@ def _fused(x: Inputs) -> Recipe:
     """The log-probs of `liger.chunked`; head gradients of the chunks of sequences are summed in the dtype of the head, in
     the forward pass."""
     accumulate = "fp32" if x.weight.dtype == torch.float32 else "input"
-    return chunked(x, accumulate=accumulate, partials=x.settings.B, upstream=plain.upstream(x))
+    late: dict[str, Any] = {"upstream": plain.upstream(x), "cotangent": plain.cotangent(x)}
+    return chunked(x, accumulate=accumulate, partials=x.settings.B, **late)
 
 
 def _kernel(x: Inputs) -> Recipe:

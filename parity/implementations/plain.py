@@ -37,6 +37,11 @@ def upstream(x: Inputs) -> float:
     return min(1.0, factor) if factor > 0.0 else 1.0
 
 
+def cotangent(x: Inputs) -> str:
+    """The dtype in which torch multiplies a 16-bit gradient by a loss's upstream gradient, a tensor of no dimensions."""
+    return "input" if x.hidden.is_cuda else "fp32"
+
+
 def autocast_softmax(x: Inputs) -> str:
     """The dtype of a log-softmax of bf16 logits under autocast: CUDA takes it to float32, the CPU does not."""
     return "fp32" if x.device.type == "cuda" else "bf16"

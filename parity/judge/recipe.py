@@ -56,6 +56,8 @@ class Recipe:
         reduction: dtype in which the parts of a product that is split along a long sum are added, "fp32" unless a device
             was found to round them (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` and its twin).
         upstream: factor, at most 1, that gradients meet only after `accumulate` has held them: they overflow there sooner.
+        cotangent: dtype to which a loss's upstream gradient is rounded before it multiplies gradients that the forward pass
+            took: on CUDA torch takes a factor of no dimensions in the dtype of the other.
         inputs: dtype to which the parameters are cast before use (autocast), or None.
         dinputs: dtype in which their gradient passes that cast, where it is not that of `inputs`, or None.
         tanh: "ieee", or "sigmoid" for 2σ(2x) - 1, whose error is absolute near zero.
@@ -86,6 +88,7 @@ class Recipe:
     partial_terms: int = 0
     reduction: str = "fp32"
     upstream: float = 1.0
+    cotangent: str = "fp32"
     inputs: str | None = None
     dinputs: str | None = None
     tanh: str = "ieee"

@@ -39,7 +39,8 @@ def _run(family: Family, x: Inputs, mode: MonteCarlo | None = None, gradients: b
     if mode is not None:
         mode.backward = True
     leaves = {name: leaf for name in x.leaves if (leaf := x.tensors[name]) is not None}
-    out = with_gradients(outputs, leaves, x.cotangents, again=mode is None)
+    upstream = x.cotangents if mode is None else mode.upstream(x.cotangents, outputs)
+    out = with_gradients(outputs, leaves, upstream, again=mode is None)
     named = [name for name in x.cotangents if name in outputs]
     if mode is None and "_logps" in outputs and outputs["_logps"].requires_grad and named:
         (slope,) = torch.autograd.grad(outputs[named[0]], outputs["_logps"], allow_unused=True)

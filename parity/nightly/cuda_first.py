@@ -1,9 +1,11 @@
-"""The first hour on a new GPU box: `make cuda-first` runs its steps in order and writes what came out to docs/results/.
+"""The first minutes on a new GPU box: `make cuda-first` runs its steps and writes what came out to docs/results/.
 
-Each step is worth something alone and ends within ten minutes; one that fails or hangs stops none that follows.
+Each step is worth something alone and ends within five minutes; one that fails or hangs stops none of the others. Compiling
+kernels takes most of the time, so steps run side by side, but for planted faults and what is timed (`ALONE`).
 """
 
 import collections
+import concurrent.futures
 import datetime
 import re
 import sys
@@ -19,23 +21,26 @@ from parity.results.row import Row
 from parity.running import gpu
 from parity.running.provenance import header
 
-LIMIT = 600.0
+LIMIT = 300.0
+TOGETHER = 8
+ALONE = ("faults", "bench")
+WORKERS = ("--workers", "3")
 NOTHING = 3
 REPORTS = Path("reports/cuda-first")
-PLAIN = ("-o", "addopts=--import-mode=importlib -ra -p no:cacheprovider")
-"""Where a plugin of the tests is missing, its options are no error."""
+PLAIN = ("-o", "addopts=--import-mode=importlib -ra -p no:cacheprovider", "-o", "timeout=200")
+"""Where a plugin of the tests is missing, its options are no error. A test that hangs fails, and the next one runs."""
 FROZEN = ("one-token", "policy-window", "divergence-window")
 
 
 def steps() -> dict[str, tuple[str, ...]]:
-    """The hour in order: what is there, three frozen cases, each family and a trainer, what only CUDA has, benchmarks."""
+    """What is there, three frozen cases, each family and a trainer, what only CUDA has, benchmarks."""
     out: dict[str, tuple[str, ...]] = {"doctor": ("doctor",)}
     out |= {f"replay {case}": ("replay", case, "--device", "cuda") for case in FROZEN}
-    for name in ("logprobs", "policy", "divergence", "grpo-trainer"):
-        words = ("run", "--profile", "quick", "--device", "cuda", "--family", name)
+    for name in ("logprobs", "policy", "divergence", "preference", "grpo-trainer"):
+        words = ("run", "--profile", "quick", "--device", "cuda", "--family", name, *WORKERS)
         out[f"quick {name}"] = (*words, "--reports", str(REPORTS / name))
     pytest = ("pytest", "-q", *PLAIN)
-    for name in ("faults", "soak", "large vocabularies", "large beyond", "large lock", "contexts"):
+    for name in ("soak", "large vocabularies", "large beyond", "large lock", "contexts", "faults"):
         file, _, word = name.partition(" ")
         out[name] = (*pytest, f"cases/cuda/test_{file}.py", *(("-k", word) if word else ()))
     out |= {f"bench {n}": (*pytest, f"cases/bench/test_{n}.py", "--benchmark-only") for n in ("replicas", "losses")}
@@ -62,7 +67,7 @@ def page(about: dict[str, object], done: Sequence[CommandOutcome], rows: Sequenc
     on_cpu = {(r.implementation, r.case) for r in rows if r.device == "cpu" and r.judged}
     new = collections.Counter((r.implementation, r.quantity, r.cls, r.message[:100]) for r in rows if r.new)
     facts = ([name, str(value)] for name, value in about.items())
-    lines = [f"# First hour on {about['device_name']}", "", *measured.table(["", ""], facts)]
+    lines = [f"# First minutes on {about['device_name']}", "", *measured.table(["", ""], facts)]
     lines += ["", f"Compared on CUDA: {len(on_gpu)} implementation-cases; on the CPU: {len(on_cpu)}.", "", "## New", ""]
     lines += [f"- {count} × {' · '.join(map(str, what))}" for what, count in new.most_common(40)] or ["Nothing."]
     lines += ["", "## Headroom", "", *quantiles(rows), "", "## Steps", ""]
@@ -87,7 +92,7 @@ def main(folder: Path = Path("docs/results")) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print(gpu.unusable() or "no CUDA device here: nothing of the first hour can be run", file=sys.stderr)
+        print(gpu.unusable() or "no CUDA device here: nothing of this can be run", file=sys.stderr)
         return NOTHING
     about = described()
     done: list[CommandOutcome] = []
@@ -95,13 +100,18 @@ def main(folder: Path = Path("docs/results")) -> int:
     today = datetime.datetime.now(datetime.UTC).date()
     path = folder / f"{re.sub('[^a-z0-9]+', '-', str(about['device_name']).lower())}-{today}.md"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, words in steps().items():
-        done.append(run(name, words, REPORTS / f"{name}.log", LIMIT))
-        print(f"{name}: {done[-1].exit_code}, {done[-1].seconds:.0f} s", flush=True)
-        results = Path(words[-1]) / "results.ndjson"
-        if words[0] == "run" and results.exists():
-            rows += read(results)[1]
-        path.write_text(page(about, done, rows), encoding="utf-8")
+    todo = steps()
+    for width, alone in ((TOGETHER, False), (1, True)):
+        some = {name: words for name, words in todo.items() if name.startswith(ALONE) == alone}
+        with concurrent.futures.ThreadPoolExecutor(width) as pool:
+            running = {pool.submit(run, n, words, REPORTS / f"{n}.log", LIMIT): words for n, words in some.items()}
+            for future in concurrent.futures.as_completed(running):
+                done.append(future.result())
+                print(f"{done[-1].name}: {done[-1].exit_code}, {done[-1].seconds:.0f} s", flush=True)
+                results = Path(running[future][-1]) / "results.ndjson"
+                if running[future][0] == "run" and results.exists():
+                    rows += read(results)[1]
+                path.write_text(page(about, done, rows), encoding="utf-8")
     print(f"written: {path}")
     return 0
 

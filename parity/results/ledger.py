@@ -75,7 +75,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     whose values are others, one of no finite size alone). A finding whose size its case decides has none, and is held on its
     frozen case alone (`parity.results.recorded`). `link` says where it is discussed, or
     `unlinked` why nowhere. From the day `expires` on (2026-12-31) the entry must be looked at again, and turns a run red
-    until it is. `rests_on` are devices on whose rounding its case rests: elsewhere it may agree, and the entry is not stale.
+    until it is. `rests_on` are devices on whose rounding or code path its case rests: elsewhere it may agree, and is not stale.
     """
 
     id: Text

@@ -48,9 +48,9 @@ def test_a_bias_below_the_floor_is_rounding():
     (row,) = pooled(list(rows(small, dtype="bf16", noise=1e-6)))
     assert row.verdict == "agree"
     large = 3 * POOL_FLOOR["bf16"]
-    for device, verdict in (("cpu", "disagree"), ("cuda", "agree")):
+    for device in ("cpu", "cuda"):
         (row,) = pooled(list(rows(large, dtype="bf16", noise=1e-6, device=device)))
-        assert row.verdict == verdict, device
+        assert row.verdict == "disagree", device
 
 
 def test_too_few_cases_are_not_pooled():

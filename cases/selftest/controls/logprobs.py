@@ -294,7 +294,17 @@ def _wide(x: Inputs) -> tuple[Inputs, torch.Tensor]:
     return x.replace(**parameters), hidden
 
 
-@torch.autocast("cpu", enabled=False)
+def _in_float32(head: Callable[[Inputs], Pair]) -> Callable[[Inputs], Pair]:
+    """The head without the autocast of its device."""
+
+    def call(x: Inputs) -> Pair:
+        with torch.autocast(x.hidden.device.type, enabled=False):
+            return head(x)
+
+    return call
+
+
+@_in_float32
 def again(x: Inputs) -> Pair:
     """z[id] - L, whose backward makes its probabilities exp(z' - L) from L as stored and from z' of a product by halves."""
     half = x.weight.shape[-1] // 2
@@ -313,7 +323,7 @@ def again(x: Inputs) -> Pair:
     return kept(x, logps), kept(x, pair(x, z)[1])
 
 
-@torch.autocast("cpu", enabled=False)
+@_in_float32
 def apart(x: Inputs) -> Pair:
     """The target's logit as a sum of products of its own, beside the log-sum-exp of a matrix product."""
     x, hidden = _wide(x)

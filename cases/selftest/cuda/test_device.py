@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from cases.selftest.controls.correct import control
+from cases.selftest.controls.soak import soak
 from fixtures.large import embedded
 from fixtures.pretended_cuda import pretended
 from parity import data
 from parity.case.case import Case
 from parity.case.layouts import elsewhere
+from parity.fixes import selective_log_probs
 from parity.judge.recipe import Recipe
 from parity.judging import assess
 from parity.judging.assess import CaseOracle, judge_all
@@ -196,3 +198,30 @@ def test_a_case_in_a_large_batch():
         verdicts.setdefault(row.implementation, set()).add(row.verdict)
     assert verdicts.pop("wraps in 1000 rows") >= {"disagree"}
     assert len(verdicts) == 2 and all(v == {"agree"} for v in verdicts.values()), verdicts
+
+
+def test_small_gradients_beside_large_ones():
+    """Tokens of one batch whose gradients differ by ten orders of magnitude, in 16 bits as tensor cores take them: those of the
+    small ones are as right as alone."""
+    random = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 8, generator=random).half() for n in (6, 40))
+    ids, upstream = torch.arange(6), torch.tensor([7e8, 1e-2, 1.0, 1e2, 1e-1, 1.0])
+    alone = [h.double().requires_grad_() for h in (hidden, weight)]
+    logps = torch.log_softmax(alone[0] @ alone[1].T, -1).gather(-1, ids[:, None])[:, 0]
+    logps.backward(upstream.double())
+    with pretended():
+        leaf = hidden.cuda().requires_grad_()
+        selective_log_probs(leaf, weight.cuda(), ids.cuda()).backward(upstream.cuda())
+        got = leaf.grad.cpu().double()
+    error = (got - alone[0].grad).norm(dim=1) / alone[0].grad.norm(dim=1)
+    assert error[1:].max() < 2.0**-10, error
+
+
+def test_controls_under_autocast():
+    """None leaves the autocast of its device on by having switched off the CPU's."""
+    case = family("logprobs").case(
+        610, "fp32", {"B": 3, "T": 2, "V": 58, "H": 14, "context": "autocast", "temperature": 0.1}
+    )
+    with pretended():
+        found = soak([case], device="cuda")
+    assert found.total > 5 and found.alarms == []

@@ -1,13 +1,14 @@
-"""The first hour: its steps are commands that exist, none stops the others, and without a GPU it says so and ends in 3."""
+"""The first minutes on a GPU box: steps are commands that exist, none stops the others; without a GPU the exit code is 3."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 from click.testing import CliRunner
 
 from parity.cli.commands import main as cli
-from parity.nightly import cuda_first
+from parity.nightly import cuda_first, steps
 from parity.results.memory import CommandOutcome
 from parity.results.row import Row
 from parity.sampling.find import find
@@ -46,6 +47,30 @@ def test_the_page_tells_cuda_from_the_cpu():
     assert "doctor: ran past its limit, 600 s" in text
 
 
+def test_what_is_timed_runs_alone(monkeypatch, tmp_path):
+    """Steps that fail, and one beside which none may run."""
+    commands = {"doctor": ("list", "--help"), "broken": ("replay", "--nothing"), "bench": ("list", "--help")}
+    running, beside = [], {}
+
+    def run(name, *more):
+        beside[name] = len(running)
+        running.append(name)
+        found = steps.run(name, *more)
+        running.remove(name)
+        return found
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(cuda_first, "described", lambda: {"device_name": "H 1"})
+    monkeypatch.setattr(cuda_first, "steps", lambda: commands)
+    monkeypatch.setattr(cuda_first, "run", run)
+    monkeypatch.setattr(cuda_first, "REPORTS", tmp_path / "reports")
+    assert cuda_first.main(tmp_path) == 0
+    (page,) = tmp_path.glob("h-1-*.md")
+    ends = re.findall(r"### (\w+): exit code (\d+)", page.read_text())
+    assert sorted(ends) == [("bench", "0"), ("broken", "125"), ("doctor", "0")]
+    assert ends[-1][0] == "bench" and beside["bench"] == 0
+
+
 def test_a_device_that_answers_no_probe_stops_nothing(monkeypatch):
     def broken(*args):
         raise RuntimeError("CUDA error: busy\nadvice")
@@ -55,7 +80,7 @@ def test_a_device_that_answers_no_probe_stops_nothing(monkeypatch):
 
 
 def test_without_a_network_nothing_is_installed():
-    """The first hour with what the box has; one command, as the page says it."""
+    """With what the box has; one command, as the page says it."""
     line = "make cuda-first VENV=0 PYTHON=python3"
     assert line in (ROOT / "docs/cuda.md").read_text()
     done = subprocess.run(
