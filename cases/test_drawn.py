@@ -4,11 +4,11 @@ import pytest
 
 from parity import data
 from parity.case.drawing import cases, draws
-from parity.plugin import device
 from parity.registry import facts, load, loss_families, loss_family, run_case
 from parity.results.ledger import Ledger
 from parity.results.report.render import text_of
 from parity.running.plan import DTYPES
+from parity.running.provenance import resolve_device
 from parity.running.run import FIXED_SEED
 from parity.sampling.capabilities import selected
 
@@ -26,9 +26,9 @@ def test_drawn(implementation, request) -> None:
         cases(fam, DTYPES, "quick"), f"{FIXED_SEED}/{implementation.id}", count * (8 if implementation.every > 1 else 1)
     )
     for case in drawn:
-        if not selected(implementation, case, 1, device()):
+        if not selected(implementation, case, 1, resolve_device("auto")):
             continue
-        rows = list(run_case(case, [implementation], device(), thorough=False))
+        rows = list(run_case(case, [implementation], resolve_device("auto"), thorough=False))
         judged.extend(r for r in rows if r.verdict == "agree")
         new = [r for r in rows if r.failing and ledger.match(r, facts(case)) is None]
         assert not new, text_of(rows)

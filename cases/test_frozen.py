@@ -8,12 +8,12 @@ import pytest
 
 from parity import data
 from parity.case.case import Case
-from parity.plugin import device
 from parity.registry import facts, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.recorded import altered, read
 from parity.results.report.render import text_of
 from parity.results.row import Row
+from parity.running.provenance import resolve_device
 
 
 @functools.cache
@@ -21,7 +21,7 @@ def judged(path: Path, thorough: bool) -> list[Row]:
     """The case of a file through every implementation of its family, or those that the file names."""
     case, only = Case.load(path), json.loads(path.read_text()).get("implementations")
     chosen = [i for i in select(only or ()) if i.family == case.family and (only is None or i.id in only)]
-    return list(run_case(case, chosen, device(), thorough=thorough))
+    return list(run_case(case, chosen, resolve_device("auto"), thorough=thorough))
 
 
 @pytest.mark.parametrize("path", data.frozen_cases(), ids=lambda p: p.stem)
@@ -45,7 +45,7 @@ def test_frozen(path: Path) -> None:
 
 @pytest.mark.parametrize("entry", Ledger.load(data.ledger_file()).entries, ids=lambda e: e.id)
 def test_ledger_entry_still_reproduces(entry) -> None:
-    if not entry.in_force() or (entry.devices and device() not in entry.devices):
+    if not entry.in_force() or (entry.devices and resolve_device("auto") not in entry.devices):
         pytest.skip(
             f"{entry.id}: out of scope here (versions {dict(entry.versions)}, devices {entry.devices or 'all'})"
         )

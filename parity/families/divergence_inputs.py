@@ -75,11 +75,8 @@ def derived(family: Family, tensors: Mapping[str, torch.Tensor], where: str) -> 
         "num_items": "given" if "num_items_in_batch" in tensors else "none",
         "extra_vocabulary": found.get("W", found["V"]) - found["V"],
     }
-    return (
-        out
-        | ({"teacher_H": found["G"]} if "G" in found else {})
-        | ({"k": found["K"]} if out["sparse"] == "topk" else {})
-    )
+    out |= {"teacher_H": found["G"]} if "G" in found else {}
+    return out | ({"k": found["K"]} if out["sparse"] == "topk" else {})
 
 
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
