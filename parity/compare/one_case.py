@@ -186,16 +186,9 @@ class Why:
 
 
 def _repeated_calls(found: Found) -> list[str]:
-    other, call = found.oracle.beside, (found.implementation, found.oracle.inputs)
-
     def agree(outcome: Outcome) -> bool:
         given = judged(found.oracle, found.implementation, outcome, only=frozenset(outcome.quantities))
         return all(j.agrees for j in given.values())
 
-    return [
-        *side_effects.repeated(*call, other, found.outcome),
-        *side_effects.interleaved(*call, other, found.outcome),
-        *side_effects.accumulation(*call, found.outcome),
-        *side_effects.unrecorded(*call, found.outcome, agree),
-        *side_effects.ways(*call, other, found.outcome, agree),
-    ]
+    calls = side_effects.AdapterCalls(found.implementation, found.oracle.inputs, found.oracle.beside, agree)
+    return calls.broken(found.outcome.quantities)

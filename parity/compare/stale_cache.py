@@ -1,6 +1,6 @@
 """What a call keeps by shape: a second call of the same shapes with other settings must not find the first's.
 
-`side_effects.repeated` calls again with other values at the same settings. A temperature, a mask's dtype or an upstream
+`protocol.repeated` calls again with other values at the same settings. A temperature, a mask's dtype or an upstream
 gradient that is kept by shape is right there, and wrong as soon as a caller changes it: in a schedule, in evaluation, for a
 second model. So a share of the cases is followed by a second one, judged as any case is.
 """

@@ -110,6 +110,11 @@ class Errors:
         p = self.o / self.top
         return p, float(p.square().sum()), float(p.pow(4).sum().sqrt())
 
+    def slope(self, e: torch.Tensor) -> float:
+        """Σe·o/‖o‖²."""
+        p, energy, _ = self.direction
+        return float((e / self.top * p).sum()) / energy
+
     @functools.cached_property
     def slopes(self) -> tuple[float, float, float]:
         """Of Σe_r·o/‖o‖²: the size of its mean, its standard deviation, and the maximum of its size."""
@@ -269,7 +274,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         atol=allowed,
         rtol=rtol,
         allclose=bool(torch.allclose(safe, errors.o, atol=allowed, rtol=rtol)) and (same is None or bool(same.all())),
-        slope=_slope(e, errors) if e.dim() > 0 else None,
+        slope=errors.slope(e) if e.dim() > 0 and errors.top > 0 else None,
         worst=() if agrees else _worst(v, o, e, same, by_row if _tightest(gates) == "row" else None),
     )
 
@@ -309,7 +314,7 @@ def _tensor_gates(
         floor += eta / errors.top * float(p.abs().sum()) / energy
         # what rounding takes from all entries alike (sums in 16 bits) is no spread: twice of it, not six times
         limit = max(SLOPE * floor + WORST * mean, WORST * worst)
-        slope = abs(float((e / errors.top * p).sum()) / energy)
+        slope = abs(errors.slope(e))
         if slope > limit and u > NARROW:
             limit = max(limit, WORST * errors.stored_slope(dtype))
         gates["slope"] = slope / limit
@@ -318,13 +323,6 @@ def _tensor_gates(
 
 def _rms_max(x: torch.Tensor) -> tuple[float, float]:
     return float(x.square().mean().sqrt()), float(x.amax())
-
-
-def _slope(e: torch.Tensor, errors: Errors) -> float | None:
-    if errors.top == 0:
-        return None
-    p, energy, _ = errors.direction
-    return float((e / errors.top * p).sum()) / energy
 
 
 def _worst(

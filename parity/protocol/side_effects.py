@@ -2,7 +2,7 @@
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,8 @@ from parity.protocol.exceptions import Outcome
 TWICE = frozenset({"logprobs", "divergence", "preference"})
 """Families without a stop-gradient, whose first derivative moves where autograd's second does not; a teacher that has the
 student's head is one too."""
+
+PARTS = ("repeated", "interleaved", "accumulation", "no_grad", "ways")
 
 
 def left_again(implementation: Implementation, inputs: Inputs, leaks: list[str]) -> list[str]:
@@ -89,11 +91,47 @@ class AdapterCalls(protocol.Calls[Inputs]):
         found = found if then.verdict == "ran" else [f"{fails}{then.verdict}: {then.message}"]
         return found, [leak for leak in then.leaks if leak.startswith("rebound")]
 
+    def broken(self, first: Values, parts: Collection[str] = PARTS) -> list[str]:
+        """What of some parts of the protocol (`parity.judge.protocol`) does not hold beside a first call that gave `first`.
 
-def repeated(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
-    """State that leaks from call to call: `protocol.repeated`."""
-    calls = AdapterCalls(implementation, inputs, other)
-    return calls.held(lambda c: protocol.repeated(c, first.quantities), "second call of the same inputs ")
+        By the case's id: how many other forwards come before a backward, one to four. Under no_grad and inference_mode the
+        outputs may `agree` with the definition instead; a loss that takes its gradients in the forward pass cannot be called
+        under inference_mode, and torch says so.
+        """
+        exact = dataclasses.replace(self, agree=lambda outcome: False)
+        others = 1 + share(self.values.case, "forwards") % 4
+        found = list[str]()
+        if "repeated" in parts:
+            found += exact.held(lambda c: protocol.repeated(c, first), "second call of the same inputs ")
+        if "interleaved" in parts:
+            fails = "a second forward before the backward of the first: "
+            found += exact.held(lambda c: protocol.interleaved(c, first, others), fails)
+        if "accumulation" in parts:
+            found += exact.held(lambda c: _alone(c, first), "the gradient of one leaf alone: ")
+            found += exact.held(protocol.accumulation, "a second backward with retain_graph=True ")
+        if "no_grad" in parts and self.values.context != "compile":  # each mode compiles anew, for seconds
+            found += self.held(lambda c: protocol.unrecorded(c, first), "under no_grad: ")
+            then = self.held(lambda c: protocol.unrecorded(c, first, torch.inference_mode), "")
+            found += [line for line in then if line.startswith("under")]
+        if "ways" in parts and self.values.context == "plain":
+            found += [line for fails, part in self._ways(first) for line in self.held(part, fails)]
+        return found
+
+    def _ways(self, first: Values) -> list[tuple[str, Callable[["AdapterCalls"], list[str]]]]:
+        """Calls of other kinds: under another default dtype, a checkpoint that is not reentrant, by a second derivative. All for
+        a user's function, one of the first two by the case's id for others; the last in float32 for functions alone."""
+        inputs, implementation = self.values, self.implementation
+        parts: list[tuple[str, Callable[[AdapterCalls], list[str]]]] = [
+            ("under another default dtype: ", lambda c: protocol.other_default(c, first)),
+            ("under a checkpoint that is not reentrant: ", lambda c: protocol.recomputed(c, first)),
+        ]
+        if not inputs.leaves:
+            parts = parts[:1]
+        if not implementation.is_function:
+            parts = [parts[share(inputs.case, "ways") % len(parts)]]
+        elif inputs.leaves and inputs.case.dtype == "fp32" and implementation.family in TWICE and not inputs.shared:
+            parts.append(("by a second derivative: ", protocol.second_order))
+        return parts
 
 
 def _write(x: Inputs, values: Inputs, through_data: bool = False) -> None:
@@ -103,48 +141,6 @@ def _write(x: Inputs, values: Inputs, through_data: bool = False) -> None:
             new = values.tensors.get(name)
             if tensor is not None and new is not None and new.shape == tensor.shape and all(tensor.stride()):
                 (tensor.data if through_data else tensor).copy_(new)
-
-
-def unrecorded(
-    implementation: Implementation, inputs: Inputs, first: Outcome, agree: Callable[[Outcome], bool]
-) -> list[str]:
-    """Under no_grad and inference_mode the outputs are those of a training call, or `agree` with the definition too. A
-    loss that takes its gradients in the forward pass cannot be called under inference_mode, and torch says so."""
-    if inputs.context == "compile":  # each mode compiles anew, for seconds
-        return []
-    calls = AdapterCalls(implementation, inputs, inputs, agree)
-    found = calls.held(lambda c: protocol.unrecorded(c, first.quantities), "under no_grad: ")
-    then = calls.held(lambda c: protocol.unrecorded(c, first.quantities, torch.inference_mode), "")
-    return found + [line for line in then if line.startswith("under")]
-
-
-def interleaved(implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome) -> list[str]:
-    """One to four other forwards before the first's backward, by the case's id: `protocol.interleaved`."""
-    calls, others = AdapterCalls(implementation, inputs, other), 1 + share(inputs.case, "forwards") % 4
-    fails = "a second forward before the backward of the first: "
-    return calls.held(lambda c: protocol.interleaved(c, first.quantities, others), fails)
-
-
-def ways(
-    implementation: Implementation, inputs: Inputs, other: Inputs, first: Outcome, agree: Callable[[Outcome], bool]
-) -> list[str]:
-    """Calls of other kinds: under another default dtype, a checkpoint that is not reentrant, by a second derivative. All for a
-    user's function, one of the first two by the case's id for others; the last in float32 for functions alone.
-    """
-    if inputs.context != "plain":
-        return []
-    calls, values = AdapterCalls(implementation, inputs, other, agree), first.quantities
-    parts: list[tuple[str, Callable[[AdapterCalls], list[str]]]] = [
-        ("under another default dtype: ", lambda c: protocol.other_default(c, values)),
-        ("under a checkpoint that is not reentrant: ", lambda c: protocol.recomputed(c, values)),
-    ]
-    if not inputs.leaves:
-        parts = parts[:1]
-    if not implementation.is_function:
-        parts = [parts[share(inputs.case, "ways") % len(parts)]]
-    elif inputs.leaves and inputs.case.dtype == "fp32" and implementation.family in TWICE and not inputs.shared:
-        parts.append(("by a second derivative: ", protocol.second_order))
-    return [line for fails, part in parts for line in calls.held(part, fails)]
 
 
 def share(case: Case, what: str) -> int:
@@ -162,13 +158,6 @@ def _close_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     a, b = a.double().nan_to_num(), b.double().nan_to_num()
     scale = torch.maximum(a.abs(), b.abs()).amax() if a.numel() else torch.zeros(())
     return bool(((a - b).abs() <= tolerance * scale).all())
-
-
-def accumulation(implementation: Implementation, inputs: Inputs, first: Outcome) -> list[str]:
-    """Gradients that are added to, and each leaf's alone: `protocol.accumulation`."""
-    calls = AdapterCalls(implementation, inputs, inputs)
-    found = calls.held(lambda c: _alone(c, first.quantities), "the gradient of one leaf alone: ")
-    return found + calls.held(protocol.accumulation, "a second backward with retain_graph=True ")
 
 
 def _alone(calls: AdapterCalls, first: Values) -> list[str]:
