@@ -46,9 +46,8 @@ class Family:
 
     name: str  # as in cases and on the command line
     settings: Mapping[str, Setting]  # every dimension with its default; sizes included
-    build: Callable[
-        [Case], Inputs
-    ]  # case -> `Inputs` on the CPU, in the dtypes under test. Tensors may have any names.
+    # case -> `Inputs` on the CPU, in the dtypes under test. Tensors may have any names.
+    build: Callable[[Case], Inputs]
     # the definition, float64, plain torch, on inputs that may carry a leading replica dimension in every leaf. Returns the
     # outputs; names with a leading underscore are internal: `_logps` (per-token log-probs) and `_terms` (what the loss
     # sums) sharpen the gate of a scalar.
@@ -56,9 +55,8 @@ class Family:
     outputs: Mapping[str, Kind]  # output quantities in order, with their `Kind`
     # inputs -> quantity -> boolean mask of rows that the loss mask makes exactly zero
     zeros: Callable[[Inputs], dict[str, torch.Tensor]] = lambda inputs: {}
-    relations: Mapping[str, Relation] = dataclasses.field(
-        default_factory=dict
-    )  # name -> `Relation`, the exact relations
+    # name -> `Relation`, the exact relations
+    relations: Mapping[str, Relation] = dataclasses.field(default_factory=dict)
     # name -> another definition, such as an older release's, that may explain a disagreement
     variants: Mapping[str, Oracle] = dataclasses.field(default_factory=dict)
     # case -> the facts that coverage counts and that ledger scopes can name, besides settings

@@ -212,9 +212,8 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     finite = torch.isfinite(v)
     if not (unit.reach <= largest / 2 and bool(finite.all())):  # a NaN is no small number
         spread = errors.each
-        infinite = torch.isinf(o) & (unit.replicas.detach().cpu().double() == o).all(
-            0
-        )  # by definition, none overflowed
+        # by definition, none overflowed
+        infinite = torch.isinf(o) & (unit.replicas.detach().cpu().double() == o).all(0)
         skip = ~torch.isfinite(spread).all(0) | (o.abs() > largest / 2) | ((spread + o).abs() > largest).any(0)
         skip = skip & ~infinite
         same = (finite == torch.isfinite(o)) & (torch.isnan(v) == torch.isnan(o))

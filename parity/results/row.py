@@ -1,7 +1,7 @@
 """The rows of a results file: the header, one for each judged quantity with its verdict, the shards that are done, the end."""
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType, field
@@ -14,7 +14,6 @@ Verdict = Literal[
     "agree", "disagree", "refused", "unsupported", "crashed", "timed-out", "out-of-memory", "nondeterministic"
 ]
 Class = Literal["logic", "precision"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 DECIDED: tuple[Verdict, ...] = ("agree", "disagree")  # held against the oracle, twice alike
 JUDGED: tuple[Verdict, ...] = (*DECIDED, "nondeterministic")  # held against the oracle
 STOPPED: tuple[Verdict, ...] = ("crashed", "timed-out", "out-of-memory")  # the call did not come to an end

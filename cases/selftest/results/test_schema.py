@@ -2,10 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 from msgspec.structs import fields
 
-from parity.results.row import DECLINED, FAILING, JUDGED, STOPPED, VERDICTS, About, End, Header, Row
+from parity.results.row import DECLINED, FAILING, JUDGED, STOPPED, About, End, Header, Row, Verdict
 
 PAGE = Path(__file__).parents[3] / "docs" / "results.md"
 INNER = {"interrupted", "parts", "asked", "plan", "seconds"}
@@ -18,7 +19,7 @@ def test_the_page_says_what_each_field_holds_and_no_more():
 
 
 def test_each_verdict_is_agreement_or_in_one_of_the_sets():
-    assert set(VERDICTS) == {*JUDGED, *STOPPED, *DECLINED}
+    assert set(get_args(Verdict)) == {*JUDGED, *STOPPED, *DECLINED}
     assert set(FAILING) == {*JUDGED, *STOPPED} - {"agree"}
     page = PAGE.read_text().split("## Verdicts")[1]
     assert all(", ".join(names) in page for names in (JUDGED, STOPPED, DECLINED, FAILING))

@@ -50,7 +50,7 @@ def test_what_changes_logits_is_there(name):
             assert bool(model.get_output_embeddings().bias.any())
         else:
             assert getattr(config, value) not in (None, 0, 1.0)
-    assert (config is not model.config) == models.ARCHITECTURES[name].nested
+    assert (config is not model.config) == ("text_config" in models.ARCHITECTURES[name].options)
 
 
 def test_weights_depend_on_the_name_alone():

@@ -54,10 +54,8 @@ class Architecture:
     model: str  # name of the model class in transformers
     config: str  # name of the config class
     options: Mapping[str, Any]  # config values; a nested table is a sub-config
-    changes_logits: tuple[
-        str, ...
-    ] = ()  # the values between hidden states and logits that the model's own forward applies
-    nested: bool = False  # whether those are in a nested text config
+    # the values between hidden states and logits that the model's own forward applies
+    changes_logits: tuple[str, ...] = ()
 
 
 def _text(family: str, changes: tuple[str, ...] = (), config: str = "", **options: Any) -> Architecture:
@@ -67,7 +65,7 @@ def _text(family: str, changes: tuple[str, ...] = (), config: str = "", **option
 def _of_images(family: str, changes: tuple[str, ...], text: Mapping[str, Any], **options: Any) -> Architecture:
     text = {**_SIZES, "head_dim": 16, "sliding_window": 64, "layer_types": _LAYERS, **_TIED, **text}
     options = {"text_config": text, **options, **_TIED}
-    return Architecture(f"{family}ForConditionalGeneration", f"{family}Config", options, changes, nested=True)
+    return Architecture(f"{family}ForConditionalGeneration", f"{family}Config", options, changes)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
