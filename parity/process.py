@@ -61,11 +61,12 @@ def elsewhere() -> str:
 
 
 def interpreter(target: str) -> list[str]:
-    """The command of a child that calls `module:function` of this package, which need not be installed. Its path is safe
-    (`-P`): a folder `trl/` where the user stands is not the installed trl."""
+    """The command of a child that calls `module:function` of this package, of these files though others are installed. Its
+    path is safe (`-P`): a folder `trl/` where the user stands is not the installed trl."""
     module, _, function = target.partition(":")
     root = str(Path(__file__).resolve().parent.parent)
-    program = f"import sys; sys.path.append({root!r}); from {module} import {function} as f; sys.exit(f(*sys.argv[1:]))"
+    own = f"import sys; sys.path.insert(0, {root!r}); import parity; sys.path.append(sys.path.pop(0))"
+    program = f"{own}; from {module} import {function} as f; sys.exit(f(*sys.argv[1:]))"
     return [sys.executable, "-P", "-c", program]
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from parity.process import interpreter
 from parity.running import child
 from parity.versions import look
 from parity.versions.client import EnvironmentUnusable
@@ -189,3 +190,11 @@ def test_words_of_others_are_no_events_and_nobody_waits_for_a_fork_that_goes_on(
         said += [event for _, event in child.told([made])]
     made.end()
     assert [json.loads(event)["number"] for event in said[:-1]] == [1, 9] and made.how == "exit code 3"
+
+
+def test_a_child_is_of_the_same_files_though_others_are_installed(tmp_path):
+    (tmp_path / "parity").mkdir()
+    (tmp_path / "parity" / "__init__.py").write_text("raise SystemExit('other files')")
+    env, command = os.environ | {"PYTHONPATH": str(tmp_path)}, [*interpreter("parity.process:installed"), "nothing"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
