@@ -6,6 +6,7 @@ half of the B sequences is chosen, the other rejected. The loss is the mean over
 log-prob of the chosen tokens. A KTO loss is the mean over sequences.
 """
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from parity.case.layouts import arranged
 from parity.errors import UsageError
 from parity.families import head, stored_tensors
 from parity.families.logprobs import IGNORE_INDEX
-from parity.families.preference_losses import DPO, Pairs, cpo, log_odds, unpaired
+from parity.families.preference_losses import DIVERGENCES, DPO, SCORED, Pairs, cpo, log_odds, unpaired
 from parity.judge.recipe import DTYPES
 from parity.judge.stages import of_teacher
 from parity.judge.values import normal, uniform
@@ -45,6 +46,10 @@ SETTINGS = head.SETTINGS | {
     "smoothing": Setting(0.0, "share of labels taken to be wrong, below 0.5"),
     "gamma": Setting(0.5, "margin of SimPO"),
     "tau": Setting(0.05, "temperature of discopop"),
+    "divergence": Setting("reverse_kl", "DPO: f of f-DPO", DIVERGENCES),
+    "alpha": Setting(0.5, "exponent of alpha_divergence"),
+    "ld_alpha": Setting(1.0, "DPO: weight of the tokens behind the shorter completion's length (LD-DPO)"),
+    "weighting": Setting(False, "DPO: a pair times its WPO weight", (False, True)),
     "reference": Setting("head", "the reference's hidden states and head, or none: log-probs 0", ("head", "none")),
     "gap": Setting("near", "reference beside policy: independent, close, the same", ("apart", "near", "equal")),
     "labels": Setting("mixed", "KTO: which completions are desirable", ("mixed", "all", "none")),
@@ -56,6 +61,8 @@ SETTINGS = head.SETTINGS | {
 }
 WIRING = ("softcap", "logit_scale", "temperature")
 """Settings that no preference loss has a parameter for."""
+LARGEST_RATIO = 30.0
+"""Log-ratio whose exponential, squared and times a few factors, float32 holds."""
 PARTS = ("chosen_logps", "rejected_logps", "nll_loss", "chosen_rewards", "rejected_rewards")
 OUTPUTS: dict[str, Kind] = {"loss": "required", **dict.fromkeys(PARTS, "optional")}
 
@@ -67,7 +74,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         return draw(st.sampled_from(values))
 
     out = head.draw_head(draw, st, dtype, profile=profile, contexts=contexts)
-    out["method"] = pick("dpo", "dpo", "dpo", "cpo", "cpo", "orpo", "kto", "kto")
+    out["method"] = pick("dpo", "dpo", "dpo", "dpo", "cpo", "cpo", "orpo", "kto", "kto")
     out |= {
         "loss_type": pick(*LOSS_TYPES[out["method"]]),
         "beta": draw(head.number(st, 0.003, 4.0, 0.1, 0.05, 0.5, 1.0)),
@@ -88,6 +95,12 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     }
     if pick(True, True, True, False):
         out |= {name: SETTINGS[name].default for name in WIRING}
+    out |= {
+        "divergence": pick("reverse_kl", *DIVERGENCES),
+        "alpha": pick(0.5, 0.3),
+        "ld_alpha": pick(1.0, 1.0, 1.0, 0.4, 0.0),
+        "weighting": pick(False, False, False, True),
+    }
     return canonical(dtype, out)
 
 
@@ -105,6 +118,8 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
         silent |= {"level", "logit_scale", "softcap", "temperature"}
         out |= {"peak": min(out["peak"], 1.0), "V": max(out["V"], 3), "targets": "random"}
     out |= {name: SETTINGS[name].default for name in silent}
+    if out["divergence"] in ("forward_kl", "alpha_divergence") and _farthest(out) > LARGEST_RATIO:
+        out |= {"divergence": "js_divergence", "alpha": SETTINGS["alpha"].default}
     return head.canonical(dtype, out)
 
 
@@ -117,7 +132,18 @@ def _silent(s: dict[str, Any]) -> set[str]:
     silent |= {"smoothing"} if loss not in SMOOTHED.get(method, ()) else set()
     silent |= {"gamma"} if loss != "simpo" else set()
     silent |= {"tau"} if loss != "discopop" else set()
+    silent |= {"ld_alpha", "weighting"} if method != "dpo" else set()
+    silent |= {"weighting"} if loss in ("aot", "aot_unpaired") else set()  # order statistics are of no pair
+    silent |= {"divergence"} if method != "dpo" or loss not in SCORED else set()
+    silent |= {"alpha"} if "divergence" in silent or s["divergence"] != "alpha_divergence" else set()
     return silent | ({"average"} if method == "orpo" or loss in PER_TOKEN.get(method, ()) else set())
+
+
+def _farthest(s: dict[str, Any]) -> float:
+    """About the largest log-ratio of a completion: terms of either sign where the reference is near."""
+    each = head.largest(SimpleNamespace(**s))
+    near = s["gap"] != "apart" and s["reference"] == "head"
+    return each / 16 * float(s["T"]) ** 0.5 if near else 2 * each * s["T"]
 
 
 def check(case: Case, s: SimpleNamespace) -> None:
@@ -130,8 +156,8 @@ def check(case: Case, s: SimpleNamespace) -> None:
     least = 0.0 if s.loss_type != "exo_pair" else 1e-9
     if not least <= s.smoothing < 0.5:
         raise UsageError(f"case {case.id}: smoothing={s.smoothing} must lie in [0, 0.5), for exo_pair above 0")
-    if not (s.beta > 0 and s.tau > 0):
-        raise UsageError(f"case {case.id}: beta={s.beta} and tau={s.tau} must be positive")
+    if not (s.beta > 0 and s.tau > 0 and s.alpha > 0):
+        raise UsageError(f"case {case.id}: beta={s.beta}, tau={s.tau} and alpha={s.alpha} must be positive")
 
 
 def build(case: Case) -> Inputs:
@@ -173,15 +199,17 @@ def oracle(x: Inputs) -> dict[str, torch.Tensor]:
     """The loss, (…), and its parts; `_logps` (…, B, T), `_terms` (…, pairs or B) are what it sums."""
     s, mask = x.settings, x.ids != IGNORE_INDEX
     counts = mask.sum(-1).double()
-    lp = head.selected(x, head.log_softmax(x, head.logits(x))).masked_fill(~mask, 0.0)
-    sums, per_token = lp.sum(-1), lp.sum(-1) / counts
+    table = head.log_softmax(x, head.logits(x))
+    lp = head.selected(x, table).masked_fill(~mask, 0.0)
+    sums = (lp * _weights(s, mask)).sum(-1)
+    per_token = sums / counts
     of_ref = torch.zeros(x.ids.shape[0], dtype=torch.float64, device=x.ids.device)
     if x.ref_hidden is not None:
         of = {"hidden": x.ref_hidden, "weight": x.ref_weight, "bias": x.ref_bias, "settings": s, "ids": x.ids}
         other: Any = SimpleNamespace(**of)
         with of_teacher("softmax"), torch.no_grad():
-            table = torch.log_softmax(head.logits(other, of_teacher=True), -1)
-            of_ref = head.selected(other, table).masked_fill(~mask, 0.0).sum(-1)
+            of_other = torch.log_softmax(head.logits(other, of_teacher=True), -1)
+            of_ref = (head.selected(other, of_other).masked_fill(~mask, 0.0) * _weights(s, mask)).sum(-1)
     value, ref = (per_token, of_ref / counts) if s.average else (sums, of_ref)
     if s.method == "kto":
         z = torch.tensor(s.kl, dtype=torch.float64) if s.loss_type == "kto" else None
@@ -194,8 +222,7 @@ def oracle(x: Inputs) -> dict[str, torch.Tensor]:
         return [of[..., :half], of[..., half:]]
 
     if s.method == "dpo":
-        own = SimpleNamespace(**vars(s), divergence="reverse_kl", alpha=0.5)
-        pairs = DPO[s.loss_type](Pairs(own, sides(value), sides(ref), sides(counts), nll))
+        pairs = DPO[s.loss_type](Pairs(s, sides(value), sides(ref), sides(counts), nll))
     elif s.method == "cpo":
         value = per_token if s.loss_type in PER_TOKEN["cpo"] else value
         pairs = cpo(sides(value), SimpleNamespace(**vars(s), power=0.0), s.loss_type)
@@ -204,9 +231,27 @@ def oracle(x: Inputs) -> dict[str, torch.Tensor]:
         chosen, rejected = sides(log_odds(value))
         pairs = -s.beta * torch.nn.functional.logsigmoid(chosen - rejected)
     terms = (pairs + s.nll * nll.unsqueeze(-1)) / half
+    if s.weighting and "weighting" not in _silent(vars(s)):
+        terms = terms * math.prod(sides(_alignment(lp, table, mask)))
     parts = dict(zip(PARTS, (*sides(value), nll, *(s.beta * r for r in sides(value - ref))), strict=True))
     shown = {n: v.detach() for n, v in parts.items() if n != "nll_loss" or s.nll}
     return {"loss": terms.sum(-1), "_logps": lp, "_terms": terms} | shown
+
+
+def _weights(s: SimpleNamespace, mask: torch.Tensor) -> torch.Tensor:
+    """Weight of each token in its completion's sum, (B, T): `ld_alpha` behind as many tokens as the shorter completion of
+    the pair has, else 1 (LD-DPO, arXiv 2409.06411, equation 10)."""
+    if s.ld_alpha == 1.0 or s.method != "dpo":
+        return torch.ones(mask.shape, dtype=torch.float64, device=mask.device)
+    shared = mask.sum(-1).view(2, -1).amin(0).repeat(2)
+    return torch.where(mask.cumsum(-1) > shared.unsqueeze(-1), s.ld_alpha, 1.0).double()
+
+
+def _alignment(lp: torch.Tensor, table: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """exp of the mean over a completion's tokens of log p(token) - log Σ p², without gradient, (…, B) (WPO, arXiv 2406.11827,
+    equation 2)."""
+    of_policy = torch.logsumexp(2 * table.detach(), -1).unflatten(-1, mask.shape)
+    return ((lp.detach() - of_policy).masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1)).exp()
 
 
 def zeros(x: Inputs) -> dict[str, torch.Tensor]:
@@ -217,12 +262,15 @@ def zeros(x: Inputs) -> dict[str, torch.Tensor]:
 def features(case: Case) -> dict[str, Any]:
     """Facts for coverage and ledger scopes besides the settings themselves."""
     s = FAMILY.full_settings(case)
-    return head.features(case, s) | {"one pair": s.method != "kto" and s.B == 2, "per token": s.average}
+    facts = {"one pair": s.method != "kto" and s.B == 2, "per token": s.average}
+    facts |= {"weighted relu or likelihood": s.weighting and (s.loss_type == "hinge" or s.nll > 0)}
+    return head.features(case, s) | facts
 
 
 def parameters(x: Inputs) -> set[str]:
     s = x.settings
-    names = set("method loss_type beta average nll smoothing gamma tau kl desirable undesirable".split())
+    words = "method loss_type beta average nll smoothing gamma tau divergence alpha ld_alpha weighting kl desirable undesirable"
+    names = set(words.split())
     names = names - (_silent(vars(s)) - {"average"}) | {*WIRING}  # some divide the means again
     moved = {n for n in names if getattr(s, n) != SETTINGS[n].default} | {*stored_tensors.REQUIRED, "beta"}
     return moved | {n for n in ("bias", "ref_hidden", "labels") if x.tensors.get(n) is not None}

@@ -114,6 +114,10 @@ DPO: Mapping[str, Callable[[Pairs], Tensor]] = {
     "sigmoid_norm": lambda p: -logsigmoid(p.s.beta * p.averaged),  # per token, as SimPO's margin
 }
 """Loss type of DPO -> loss of each pair, (…, N)."""
+SCORED = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
+"""DPO's losses that f-divergences are defined for."""
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+"""Of f-DPO, see `Pairs.scores`."""
 ONLINE: Mapping[str, Callable[[Pairs], Tensor]] = {
     "sigmoid": DPO["sigmoid"],
     "ipo": lambda p: (p.d - 1 / (2 * p.s.beta)) ** 2,

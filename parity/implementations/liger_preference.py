@@ -101,6 +101,9 @@ _offer(
     ),
     _method("dpo"),
     only("no such loss type", lambda s: s.loss_type not in ("ipo", "aot", "aot_unpaired", "sigmoid_norm")),
+    only("no f-divergence", lambda s: s.divergence == "reverse_kl"),
+    only("no ld_alpha", lambda s: s.ld_alpha == 1.0),
+    only("no weights of pairs", lambda s: not s.weighting),
 )
 _offer(
     "LigerFusedLinearCPOLoss",

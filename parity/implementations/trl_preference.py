@@ -1,5 +1,7 @@
-"""TRL's preference losses that are functions of log-probs: CPO's and ORPO's, on log-probs by `get_batch_logps`."""
+"""TRL's preference losses on given log-probs: CPO's and ORPO's functions, on log-probs by `get_batch_logps`, and the losses
+of DPOTrainer on a model that returns stored hidden states."""
 
+import collections
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ from parity.families.logprobs import IGNORE_INDEX
 from parity.families.preference import PER_TOKEN
 from parity.implementations import plain
 from parity.implementations.implementation import EVERY_CONTEXT, Outputs, accepted, implementation, only
+from parity.implementations.trl import tiles
 from parity.upstream import trl
 
 FIELDS: dict[str, Any] = {"family": "preference", "role": "reference", "library": "trl", "recipe": plain.narrow}
@@ -60,3 +63,86 @@ def odds_ratio_loss(x: Inputs) -> Outputs:
     kind: Any = trl.class_named("ORPOTrainer")
     losses, *_ = accepted(kind, "odds_ratio_loss")(_self(x), *_logps(kind, x, average=True))
     return {"loss": -losses.mean()}
+
+
+class _Model(torch.nn.Module):
+    """A model whose backbone returns stored hidden states, under TRL's own fused LM head."""
+
+    is_gradient_checkpointing = False
+
+    def __init__(self, x: Inputs, prefix: str = ""):
+        from trl.trainer import utils
+
+        super().__init__()
+        hidden, weight, bias = (getattr(x, prefix + name) for name in ("hidden", "weight", "bias"))
+        text = SimpleNamespace(final_logit_softcapping=x.settings.softcap, logit_scale=x.settings.logit_scale)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+        states = torch.nn.functional.pad(hidden, (0, 0, 0, 1))  # of the last token, which predicts nothing
+        self.base_model = lambda **_: SimpleNamespace(last_hidden_state=states)
+        self.get_output_embeddings = lambda: SimpleNamespace(weight=weight, bias=bias)
+        more = ("entropy", "mean_logits", "is_top1", *(["log_sum_sq_probs"] if x.settings.weighting else []))
+        accepted(utils, "add_fused_lm_head")(self, outputs=("log_probs", *more))
+
+
+def _one_process() -> Any:
+    def same(value: Any) -> Any:
+        return value
+
+    return SimpleNamespace(gather=same, gather_for_metrics=same)
+
+
+@implementation(
+    "trl.DPOTrainer",
+    contexts=frozenset({"plain", "autocast", "checkpoint"}),
+    sources=("trl.trainer.dpo_trainer.DPOTrainer._compute_loss",),
+    limits=(
+        only("dpo only", lambda s: s.method == "dpo"),
+        only("no mean of log-probs", lambda s: not s.average),
+        only("another loss in the installed version", lambda s: trl.mentions("fused_lm_head", _dpo())),
+        NO_TEMPERATURE,
+    ),
+    rejects=(
+        only(
+            "hinge and the likelihood have no weights",
+            lambda s: not (s.weighting and (s.loss_type == "hinge" or s.nll)),
+        ),
+    ),
+    interpreted=trl.chunks_are_triton(),
+    **FIELDS | {"recipe": tiles},
+)
+def dpo_loss(x: Inputs) -> Outputs:
+    """`DPOTrainer._compute_loss` of one micro-batch; the likelihood is its loss type `sft`."""
+    s, kind = x.settings, _dpo()
+    policy = _Model(x)
+    reference = (
+        _Model(x, "ref_") if s.reference == "head" else lambda **_: SimpleNamespace(log_probs=torch.zeros(x.ids.shape))
+    )
+    ids = torch.cat([x.ids[:, :1], x.ids], 1).long()
+    mask = (ids != IGNORE_INDEX).long()
+    mask[:, 0] = 0
+    own = SimpleNamespace(
+        model=policy,
+        ref_model=reference,
+        accelerator=_one_process(),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None, discopop_tau=s.tau),
+        precompute_ref_logps=False,
+        aux_loss_enabled=False,
+        beta=s.beta,
+        label_smoothing=s.smoothing,
+        loss_types=[s.loss_type, "sft"][: 1 + bool(s.nll)],
+        loss_weights=[1.0, s.nll][: 1 + bool(s.nll)],
+        f_divergence_type=s.divergence,
+        f_alpha_divergence_coef=s.alpha,
+        ld_alpha=None if s.ld_alpha == 1.0 else s.ld_alpha,
+        use_weighting=s.weighting,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    own.accelerator.device = x.device
+    batch = {"input_ids": ids.clamp(min=0), "attention_mask": torch.ones_like(ids), "completion_mask": mask}
+    return {"loss": kind._compute_loss(own, policy, batch, False)}
+
+
+def _dpo() -> Any:
+    return trl.class_named("DPOTrainer")

@@ -3,13 +3,14 @@
 A mutant exchanges one step for one that is wrong.
 """
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 from torch.nn.functional import softplus
 
-from cases.selftest.controls.logprobs import Pair, Steps
+from cases.selftest.controls.logprobs import Pair, Steps, finish, product
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.implementations.implementation import Adapter, Outputs
@@ -39,8 +40,18 @@ def ref_tokens(c: Work) -> torch.Tensor:
         return c.head(c.x.replace(hidden=c.x.ref_hidden, weight=c.x.ref_weight, bias=c.x.ref_bias))[0]
 
 
+def share(c: Work) -> torch.Tensor:
+    """Weight of each token: `ld_alpha` behind the shorter completion's length, else 1, (B, T)."""
+    if c.s.method != "dpo" or c.s.ld_alpha == 1.0:
+        return torch.ones_like(c.tokens)
+    shorter = torch.minimum(chosen(c.lengths), rejected(c.lengths))
+    behind = c.kept.cumsum(1) > torch.cat([shorter, shorter])[:, None]
+    return 1 - (1 - c.s.ld_alpha) * behind.to(c.tokens.dtype)
+
+
 def total(c: Work, of: torch.Tensor) -> torch.Tensor:
     """Of each completion: the sum of its tokens, or their mean."""
+    of = of * c.share
     return (of / c.lengths[:, None]).sum(1) if averaged(c.s) else of.sum(1)
 
 
@@ -68,8 +79,28 @@ def rejected(of: torch.Tensor) -> torch.Tensor:
     return of[len(of) // 2 : len(of) // 2 * 2]
 
 
+def scores(c: Work) -> torch.Tensor:
+    """f'(u) of u = exp(ratio)."""
+    a, r = c.s.alpha, c.ratio
+    return {
+        "reverse_kl": lambda: r,
+        "forward_kl": lambda: -torch.expm1(-r),
+        "js_divergence": lambda: math.log(2) - softplus(-r),
+        "alpha_divergence": lambda: -torch.expm1(-a * r) / a,
+    }[c.s.divergence]()
+
+
 def margin(c: Work) -> torch.Tensor:
-    return chosen(c.ratio) - rejected(c.ratio)
+    return chosen(c.scores) - rejected(c.scores)
+
+
+def alignment(c: Work) -> torch.Tensor:
+    """exp of the mean of log p(token) - log Σ p² over the tokens of a completion, (B,)."""
+    x = c.x
+    with torch.no_grad(), torch.autocast(x.hidden.device.type, enabled=False):
+        p = finish(x, product(x, x.hidden.float())).softmax(-1)
+        means = (c.tokens - p.square().sum(-1).log() * c.kept).sum(1) / c.lengths
+    return means.exp()
 
 
 def sure(z: torch.Tensor, e: float) -> torch.Tensor:
@@ -80,7 +111,7 @@ def sure(z: torch.Tensor, e: float) -> torch.Tensor:
 def dpo(c: Work) -> torch.Tensor:
     s, z = c.s, c.s.beta * c.margin
     w, l = s.beta * chosen(c.ratio), s.beta * rejected(c.ratio)
-    per_token = c.ratio / c.lengths
+    per_token = c.scores / c.lengths
     each = chosen(per_token) - rejected(per_token)
     orders = (
         (chosen(c.value) - rejected(c.value)).sort().values - (chosen(c.ref) - rejected(c.ref)).sort().values,
@@ -135,12 +166,20 @@ def compared(c: Work) -> torch.Tensor:
     return {"dpo": dpo, "cpo": cpo, "orpo": orpo, "kto": kto}[c.s.method](c)
 
 
+def weights(c: Work) -> torch.Tensor:
+    """Of each pair."""
+    wanted = c.s.method == "dpo" and c.s.weighting and c.s.loss_type not in ("aot", "aot_unpaired")
+    return chosen(c.alignment) * rejected(c.alignment) if wanted else torch.ones_like(c.compared)
+
+
 def loss(c: Work) -> torch.Tensor:
-    return c.compared.mean() + (c.s.nll * c.nll if c.s.method != "kto" else 0.0)
+    return (c.compared * c.weights).mean() + (c.s.nll * c.nll * c.weights.mean() if c.s.method != "kto" else 0.0)
 
 
 ORDER: dict[str, Step] = {
-    step.__name__: step for step in (kept, lengths, tokens, ref_tokens, value, ref, ratio, margin, compared, nll, loss)
+    step.__name__: step
+    for step in (kept, lengths, tokens, ref_tokens, share, value, ref, ratio, scores, margin)
+    + (compared, alignment, weights, nll, loss)
 }
 """The steps in the order in which they are taken."""
 

@@ -56,6 +56,90 @@ def test_a_loss_by_hand(settings, pair):
     assert exact(FAMILY, x)["loss"].item() == pytest.approx(sum(pairs) / 2, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("settings", "score"),
+    [
+        ({"divergence": "forward_kl"}, lambda r: 1 - math.exp(-r)),
+        ({"divergence": "js_divergence"}, lambda r: math.log(2 / (1 + math.exp(-r)))),
+        ({"divergence": "alpha_divergence", "alpha": 0.3}, lambda r: (1 - math.exp(-0.3 * r)) / 0.3),
+    ],
+)
+def test_scores_of_an_f_divergence_by_hand(settings, score):
+    """f'(u) of f-DPO's table 1, u = exp(log-ratio)."""
+    x = FAMILY.build(Case("preference", 4, "fp32", {"B": 2, "T": 4, "V": 9, "beta": 0.5, "peak": 0.5, **settings}))
+    logps, ref, _ = sides(x)
+    w, loser = (score(float(r)) for r in logps - ref)
+    assert exact(FAMILY, x)["loss"].item() == pytest.approx(log1pexp(0.5 * (w - loser)), rel=1e-9)
+
+
+def by_token(x):
+    """Log-probs of the tokens that count, of each completion by policy and reference; and log Σ p² at each."""
+    out = []
+    for hidden, weight in ((x.hidden, x.weight), (x.ref_hidden, x.ref_weight)):
+        table = (hidden.double() @ weight.double().T).log_softmax(-1)
+        at = [(row != IGNORE_INDEX).nonzero().flatten().tolist() for row in x.ids]
+        own = [[float(table[i, t, x.ids[i, t]]) for t in of] for i, of in enumerate(at)]
+        out.append(
+            (own, [[math.log(sum(math.exp(v) ** 2 for v in table[i, t])) for t in of] for i, of in enumerate(at)])
+        )
+    return out
+
+
+@pytest.mark.parametrize("ld_alpha", [0.4, 0.0])
+def test_tokens_behind_the_shorter_completion_by_hand(ld_alpha):
+    """LD-DPO, arXiv 2409.06411: of the longer completion ld_alpha·log π behind the shorter one's length."""
+    x = FAMILY.build(Case("preference", 6, "fp32", {"B": 2, "T": 7, "V": 9, "beta": 0.5, "ld_alpha": ld_alpha}))
+    (policy, _), (reference, _) = by_token(x)
+    shared = min(map(len, policy))
+    assert max(map(len, policy)) > shared
+
+    def ratio(i):
+        each = [a - b for a, b in zip(policy[i], reference[i], strict=True)]
+        return sum(each[:shared]) + ld_alpha * sum(each[shared:])
+
+    assert exact(FAMILY, x)["loss"].item() == pytest.approx(log1pexp(0.5 * (ratio(0) - ratio(1))), rel=1e-9)
+
+
+def test_the_weight_of_a_pair_by_hand_has_no_gradient():
+    """WPO, arXiv 2406.11827, equation 2: exp of the mean of log p - log Σ p², of both completions, times the pair's loss."""
+    s = {"B": 2, "T": 5, "V": 9, "beta": 0.5}
+    plain, weighted = (FAMILY.build(Case("preference", 5, "fp32", s | {"weighting": w})) for w in (False, True))
+    (policy, squares), _ = by_token(plain)
+    means = [sum(a - b for a, b in zip(p, q, strict=True)) / len(p) for p, q in zip(policy, squares, strict=True)]
+    w = math.exp(sum(means))
+    assert not 0.9 < w < 1.1
+    before, after = exact(FAMILY, plain), exact(FAMILY, weighted)
+    assert after["loss"].item() == pytest.approx(w * before["loss"].item(), rel=1e-9)
+    torch.testing.assert_close(after["grad_hidden"], w * before["grad_hidden"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"nll": 0.4, "reference": "none"},
+        {"loss_type": "ipo", "ld_alpha": 0.4},
+        {"loss_type": "sppo_hard", "weighting": True, "softcap": 3.0, "logit_scale": 0.5},
+        {"loss_type": "robust", "smoothing": 0.1, "divergence": "js_divergence", "bias": "banned"},
+        {"loss_type": "sigmoid_norm", "divergence": "alpha_divergence"},
+    ],
+    ids=str,
+)
+def test_the_loss_of_trls_dpo_trainer_agrees(settings):
+    pytest.importorskip("trl")
+    case = Case("preference", 4, "fp32", {"B": 4, "T": 5, "V": 9, **settings})
+    rows = list(run_case(case, [load()["trl.DPOTrainer"]], thorough=False))
+    assert {r.quantity: r.verdict for r in rows if r.verdict != "agree"} == {}
+    assert {"loss", "grad_hidden", "grad_weight"} <= {r.quantity for r in rows}
+
+
+def test_a_backward_pass_that_fails_is_a_crash_of_the_library():
+    """TRL multiplies the output of relu by its weights in place."""
+    pytest.importorskip("trl")
+    case = Case("preference", 4, "fp32", {"B": 4, "weighting": True, "loss_type": "hinge"})
+    (row,) = run_case(case, [load()["trl.DPOTrainer"]], thorough=False)
+    assert row.verdict == "crashed" and "inplace" in row.message
+
+
 def test_the_likelihood_is_of_the_chosen_tokens():
     s = {"B": 4, "T": 5, "V": 9}
     plain, more = (FAMILY.build(Case("preference", 4, "fp32", s | {"nll": nll})) for nll in (0.0, 0.4))
@@ -96,7 +180,7 @@ def test_settings_without_a_meaning_are_refused(wrong):
 
 def test_every_loss_type_is_drawn_and_has_a_gradient():
     seen = set()
-    for case in drawn("preference", 150, 0):
+    for case in drawn("preference", 250, 0):
         s = FAMILY.full_settings(case)
         seen.add((s.method, s.loss_type))
     assert seen == {(m, t) for m, types in LOSS_TYPES.items() for t in types}

@@ -10,7 +10,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.families.preference_losses import CPO, DPO, ONLINE
+from parity.families.preference_losses import CPO, DPO, ONLINE, SCORED
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, tells
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import MIXED, OPTIONS, Loss, kl_of_others
@@ -37,8 +37,6 @@ SETTINGS = {
     "even": Setting(False, "chosen sequences of one length: a micro-batch's mean is that of all", (False, True)),
     "model": Setting("llama", "tiny model; KTO's KL is positive for llama, negative for qwen2", ("llama", "qwen2")),
 }
-SCORED = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
-"""DPO's losses that f-divergences are defined for."""
 PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("dpo-trainer", {"loss": "robust", "smoothing": 0.1, "divergence": "js_divergence"}),
     ("dpo-trainer", {"loss": "aot", "ld_alpha": 0.4}),

@@ -20,12 +20,11 @@ from parity.families import preference_losses
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.families.policy_losses import divergence as k3
-from parity.families.preference_losses import DPO, ONLINE, Pairs, unpaired
+from parity.families.preference_losses import DIVERGENCES, DPO, ONLINE, Pairs, unpaired
 from parity.trainers.definitions.scored import Scored, completion_logps, rows, sums
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Sequences, Window
 
-DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 OPTIONS = {
     "smoothing": ("label_smoothing", Setting(0.0, "SFT: label_smoothing_factor", (0.0, 0.1))),
     "penalty": ("missing_eos_penalty", Setting(0.0, "completions are cut off after six tokens", (0.0, 2.0))),
