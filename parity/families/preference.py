@@ -77,11 +77,11 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     out["method"] = pick("dpo", "dpo", "dpo", "dpo", "cpo", "cpo", "orpo", "kto", "kto")
     out |= {
         "loss_type": pick(*LOSS_TYPES[out["method"]]),
-        "beta": draw(head.number(st, 0.003, 4.0, 0.1, 0.05, 0.5, 1.0)),
+        "beta": draw(head.number(st, 0.0005, 64.0, 0.1, 0.05, 0.5, 1.0)),
         "average": pick(False, False, True),
         "nll": pick(0.0, 0.0, 1.0, 0.4),
-        "smoothing": pick(0.0, 0.1, 0.3, 0.001),
-        "gamma": draw(head.number(st, 0.05, 3.0, 0.5, 1.0)),
+        "smoothing": pick(0.0, 0.1, 0.3, 0.001, 0.49),
+        "gamma": draw(head.number(st, 0.05, 32.0, 0.5, 1.0, 0.0)),
         "tau": draw(head.number(st, 0.01, 2.0, 0.05)),
         "reference": pick("head", "head", "head", "none"),
         "gap": pick("near", "near", "apart", "equal"),
@@ -101,6 +101,8 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         "ld_alpha": pick(1.0, 1.0, 1.0, 0.4, 0.0),
         "weighting": pick(False, False, False, True),
     }
+    if out["loss_type"] in ("aot", "aot_unpaired"):  # sorts one pair, or what has the reference's order, without effect
+        out |= {"B": max(out["B"], pick(1, 4, 4, 6)), "gap": pick("apart", "apart", out["gap"])}
     return canonical(dtype, out)
 
 

@@ -186,6 +186,18 @@ def test_every_loss_type_is_drawn_and_has_a_gradient():
     assert seen == {(m, t) for m, types in LOSS_TYPES.items() for t in types}
 
 
+def test_the_edges_of_the_numbers_are_drawn():
+    """beta where hinge and sigmoid are flat or straight; SimPO's margin at 0 and far out; labels of which half are wrong."""
+    every = [FAMILY.full_settings(case) for case in drawn("preference", 250, 0)]
+    betas = [s.beta for s in every]
+    assert min(betas) <= 0.001 and max(betas) >= 32
+    margins = [s.gamma for s in every if s.loss_type == "simpo"]
+    assert 0.0 in margins and max(margins) >= 8
+    assert {s.loss_type for s in every if s.smoothing == 0.49} >= {"robust", "exo_pair"}
+    sorted_pairs = [s for s in every if s.loss_type in ("aot", "aot_unpaired")]
+    assert sum(s.B > 2 and s.gap == "apart" for s in sorted_pairs) >= 5
+
+
 def test_a_banned_first_token_at_an_ignored_label_is_seen():
     case = Case("preference", 0, "fp32", {"B": 2, "T": 3, "V": 4, "H": 2, "bias": "banned"})
     rows = list(run_case(case, [load()["liger.FusedLinearDPOLoss"]], thorough=False))
