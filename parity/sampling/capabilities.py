@@ -19,7 +19,12 @@ from parity.registry import loss_family
 BASES: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "policy": ({"old": "absent", "beta": 0.04}, {"loss_type": "bnpo"}),  # TRL 0.15, 0.16
     "divergence": ({"beta": 0.0}, {"sparse": "topk", "beta": 0.0}, {"sparse": "mixed", "beta": 1.0}),
-    "preference": ({"method": "cpo"}, {"method": "orpo"}, {"method": "kto", "loss_type": "kto"}),
+    "preference": (
+        {"method": "cpo"},
+        {"method": "cpo", "loss_type": "simpo"},
+        {"method": "orpo"},
+        {"method": "kto", "loss_type": "kto"},
+    ),
 }
 """Family -> settings with which an implementation may run that refuses the defaults."""
 HEAD = "temperature softcap logit_scale bias"
