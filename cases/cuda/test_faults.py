@@ -28,7 +28,6 @@ DEVICE, CASES, TAKEN = "cuda", 8, 5
 def test_a_fault_is_one_verdict_and_the_run_goes_on(name, verdict, said, tmp_path):
     plan = {
         "device": DEVICE,
-        "threads": 1,
         "profile": "quick",
         "dtypes": ["fp32"],
         "implementations": [f"fixtures/cuda_faults.py:{name}", "fixtures/kernels.py:right"],

@@ -154,9 +154,8 @@ class ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         count = ids.shape[0]
-        total = torch.zeros(
-            count, dtype=statistics_dtype(hidden.device), device=hidden.device
-        )  # sum over the others of e^x, x = z - top
+        # sum over the others of e^x, x = z - top
+        total = torch.zeros(count, dtype=statistics_dtype(hidden.device), device=hidden.device)
         weighted, target = torch.zeros_like(total), torch.zeros_like(total)  # sum of e^x * x; z[id]
         top = torch.full_like(total, -math.inf)  # largest logit among the others
         kept: list[Tensor] = []
