@@ -102,7 +102,8 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         "weighting": pick(False, False, False, True),
     }
     if out["loss_type"] in ("aot", "aot_unpaired"):  # sorts one pair, or what has the reference's order, without effect
-        out |= {"B": max(out["B"], pick(1, 4, 4, 6)), "gap": pick("apart", "apart", out["gap"])}
+        more, gap = pick(1, 4, 4, 6), pick("apart", "apart", out["gap"])
+        out |= {"B": max(out["B"], more if out["T"] <= 64 else 1), "gap": gap}
     return canonical(dtype, out)
 
 
