@@ -21,7 +21,7 @@ LATE: dict[str, frozenset[str]] = {
     "logprobs": frozenset({"strides-of-bias", "nan-hidden", "all-ignored"}),
     "policy": frozenset({"off-policy-nan", "strides-of-sampling_logps", "strides-of-previous_ids"}),
     "divergence": frozenset({"mixture-detached"}),
-    "preference": frozenset(),
+    "preference": frozenset({"sigmoid-for-hinge"}),
 }
 """Mutants left out: they need more cases, the whole matrix (test_kill_matrix.py) kills them."""
 
