@@ -93,7 +93,7 @@ def distilled(trainer: Any, model: Any, inputs: Any, value: float) -> tuple[str,
                 stack.enter_context(mode)
             both = [tables(m, rows) for m in (model, trainer.teacher_model)]
             logits = zip(*((z for _, all, _ in of for z in all.split(CHUNK)) for of in both), strict=True)
-        each = [_divergences(q.double() / tau, p.double() / tau, trainer.beta) for q, p in logits]
+            each = [_divergences(q.double() / tau, p.double() / tau, trainer.beta) for q, p in logits]
         return torch.cat(each) / (float(items) / trainer.accelerator.num_processes)
 
     each = terms()

@@ -41,7 +41,7 @@ class Asked:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "stdin", io.StringIO(stdin))
                 patch.setattr(sys, "stdout", out)
-                patch.setattr(look, "prepare", lambda device, threads: None)
+                patch.setattr(look, "prepare", lambda device: None)
                 look.main()
         out.write(f"\n{look.CONFIG}{{}}\n")
         return subprocess.CompletedProcess(command, 0, out.getvalue(), "")
@@ -49,7 +49,8 @@ class Asked:
 
 def test_an_environment_runs_its_cases_on_the_device():
     with pretended():
-        found = {d: look.rows(Asked(runs=True), [CASE], ["trl.selective_log_softmax"], d) for d in ("cpu", "cuda")}
+        asked = Asked(runs=True), [CASE], ["trl.selective_log_softmax"]
+        found = {device: look.look(*asked, device=device).rows for device in ("cpu", "cuda")}
     for device, rows in found.items():
         assert rows and {r.device for r in rows} == {device}
 

@@ -8,10 +8,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cases.selftest.controls.correct import CONTROLS
+from cases.selftest.oracles import oracle_of
 from fixtures.pretended_cuda import pretended
 from parity.judging.assess import judge_all
 from parity.protocol.exceptions import Outcome
-from parity.registry import load, loss_family, oracle_of
+from parity.registry import load, loss_family
 
 FILE = Path(__file__).parents[3] / "fixtures" / "h200.safetensors"
 VALUES = load_file(FILE)
