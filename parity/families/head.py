@@ -14,7 +14,6 @@ from parity.case.family import Relation
 from parity.case.inputs import Inputs, Setting
 from parity.errors import UsageError
 from parity.judge import stages
-from parity.judge.monte_carlo import MANY_TERMS
 from parity.judge.recipe import DTYPES, LARGEST
 from parity.judge.stages import by_index, scaled, stored
 from parity.judge.values import integers, normal, uniform
@@ -204,10 +203,7 @@ def selected(x: Inputs, all_logps: torch.Tensor) -> torch.Tensor:
     logps = all_logps.gather(-1, index).squeeze(-1).unflatten(-1, ids.shape)
     s = x.settings
     if s.softcap is None:
-        factor = s.logit_scale / s.temperature
-        logps = by_index(logps, x.bias, ids, factor)
-        if ids.numel() >= MANY_TERMS:  # a shorter sum is within what its product may be off by
-            logps = by_index(logps, x.weight, ids, factor * x.hidden.detach())
+        logps = by_index(logps, x.bias, ids, s.logit_scale / s.temperature)
 
     def products() -> torch.Tensor:
         hidden = x.hidden[(0,) * (x.hidden.dim() - 3)].detach()

@@ -427,18 +427,14 @@ class MonteCarlo(TorchDispatchMode):
             by = in_front(lambda x: self.noise.each(x).clamp(min=0) * (1 - 2 * (self.noise.each(x) > 0)), x)
             return x + (2 * self.u_sum * size().detach() * by).nan_to_num(0.0, 0.0, 0.0)
 
-    def by_index(
-        self, x: torch.Tensor, leaf: torch.Tensor, index: torch.Tensor, factor: float | torch.Tensor
-    ) -> torch.Tensor:
-        """x, (R, …), to which factor·leaf[index] was added, or its sum over a last dimension; in half of the replicas float32
-        sums the gradient of that by index, in turn, beside the rest: of 148,480 equal terms the last are rounded to a hundredth.
-        """
+    def by_index(self, x: torch.Tensor, leaf: torch.Tensor, index: torch.Tensor, factor: float) -> torch.Tensor:
+        """x, (R, …), to which factor·leaf[index] was added; in half of the replicas float32 sums the gradient of that by index,
+        in turn, beside the rest: of 148,480 equal terms the last ones are rounded to a hundredth."""
 
         def off(grad: torch.Tensor) -> torch.Tensor:
             with self.unrounded():
-                whole = factor * (grad if leaf.dim() == 2 else grad.unsqueeze(-1))
-                stretch = self.noise.stretch(whole).flatten(1, index.dim())
-                terms, where = (whole.flatten(1, index.dim()) * stretch).float(), index.flatten()
+                stretch = self.noise.stretch(grad).flatten(1)
+                terms, where = (grad.flatten(1) * (factor * stretch)).float(), index.flatten()
                 narrow = torch.zeros_like(leaf, dtype=torch.float32).index_add(1, where, terms).double()
                 exact = torch.zeros_like(leaf).index_add(1, where, terms.double())
                 found = (narrow - exact).nan_to_num_(0.0, 0.0, 0.0) / stretch

@@ -138,9 +138,7 @@ def _dtypes(mode: MonteCarlo, stage: str, own: torch.dtype | None) -> tuple[str 
     return table[stage]
 
 
-def by_index(
-    x: torch.Tensor, leaf: torch.Tensor | None, index: torch.Tensor, factor: float | torch.Tensor
-) -> torch.Tensor:
+def by_index(x: torch.Tensor, leaf: torch.Tensor | None, index: torch.Tensor, factor: float) -> torch.Tensor:
     """x, to which factor·leaf[index] was added: an implementation may take these from the leaf by themselves, so that the leaf's
     gradient has a part that is summed by index."""
     if not RUNNING or leaf is None or not leaf.requires_grad:

@@ -326,6 +326,8 @@ def again(x: Inputs) -> Pair:
 @_in_float32
 def apart(x: Inputs) -> Pair:
     """The target's logit as a sum of products of its own, beside the log-sum-exp of a matrix product."""
+    weak = "the targets' rows of the head are summed by index: weak, as torch-linear-cross-entropy-confident is"
+    require(x.ids.numel() < 2048 or "weight" not in x.leaves, weak)
     x, hidden = _wide(x)
     z = product(x, hidden)
     index = targets(x)
