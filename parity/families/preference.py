@@ -204,7 +204,8 @@ def oracle(x: Inputs) -> dict[str, torch.Tensor]:
     counts = mask.sum(-1).double()
     table = head.log_softmax(x, head.logits(x))
     lp = head.selected(x, table).masked_fill(~mask, 0.0)
-    sums = (lp * _weights(s, mask)).sum(-1)
+    weights = _weights(s, mask)
+    sums = (lp * weights).sum(-1)
     per_token = sums / counts
     of_ref = torch.zeros(x.ids.shape[0], dtype=torch.float64, device=x.ids.device)
     if x.ref_hidden is not None:
@@ -212,7 +213,7 @@ def oracle(x: Inputs) -> dict[str, torch.Tensor]:
         other: Any = SimpleNamespace(**of)
         with of_teacher("softmax"), torch.no_grad():
             of_other = torch.log_softmax(head.logits(other, of_teacher=True), -1)
-            of_ref = (head.selected(other, of_other).masked_fill(~mask, 0.0) * _weights(s, mask)).sum(-1)
+            of_ref = (head.selected(other, of_other).masked_fill(~mask, 0.0) * weights).sum(-1)
     value, ref = (per_token, of_ref / counts) if s.average else (sums, of_ref)
     if s.method == "kto":
         z = torch.tensor(s.kl, dtype=torch.float64) if s.loss_type == "kto" else None

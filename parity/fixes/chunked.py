@@ -347,7 +347,7 @@ def _backward_tiles(
                     parts = at_target, constant, linear, shift
                     tile = _dlogits(raw, ids[block], columns.start, parts, settings, copied)
                 if for_bias is not None:
-                    for_bias += tile.sum(0) if share is None else (tile * share[block]).sum(0)
+                    for_bias += tile.sum(0) if share is None else torch.mv(tile.t(), share[block, 0])
                 dlogits = tile if unit is None else _operand(tile, settings, buffers, "dlogits")
                 if for_hidden is not None:
                     _add_product(for_hidden[inner], dlogits, w, first=first)

@@ -50,8 +50,7 @@ def _chunks(x: Inputs) -> Recipe:
     dtype = "bf16" if s.context == "autocast" else plain.head_dtype(x)
     chunks = max(1, s.B * s.T // (s.chunk_size or 1024))
     stored: dict[str, Any] = dict.fromkeys(("dlogits", "elementwise", "softmax", "accumulate"), dtype)
-    stored |= {"upstream": plain.upstream(x), "cotangent": plain.cotangent(x)}
-    return Recipe(logits="input", partials=chunks, output="fp32", **stored)
+    return Recipe(logits="input", partials=chunks, output="fp32", **stored, **plain.late(x))
 
 
 @offer(

@@ -33,8 +33,7 @@ def _fused(x: Inputs) -> Recipe:
     """The log-probs of `liger.chunked`; head gradients of the chunks of sequences are summed in the dtype of the head, in
     the forward pass."""
     accumulate = "fp32" if x.weight.dtype == torch.float32 else "input"
-    late: dict[str, Any] = {"upstream": plain.upstream(x), "cotangent": plain.cotangent(x)}
-    return chunked(x, accumulate=accumulate, partials=x.settings.B, **late)
+    return chunked(x, accumulate=accumulate, partials=x.settings.B, **plain.late(x))
 
 
 def _kernel(x: Inputs) -> Recipe:

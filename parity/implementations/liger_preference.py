@@ -32,8 +32,7 @@ def _chunks(x: Inputs) -> Recipe:
     the chunks summed in the dtype of the head."""
     dtype = plain.head_dtype(x)
     logits = "bf16" if x.settings.context == "autocast" else dtype
-    late: dict[str, Any] = {"upstream": plain.upstream(x), "cotangent": plain.cotangent(x)}
-    return Recipe(logits=logits, dlogits=logits, accumulate=dtype, partials=x.settings.B, **late)
+    return Recipe(logits=logits, dlogits=logits, accumulate=dtype, partials=x.settings.B, **plain.late(x))
 
 
 def _offer(kind: str, wanted: Callable[[Any], Wanted], *limits: Limit) -> None:

@@ -1,6 +1,7 @@
 """Logits in plain torch, for losses that take logits instead of hidden states and head."""
 
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -35,6 +36,11 @@ def upstream(x: Inputs) -> float:
     """|upstream gradient of the loss|, at most 1: what gradients meet late that a loss takes in its forward pass."""
     factor = abs(float(x.cotangents["loss"]))
     return min(1.0, factor) if factor > 0.0 else 1.0
+
+
+def late(x: Inputs) -> dict[str, Any]:
+    """Fields of the recipe of a loss that takes its gradients in the forward pass, and multiplies them in plain torch."""
+    return {"upstream": upstream(x), "cotangent": cotangent(x)}
 
 
 def cotangent(x: Inputs) -> str:
