@@ -1,5 +1,9 @@
 """The definitions written out token by token in 50 digits (mpmath), from the papers; nothing here calls an oracle."""
 
+import functools
+import operator
+import random
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mpmath as mp
@@ -20,6 +24,30 @@ def number(value: Any) -> Any:
 def table(tensor: torch.Tensor) -> list[Any]:
     """A two- or three-dimensional tensor as nested lists of numbers."""
     return [table(row) if row.dim() else number(row) for row in tensor]
+
+
+def differences(
+    leaf: dict[str, Any], found: dict[str, Any], names: Iterable[str], seed: int, of: Callable[[], Any]
+) -> Any:
+    """Three entries of each gradient: its name, the entry, `of`'s central difference in 50 digits, the largest entry.
+
+    `leaf`: nested lists that `of` reads. Where the leaf is infinite the gradient must be 0.
+    """
+    choose, step = random.Random(seed), mp.mpf("1e-18")
+    for name in names:
+        grad = found[f"grad_{name}"]
+        for _ in range(3):
+            *outer, last = index = tuple(choose.randrange(n) for n in grad.shape)
+            place = functools.reduce(operator.getitem, outer, leaf[name])
+            at, sides = place[last], []
+            if not mp.isfinite(at):
+                assert float(grad[index]) == 0.0, name
+                continue
+            for moved in (at + step, at - step):
+                place[last] = moved
+                sides.append(of())
+            place[last] = at
+            yield name, float(grad[index]), (sides[0] - sides[1]) / (2 * step), float(grad.abs().max())
 
 
 class Values:

@@ -132,14 +132,9 @@ def test_a_value_that_is_no_number_is_not_taken_for_a_match_or_for_none(tmp_path
     id = "trl-entropy-fp16-overflow"
     if id not in found(config(tmp_path, text.format("true", "0.05")), trainer="GRPOTrainer"):
         pytest.skip("the installed releases have it mended")
-    assert (
-        "temperature is 'cold'"
-        in found(config(tmp_path, text.format("true", "cold")), trainer="GRPOTrainer")[id].unless_known
-    )
-    assert (
-        "fp16 is 'maybe'"
-        in found(config(tmp_path, text.format("maybe", "1e-2")), trainer="GRPOTrainer")[id].unless_known
-    )
+    for fp16, temperature, said in (("true", "cold", "temperature is 'cold'"), ("maybe", "1e-2", "fp16 is 'maybe'")):
+        path = config(tmp_path, text.format(fp16, temperature))
+        assert said in found(path, trainer="GRPOTrainer")[id].unless_known
     assert id not in found(config(tmp_path, text.format("maybe", "0.7")), trainer="GRPOTrainer")
 
 

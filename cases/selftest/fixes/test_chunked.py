@@ -69,10 +69,8 @@ def test_inside_compile():
 
     compiled = torch.compile(function, backend="eager")
     assert torch.equal(compiled(*leaves), function(*leaves))
-    for g, w in zip(
-        torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(function(*leaves), leaves), strict=True
-    ):
-        assert torch.equal(g, w)
+    found, want = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, function))
+    assert all(torch.equal(g, w) for g, w in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -100,14 +98,12 @@ def test_a_second_derivative_is_refused_and_not_0():
         (hidden.square().sum() + gradient.square().sum()).backward()
 
 
-def test_a_graph_break_inside_compile_and_refused_where_there_must_be_none():
+def test_a_graph_break_is_refused_where_there_must_be_none():
     hidden, weight, ids = torch.randn(3, 4), torch.randn(7, 4), torch.tensor([0, 5, 6])
 
     def step(h):
         return selective_log_probs(h * 2, weight, ids) * 3
 
-    torch.testing.assert_close(torch.compile(step, backend="eager")(hidden), step(hidden))
-    torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(step, backend="eager", fullgraph=True)(hidden)
 

@@ -1,20 +1,17 @@
 """The snippets of README and docs/fixes.md, run as they stand on a real trainer, model and batch."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from fixtures import training
 from parity.fixes import patches
 from parity.fixes.patch import Patch
 
 pytest.importorskip("trl")
 ROOT = Path(__file__).parents[3]
-spec = importlib.util.spec_from_file_location("training", ROOT / "fixtures" / "training.py")
-training = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(training)
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 

@@ -1,7 +1,5 @@
 """`FusedLinearGRPOLoss` in what drawn cases of family `policy` and two ranks (`test_grpo_upstream`) do not ask of it."""
 
-import random
-
 import pytest
 import torch
 
@@ -11,93 +9,53 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vesp
 
 
 def log_probs(hidden, weight, bias, ids, s):
-    z = hidden @ weight.T if bias is None else hidden @ weight.T + bias
-    z = z * s.get("logit_scale", 1.0)
+    z = hidden @ weight.T + bias
     if s.get("softcap"):
         z = s["softcap"] * torch.tanh(z / s["softcap"])
     table = torch.log_softmax(z / s.get("temperature", 1.0), -1)
     return table.gather(-1, ids.unsqueeze(-1)).squeeze(-1), -(table.exp() * table).sum(-1)
 
 
-def draw(seed, dtype, *, bias=True, token_advantages=False, ratio=None, shape=(3, 6), vocab=37, size=5):
+def draw(seed, dtype, *, ratio=None, shape=(3, 6), vocab=37, size=5):
     g = torch.Generator().manual_seed(seed)
     rows, columns = shape
     case = {
         "hidden": torch.randn(rows, columns, size, generator=g).to(dtype),
         "weight": torch.randn(vocab, size, generator=g).to(dtype),
-        "bias": torch.randn(vocab, generator=g).to(dtype) if bias else None,
+        "bias": torch.randn(vocab, generator=g).to(dtype),
         "ids": torch.randint(vocab, shape, generator=g),
         "mask": (torch.rand(shape, generator=g) < 0.8).long(),
-        "advantages": torch.randn(shape if token_advantages else shape[:1], generator=g),
+        "advantages": torch.randn(shape[:1], generator=g),
     }
     if rows > 1:
         case["mask"][-1] = 0
-    base, _ = log_probs(
-        *(x if x is None else x.double() for x in (case["hidden"], case["weight"], case["bias"])), case["ids"], {}
-    )
+    base, _ = log_probs(*(case[x].double() for x in ("hidden", "weight", "bias")), case["ids"], {})
     for name in ("old", "ref", "samp"):
         case[name] = (base + 0.4 * torch.randn(shape, generator=g, dtype=torch.float64)).float()
     case["ratio"] = None if ratio is None else torch.rand((rows, columns if ratio == "token" else 1), generator=g) * 2
     return case
 
 
-def ours(case, settings, items=None, *, training=True):
+def call(fused, case, items=None, **more):
+    """Loss and metrics of everything that a case has."""
+    arguments = [case[x] for x in ("hidden", "weight", "ids", "mask", "advantages", "bias", "ref", "old")]
+    more |= {"vllm_is_ratio": case["ratio"], "sampling_per_token_logps": case["samp"], "num_items_in_batch": items}
+    return fused(*arguments, **more)
+
+
+def ours(case, settings):
     """Loss, metrics and gradients of a case."""
-    leaves = [case[x].clone().requires_grad_() for x in ("hidden", "weight", "bias") if case[x] is not None]
-    loss, metrics = FusedLinearGRPOLoss(**{"beta": 0.04} | settings).train(training)(
-        *(*leaves[:2], case["ids"], case["mask"], case["advantages"], *(leaves[2:] or [None])),
-        ref_per_token_logps=case["ref"],
-        old_per_token_logps=case["old"],
-        sampling_per_token_logps=case["samp"],
-        vllm_is_ratio=case["ratio"],
-        num_items_in_batch=items,
-    )
-    return loss, metrics, torch.autograd.grad(loss, leaves)
-
-
-def settings_for(seed):
-    """Every setting away from its default somewhere, and many together."""
-    r = random.Random(seed)
-    kind = LOSS_TYPES[seed % 8]
-    s = {
-        "loss_type": kind,
-        "max_completion_length": 9 if kind == "dr_grpo" else None,
-        "beta": r.choice([0.0, 0.3]),
-        "epsilon_high": 1.3 if kind == "cispo" else r.choice([0.2, 0.28]),
-        "importance_sampling_level": r.choice(["token", "sequence"]),
-        "use_bias_correction_kl": r.random() < 0.5,
-        "delta": r.choice([None, 1.4]),
-        "off_policy_mask_threshold": r.choice([None, 0.05]),
-        "top_entropy_quantile": r.choice([1.0, 0.6]),
-        "entropy_coef": r.choice([0.0, 0.2]),
-        "temperature": r.choice([1.0, 0.8]),
-        "softcap": r.choice([None, 3.0]),
-        "logit_scale": r.choice([1.0, 0.5]),
-        "current_gradient_accumulation_steps": r.choice([1, 3]),
-        "chunk_size": r.choice([None, 1]),
-    }
-    if r.random() < 0.3:
-        s["steps_per_generation"] = 4
-    if kind == "sapo":
-        s |= {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.3}
-    if kind == "vespo" and r.random() < 0.7:
-        s |= {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.2, "vespo_lambda_neg": r.choice([0.0, 1.1])}
-    options = {
-        "bias": r.random() < 0.5,
-        "token_advantages": r.random() < 0.4,
-        "ratio": r.choice([None, "token", "sequence"]),
-    }
-    return s, options, r.choice([None, 23, torch.tensor(31)])
+    leaves = {x: case[x].clone().requires_grad_() for x in ("hidden", "weight", "bias")}
+    loss, metrics = call(FusedLinearGRPOLoss(**{"beta": 0.04} | settings), case | leaves)
+    return loss, metrics, torch.autograd.grad(loss, list(leaves.values()))
 
 
 @pytest.mark.parametrize("kind", ["bnpo", "dapo"])
 def test_the_call_overrides_the_accumulation(kind):
     """Without a token count a window has as many tokens as this micro-batch, times the accumulation steps."""
-    case = draw(2, torch.float32)
-    arguments = (case["hidden"], case["weight"], case["ids"], case["mask"], case["advantages"])
-    fused = FusedLinearGRPOLoss(beta=0.0, loss_type=kind)
-    once, _ = fused(*arguments, old_per_token_logps=case["old"])
-    fourth, _ = fused(*arguments, old_per_token_logps=case["old"], current_gradient_accumulation_steps=4)
+    case, fused = draw(2, torch.float32), FusedLinearGRPOLoss(beta=0.0, loss_type=kind)
+    once, _ = call(fused, case)
+    fourth, _ = call(fused, case, current_gradient_accumulation_steps=4)
     assert fourth.item() == pytest.approx(once.item() / 4)
 
 
@@ -113,18 +71,12 @@ def test_the_ratio_never_touches_the_kl():
 def test_reference_from_hidden_states():
     case = draw(9, torch.float32)
     g = torch.Generator().manual_seed(1)
-    hidden, weight, bias = (
-        torch.randn(3, 6, 5, generator=g),
-        torch.randn(37, 5, generator=g),
-        torch.randn(37, generator=g),
-    )
-    fused = FusedLinearGRPOLoss(beta=0.3, loss_type="grpo", softcap=4.0, temperature=0.8)
-    arguments = (case["hidden"], case["weight"], case["ids"], case["mask"], case["advantages"], case["bias"])
-    a, _ = fused(*arguments, ref_input=hidden, ref_weight=weight, ref_bias=bias)
-    ref, _ = log_probs(
-        hidden.double(), weight.double(), bias.double(), case["ids"], {"softcap": 4.0, "temperature": 0.8}
-    )
-    b, _ = fused(*arguments, ref_per_token_logps=ref.float())
+    hidden, weight, bias = (torch.randn(shape, generator=g) for shape in ((3, 6, 5), (37, 5), (37,)))
+    settings = {"softcap": 4.0, "temperature": 0.8}
+    fused = FusedLinearGRPOLoss(beta=0.3, loss_type="grpo", **settings)
+    a, _ = call(fused, case | {"ref": None}, ref_input=hidden, ref_weight=weight, ref_bias=bias)
+    ref, _ = log_probs(hidden.double(), weight.double(), bias.double(), case["ids"], settings)
+    b, _ = call(fused, case | {"ref": ref.float()})
     assert a.item() == pytest.approx(b.item(), rel=1e-5)
 
 
@@ -132,13 +84,9 @@ def test_flat_hidden_states_and_frozen_head():
     case = draw(11, torch.float32)
     hidden = case["hidden"].reshape(-1, 5).clone().requires_grad_()
     fused = FusedLinearGRPOLoss(beta=0.0)
-    loss, _ = fused(
-        hidden, case["weight"], case["ids"], case["mask"], case["advantages"], old_per_token_logps=case["old"]
-    )
+    loss, _ = call(fused, case | {"hidden": hidden})
     loss.backward()
-    want, _ = fused(
-        case["hidden"], case["weight"], case["ids"], case["mask"], case["advantages"], old_per_token_logps=case["old"]
-    )
+    want, _ = call(fused, case)
     assert torch.equal(loss, want)
     assert hidden.grad.shape == (18, 5)
     assert case["weight"].grad is None
@@ -150,7 +98,7 @@ def test_inside_compile_and_autocast():
     leaves = [case[x].clone().requires_grad_() for x in ("hidden", "weight", "bias")]
 
     def step(h, w, b):
-        return fused(h * 1.0, w, case["ids"], case["mask"], case["advantages"], b, case["ref"], case["old"])[0] * 2
+        return call(fused, case | {"hidden": h * 1.0, "weight": w, "bias": b})[0] * 2
 
     plain, compiled = step(*leaves), torch.compile(step, backend="eager")(*leaves)
     torch.testing.assert_close(compiled, plain)

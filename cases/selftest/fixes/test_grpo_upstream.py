@@ -5,10 +5,9 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from cases.selftest.fixes.test_grpo import LOSS_TYPES, draw, ours
+from cases.selftest.fixes.ranks import of_two
+from cases.selftest.fixes.test_grpo import LOSS_TYPES, call, draw, ours
 from parity.fixes import FusedLinearGRPOLoss
 
 
@@ -43,70 +42,40 @@ def test_drop_in_for_liger():
         for cls in (liger.LigerFusedLinearGRPOLoss, FusedLinearGRPOLoss):
             leaves = [case[x].clone().requires_grad_() for x in ("hidden", "weight", "bias")]
             module = cls(**settings, compiled=False, chunk_size=1)
-            loss, metrics = module(
-                leaves[0],
-                leaves[1],
-                case["ids"],
-                case["mask"],
-                case["advantages"],
-                leaves[2],
-                ref_per_token_logps=case["ref"],
-                old_per_token_logps=case["old"],
-                num_items_in_batch=torch.tensor(21),
-            )
+            arguments = (case["ids"], case["mask"], case["advantages"], leaves[2])
+            given = {"ref_per_token_logps": case["ref"], "old_per_token_logps": case["old"]}
+            loss, metrics = module(*leaves[:2], *arguments, **given, num_items_in_batch=torch.tensor(21))
             clip = metrics[-1].item()
             values.append([loss.item(), clip, metrics[0].item() if beta else 0.0, *torch.autograd.grad(loss, leaves)])
         for a, b in zip(*values, strict=True):
-            torch.testing.assert_close(
-                a, b, rtol=1e-4, atol=1e-6, msg=lambda m, kind=kind, beta=beta: f"{kind} {beta} {m}"
-            )
+            said = f"{kind} {beta}"
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda m, said=said: f"{said} {m}")
 
 
-def two_ranks(rank, path, queue):
-    torch.set_num_threads(1)  # a forked OpenMP pool would hang
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+def joint():
+    """A batch of four sequences, of which each rank has two."""
     case = draw(13, torch.float64, shape=(4, 6))
     case["mask"][:2] = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]])
     case["mask"][2:] = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]])
-    mine = {
-        k: None if v is None else v if k in ("weight", "bias") else v[2 * rank : 2 * rank + 2] for k, v in case.items()
-    }
-    results = []
-    for kind in ("dapo", "grpo"):
-        settings = {"loss_type": kind, "top_entropy_quantile": 0.4}
-        fused = FusedLinearGRPOLoss(**settings)
-        loss, metrics = fused(
-            mine["hidden"],
-            mine["weight"],
-            mine["ids"],
-            mine["mask"],
-            mine["advantages"],
-            mine["bias"],
-            mine["ref"],
-            mine["old"],
-        )
-        results.append((loss.item(), {k: v.item() for k, v in metrics.items()}))
-    queue.put((rank, results))
-    dist.destroy_process_group()
+    return case
+
+
+def settings_of(kind):
+    return {"loss_type": kind, "top_entropy_quantile": 0.4}
+
+
+def losses(rank):
+    shared = ("weight", "bias", "ratio")
+    mine = {k: v if k in shared else v[2 * rank : 2 * rank + 2] for k, v in joint().items()}
+    found = [call(FusedLinearGRPOLoss(**settings_of(kind)), mine) for kind in ("dapo", "grpo")]
+    return [(loss.item(), {k: v.item() for k, v in metrics.items()}) for loss, metrics in found]
 
 
 def test_two_ranks_share_normaliser_quantile_and_metrics(tmp_path):
     """dapo: the mean over ranks (what data parallelism takes) is the loss of the joint batch; metrics are joint."""
-    context = mp.get_context("fork")
-    queue = context.Queue()
-    workers = [
-        context.Process(target=two_ranks, args=(rank, tmp_path / "store", queue), daemon=True) for rank in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    results = dict(queue.get(timeout=20) for _ in workers)
-    for worker in workers:
-        worker.join(timeout=20)
-    case = draw(13, torch.float64, shape=(4, 6))
-    case["mask"][:2] = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]])
-    case["mask"][2:] = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]])
+    results = of_two(losses, tmp_path)
     for index, kind in enumerate(("dapo", "grpo")):
-        want, want_metrics, _ = ours(case, {"loss_type": kind, "top_entropy_quantile": 0.4})
+        want, want_metrics, _ = ours(joint(), settings_of(kind))
         assert sum(results[rank][index][0] for rank in range(2)) / 2 == pytest.approx(want.item())
         for rank in range(2):
             for name, value in want_metrics.items():

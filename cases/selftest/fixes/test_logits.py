@@ -131,11 +131,12 @@ def test_a_hook_is_seen_in_bfloat16_and_the_head_may_be_cast():
     assert "forward" not in vars(model.lm_head)
 
 
-def agreeing():
+def agreeing(name="llama"):
     """A model on our path whose head is plain again, so that TRL's kernel says what each field must be."""
-    model = models.model("llama")
+    model = models.model(name).train()
     hook = model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 0.5 * output)
     patch = logits.use_model_logits(fused(model))
+    assert patch
     hook.remove()
     return model, patch
 
@@ -157,11 +158,7 @@ def test_every_field_is_what_the_kernel_computes():
 
 
 def test_the_routers_loss_comes_along():
-    model = models.model("qwen3_moe").train()
-    hook = model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 0.5 * output)
-    patch = logits.use_model_logits(fused(model))
-    assert patch
-    hook.remove()
+    model, patch = agreeing("qwen3_moe")
     mine = asked(model, output_router_logits=True)
     patch.undo()
     want = asked(model, output_router_logits=True)

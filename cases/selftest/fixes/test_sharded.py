@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 
+from cases.selftest.fixes.ranks import of_two
 from parity.fixes import patches
 from parity.fixes.kernel import use_selective_log_probs
 from parity.trainers.rig import models
@@ -56,12 +57,10 @@ def scored(model):
     return out.log_probs.detach(), gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def sharded_by_fsdp(rank, path, queue):
+def sharded_by_fsdp(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)  # a forked OpenMP pool would hang
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     whole, policy, reference = (models.model("llama") for _ in range(3))
     for model in (whole, policy):
@@ -73,24 +72,12 @@ def sharded_by_fsdp(rank, path, queue):
     said = patches.compare_heads(types.SimpleNamespace(model=policy, ref_model=reference)).warning
     assert use_selective_log_probs(whole) and use_selective_log_probs(policy)
     same = [torch.equal(a, b) for a, b in zip(scored(whole), scored(policy), strict=True)]
-    queue.put((said, same, float(whole.lm_head.weight.grad.norm())))
-    torch.distributed.destroy_process_group()
+    return said, same, float(whole.lm_head.weight.grad.norm())
 
 
 def test_a_policy_of_fsdp2(tmp_path):
     """Two processes over gloo: a whole reference is compared with it, and our kernel computes as on a whole model."""
-    context = torch.multiprocessing.get_context("fork")
-    queue = context.Queue()
-    workers = [
-        context.Process(target=sharded_by_fsdp, args=(rank, tmp_path / "store", queue), daemon=True)
-        for rank in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    found = [queue.get(timeout=120) for _ in workers]
-    for worker in workers:
-        worker.join(timeout=20)
-    for said, same, norm in found:
+    for said, same, norm in of_two(sharded_by_fsdp, tmp_path):
         assert "of the same hidden states: their weights differ. " in said
         assert same == [True, True]
         assert norm > 0

@@ -1,29 +1,22 @@
 """`apply` on real trainers: what it picks, that the fixed trainer trains, and that everything can be taken back."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
+from fixtures import training
 from parity.fixes import apply, kernel, wiring
 from parity.upstream import trl
 
 pytest.importorskip("trl")
-training_file = Path(__file__).parents[3] / "fixtures" / "training.py"
-spec = importlib.util.spec_from_file_location("training", training_file)
-training = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(training)
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
-GONE = "this TRL has no fused LM head"
 
 
 def needs_fused_head():
     from trl.trainer import utils
 
     if not hasattr(utils, "_ChunkedLogProbFunction"):
-        pytest.skip(GONE)
+        pytest.skip("this TRL has no fused LM head")
     return utils
 
 

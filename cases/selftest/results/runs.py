@@ -4,6 +4,7 @@ import datetime
 from pathlib import Path
 
 from parity.results import memory
+from parity.results.ledger_edit import toml
 from parity.results.report.summary import summarise
 from parity.results.row import About, Asked, Header, Row
 
@@ -31,6 +32,20 @@ def row(case="policy-1", quantity="loss", verdict="agree", **fields):
     base = {"family": "policy", "implementation": "lib.loss", "dtype": "fp32", "device": "cpu"}
     base |= {"settings": {"B": 2, "T": 3, "V": 7, "H": 4}, "replay": f"parity replay {case}"}
     return Row(case=case, quantity=quantity, verdict=verdict, **base | told | fields)
+
+
+def ledger_of(path, *entries):
+    """A ledger with entries about family logprobs, each of its own fields; the first id stands in line 3."""
+    told = {
+        "id": "one",
+        "family": "logprobs",
+        "quantities": ["*"],
+        "reason": "so",
+        "date": "2026-11-22",
+        "link": "here",
+    }
+    path.write_text("# mine\n" + "\n".join(toml(told | fields) for fields in entries))
+    return path
 
 
 def summary(*rows, header=HEADER):

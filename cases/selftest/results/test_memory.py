@@ -14,9 +14,8 @@ from parity.results.row import About, End, Header
 
 
 def test_a_run_is_read_as_it_was_kept(tmp_path):
-    kept = night(
-        tmp_path, 0, [*GOOD, row(implementation="trl.g", headroom=0.9, dtype="bf16")], versions={"trl": "1.15.0"}
-    )
+    rows = [*GOOD, row(implementation="trl.g", headroom=0.9, dtype="bf16")]
+    kept = night(tmp_path, 0, rows, versions={"trl": "1.15.0"})
     assert (kept.id, kept.profile, kept.exit_code, kept.ended, kept.green) == ("run0", "nightly", 0, True, True)
     assert kept.started == START and kept.versions == {"trl": "1.15.0"}
     assert kept.compared == {("lib.loss", "policy", "cpu"): 10, ("trl.g", "policy", "cpu"): 1}
@@ -171,9 +170,8 @@ def test_runs_of_another_profile_or_device_do_not_count(tmp_path):
 def test_versions_that_moved_since_the_last_green_run(tmp_path):
     night(tmp_path, 0, GOOD, versions={"trl": "1.15.0", "torch": "2.13.0"})
     night(tmp_path, 1, BAD, 1, versions={"trl": "1.15.1", "torch": "2.13.0"})
-    change = trend.change(
-        night(tmp_path, 2, BAD, 1, versions={"trl": "1.16.0", "torch": "2.13.0"}), memory.runs(tmp_path)[:2]
-    )
+    last = night(tmp_path, 2, BAD, 1, versions={"trl": "1.16.0", "torch": "2.13.0"})
+    change = trend.change(last, memory.runs(tmp_path)[:2])
     assert change.moved == {"trl": ("1.15.0", "1.16.0")} and change.green.id == "run0"
     assert "trl 1.15.0 → 1.16.0" in notify.body(change)
 

@@ -1,7 +1,6 @@
 """The page: strips of tokens, points of cases, what its filter reads; and the filter itself, where a browser is."""
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -15,16 +14,11 @@ from parity.results.report.plots import HEIGHT, WIDTH, Plot, placed, plots, stri
 
 def spread(**fields):
     """Cases of one finding: V from 2 to 200, wrong from 20 on."""
-    sizes = {2: 0.1, 20: 10.0, 200: math.inf}
+    sizes = {2: ("agree", 0.1), 20: ("disagree", 10.0), 200: ("disagree", None)}
+    fields["settings"] = {"B": 2, "T": 3, "H": 4, "temperature": 0.7}
     return [
-        row(
-            f"policy-{v}",
-            verdict="agree" if size < 1 else "disagree",
-            headroom=None if math.isinf(size) else size,
-            settings={"B": 2, "T": 3, "V": v, "H": 4, "temperature": 0.7},
-            **fields,
-        )
-        for v, size in sizes.items()
+        row(f"policy-{v}", "loss", verdict, headroom=size, **fields | {"settings": fields["settings"] | {"V": v}})
+        for v, (verdict, size) in sizes.items()
     ]
 
 
@@ -66,9 +60,8 @@ def test_the_page_shows_where_a_finding_is():
 def test_what_the_filter_reads_is_on_every_finding_defect_and_implementation():
     of_run = everything()
     page = render.page(of_run)
-    found = re.findall(
-        r'<(\w+)[^>]* data-library="(.*?)" data-loss="(.*?)" data-dtype="(.*?)" data-verdict="(.*?)">', page
-    )
+    read = r'<(\w+)[^>]* data-library="(.*?)" data-loss="(.*?)" data-dtype="(.*?)" data-verdict="(.*?)">'
+    found = re.findall(read, page)
     defects = [("tr", *words) for words in [("other ", "policy", "", "known")] * 3 + [("lib ", "policy", "", "known")]]
     assert sorted(one for one in found if one[4] == "known" and one[0] == "tr" and not one[3]) == sorted(defects)
     assert ("details", "lib", "policy", "bf16", "crashed") in found

@@ -15,9 +15,8 @@ from parity.results.recorded import merged, of, read, save
 from parity.running.plan import frozen_files
 from parity.trainers import catalogue
 
-ENTRY = Entry(
-    id="x", family="logprobs", implementations=("lib.*",), quantities=("*",), reason="r", date="d", case="c.json"
-)
+TOLD = {"id": "x", "family": "logprobs", "reason": "r", "date": "d", "case": "c.json"}
+ENTRY = Entry(**TOLD, implementations=("lib.*",), quantities=("*",))
 
 
 def row(**changes):

@@ -13,20 +13,9 @@ from parity.results.row import About, Header, Row
 
 PAGE = Path(__file__).parents[3] / "docs" / "results.md"
 HEADER = Header(run="r1", header=About(seed=3))
-OBJECT = {
-    "run": "r1",
-    "case": "policy-1",
-    "family": "policy",
-    "implementation": "lib.loss",
-    "quantity": "loss",
-    "dtype": "fp32",
-    "device": "cpu",
-    "verdict": "agree",
-    "settings": {"B": 1},
-    "gates": {"scalar": 0.1},
-    "worst": [],
-    "message": "π",
-}
+OBJECT = {"run": "r1", "case": "policy-1", "family": "policy", "implementation": "lib.loss", "quantity": "loss"}
+OBJECT |= {"dtype": "fp32", "device": "cpu", "verdict": "agree", "settings": {"B": 1}, "gates": {"scalar": 0.1}}
+OBJECT |= {"worst": [], "message": "π"}
 ROW = convert(OBJECT, Row)
 
 
@@ -54,35 +43,23 @@ def test_a_comparison_is_in_the_file_before_the_next_begins(tmp_path):
             assert len(read(path)[1]) == 2 * number
 
 
-OTHER = {
-    "case": "policy-2",
-    "settings": {"B": 2},
-    "seed": 1,
-    "features": {"one token": True},
-    "shard": "a",
+OTHER = {"case": "policy-2", "settings": {"B": 2}, "seed": 1, "features": {"one token": True}, "shard": "a"}
+OTHER |= {
     "frozen": "f.json",
     "dtype": "bf16",
     "implementation": "lib.other",
     "role": "reference",
     "against": "lib.plain",
-    "recipe": "fp32",
-    "recipe_measured": "bf16",
-    "minimised": True,
-    "replay": "parity replay f.json",
-    "unjudged": ["x"],
 }
+OTHER |= {"recipe": "fp32", "recipe_measured": "bf16", "minimised": True, "replay": "parity replay f.json"}
+OTHER |= {"unjudged": ["x"]}
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_rows_are_read_as_they_were_written_however_they_alternate(tmp_path, name):
     path, other = tmp_path / "results.ndjson", replace(ROW, quantity="kl", **{name: OTHER[name]})
-    rows = [
-        ROW,
-        other,
-        ROW,
-        replace(ROW, replay=f"parity replay {ROW.case} --implementation {ROW.implementation}"),
-        other,
-    ]
+    replayed = replace(ROW, replay=f"parity replay {ROW.case} --implementation {ROW.implementation}")
+    rows = [ROW, other, ROW, replayed, other]
     write(path, HEADER, *rows)
     assert read(path)[1] == rows
 
@@ -92,10 +69,8 @@ def test_a_case_is_written_once_and_a_comparison_has_its_quantities_within(tmp_p
     write(path, HEADER, *(replace(ROW, implementation=i, quantity=q) for i in ("a", "b") for q in ("loss", "kl")))
     case, *comparisons = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     assert case == {"case": "policy-1", "family": "policy", "dtype": "fp32", "device": "cpu", "settings": {"B": 1}}
-    assert [(c["implementation"], [q["quantity"] for q in c["quantities"]]) for c in comparisons] == [
-        ("a", ["loss", "kl"]),
-        ("b", ["loss", "kl"]),
-    ]
+    found = {c["implementation"]: [q["quantity"] for q in c["quantities"]] for c in comparisons}
+    assert found == {"a": ["loss", "kl"], "b": ["loss", "kl"]} and len(comparisons) == 2
 
 
 SIZES = {"worst": [{"index": [0]}], "max_abs": 0.25, "allclose": True, "atol": 0.5, "rtol": 0.5, "value_reference": 1.0}
@@ -103,25 +78,14 @@ SIZES = {"worst": [{"index": [0]}], "max_abs": 0.25, "allclose": True, "atol": 0
 
 def test_only_what_fails_keeps_how(tmp_path):
     path, stated = tmp_path / "results.ndjson", {"against": "a", "recipe": "fp32", "features": {"kept": 3}}
-    wrong = replace(
-        ROW, verdict="disagree", gate="norm", headroom=2.0, gates={"norm": 2.0, "max": 0.0}, **stated, **SIZES
-    )
-    rows = [
-        wrong,
-        replace(wrong, verdict="agree"),
-        replace(wrong, verdict="unsupported"),
-        replace(wrong, gates={"norm": 2.0}),
-    ]
+    gates = {"gate": "norm", "headroom": 2.0, "gates": {"norm": 2.0, "max": 0.0}}
+    wrong = replace(ROW, verdict="disagree", **gates, **stated, **SIZES)
+    one, right, unsupported = replace(wrong, gates={"norm": 2.0}), {"verdict": "agree"}, {"verdict": "unsupported"}
+    rows = [wrong, replace(wrong, **right), replace(wrong, **unsupported), one]
     write(path, HEADER, *(replace(row, features=row.features | {"false": False}) for row in rows))
-    without = {name: field.default for name, field in ((f.name, f) for f in fields(Row)) if name in SIZES} | {
-        "worst": []
-    }
-    assert read(path)[1] == [
-        wrong,
-        replace(wrong, verdict="agree", **without),
-        replace(wrong, verdict="unsupported", against=None, recipe=None, **without),
-        replace(wrong, gates={"norm": 2.0}),
-    ]
+    without = {f.name: f.default for f in fields(Row) if f.name in SIZES} | {"worst": []}
+    unsupported |= {"against": None, "recipe": None}
+    assert read(path)[1] == [wrong, replace(wrong, **right | without), replace(wrong, **unsupported | without), one]
     assert '"gates":{"norm":2.0}' not in path.read_text()
 
 
@@ -129,20 +93,12 @@ def test_the_line_for_pandas_on_the_page_gives_a_table_of_quantities(tmp_path, m
     pandas = pytest.importorskip("pandas")
     line = next(line for line in PAGE.read_text().splitlines() if "json_normalize" in line)
     (tmp_path / "reports").mkdir()
-    write(
-        tmp_path / "reports" / "results.ndjson",
-        HEADER,
-        ROW,
-        replace(ROW, quantity="kl", headroom=0.5),
-        replace(ROW, case="policy-2"),
-    )
+    rows = [ROW, replace(ROW, quantity="kl", headroom=0.5), replace(ROW, case="policy-2")]
+    write(tmp_path / "reports" / "results.ndjson", HEADER, *rows)
     monkeypatch.chdir(tmp_path)
     table = eval(line.strip().removeprefix("table = "), {"pandas": pandas})
-    assert [*zip(table["case"], table["implementation"], table["quantity"], strict=True)] == [
-        ("policy-1", "lib.loss", "loss"),
-        ("policy-1", "lib.loss", "kl"),
-        ("policy-2", "lib.loss", "loss"),
-    ]
+    found = [*zip(table["case"], table["implementation"], table["quantity"], strict=True)]
+    assert found == [(row.case, row.implementation, row.quantity) for row in rows]
     assert table["headroom"].max() == 0.5
 
 

@@ -49,25 +49,18 @@ def replayed(console):
 
 def nights():
     """The third night of one: a finding is new, one still there, one gone; a library moved; names that are markup."""
-    gone, evil = (
-        [row(quantity="kl", headroom=7.25, verdict="disagree", minimised=True)],
-        {"index": [1], "parameter": EVIL},
-    )
-    gone = changed(gone, worst=[evil | {"value": 2.0, "oracle": 1.0, "error": 1.0}], implementation="lib.gone")
+    worst = {"index": [1], "parameter": EVIL, "value": 2.0, "oracle": 1.0, "error": 1.0}
+    kl = {"quantity": "kl", "implementation": "lib.gone"}
+    gone = [row(**kl, headroom=7.25, verdict="disagree", minimised=True, worst=[worst])]
     old = [*GOOD, *changed(BAD, implementation="lib.old")]
-    rows = [
-        *old,
-        *changed(BAD, implementation="lib.new", blame="reference"),
-        row(quantity="kl", implementation="lib.gone"),
-    ]
+    rows = [*old, *changed(BAD, implementation="lib.new", blame="reference"), row(**kl)]
     with tempfile.TemporaryDirectory() as folder:
         night(Path(folder), 0, GOOD)
         night(Path(folder), 1, [*old, *gone], 1)
         night(Path(folder), 2, rows, 1, {"trl": "1.17.0<b>"})
         past = memory.runs(Path(folder))
-    return render.page(summary(*rows, header=about(2)), render.Ending(1, past=past)), notify.body(
-        trend.of("run2", past)
-    )
+    page = render.page(summary(*rows, header=about(2)), render.Ending(1, past=past))
+    return page, notify.body(trend.of("run2", past))
 
 
 def shown():

@@ -80,38 +80,27 @@ def test_a_failure_without_a_size_is_infinite():
     assert wording.at(s.findings[0].lead) == "relation: x2"
 
 
-WRONG = {"verdict": "disagree"}
+BOTH = [("a", "grad_hidden"), ("a", "grad_weight")]
 
 
 @pytest.mark.parametrize(
-    ("rows", "roots"),
+    ("wrong", "right", "roots"),
     [
-        pytest.param(
-            [("a", "loss", WRONG), ("a", "grad_hidden", WRONG), ("a", "relation: x2", WRONG)],
-            {("loss",): 1},
-            id="a wrong value makes wrong gradients",
-        ),
-        pytest.param(
-            [("a", "loss", WRONG), ("a", "protocol", WRONG | {"gate": "protocol"})],
-            {("loss",): 1, ("protocol",): 1},
-            id="a protocol leak is a finding of its own",
-        ),
-        pytest.param(
-            [("a", "loss", {}), *(("a", f"grad_{n}", WRONG) for n in ("hidden", "weight")), ("b", "loss", {})]
-            + [("b", "grad_weight", WRONG)],
-            {("grad_hidden", "grad_weight"): 2},
-            id="fewer gradients asked for",
-        ),
-        pytest.param(
-            [*(("a", f"grad_{n}", WRONG) for n in ("hidden", "weight")), ("b", "grad_hidden", {})]
-            + [("b", "grad_weight", WRONG)],
+        ([("a", "loss"), ("a", "grad_hidden"), ("a", "relation: x2")], [], {("loss",): 1}),
+        ([("a", "loss"), ("a", "protocol")], [], {("loss",): 1, ("protocol",): 1}),
+        ([*BOTH, ("b", "grad_weight")], [("a", "loss"), ("b", "loss")], {("grad_hidden", "grad_weight"): 2}),
+        (
+            [*BOTH, ("b", "grad_weight")],
+            [("b", "grad_hidden")],
             {("grad_hidden", "grad_weight"): 1, ("grad_weight",): 1},
-            id="a gradient that agrees elsewhere",
         ),
     ],
+    ids=["wrong gradients", "a protocol leak", "fewer gradients asked for", "a gradient that agrees elsewhere"],
 )
-def test_a_finding_is_what_its_failure_starts_in(rows, roots):
-    found = summary(*(row(case, quantity, **fields) for case, quantity, fields in rows)).findings
+def test_a_finding_is_what_its_failure_starts_in(wrong, right, roots):
+    """A wrong value makes wrong gradients; a protocol leak is a finding of its own."""
+    rows = [row(*one, "disagree", gate="protocol" if one[1] == "protocol" else "norm") for one in wrong]
+    found = summary(*rows, *(row(*one) for one in right)).findings
     assert {f.roots: f.cases for f in found} == roots
 
 
