@@ -6,11 +6,9 @@ import dataclasses
 import pytest
 import torch
 
-from cases.selftest.oracles import oracle_of
-from parity import data
+from cases.selftest.oracles import new, oracle_of
 from parity.protocol.call import execute, fresh
-from parity.registry import facts, family, run_case, select
-from parity.results.ledger import Ledger
+from parity.registry import family, run_case, select
 from parity.results.report.render import text_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -27,11 +25,6 @@ def chosen(name):
 
 
 COMPILED = [name for name in SETTINGS if any("compile" in i.contexts for i in chosen(name))]
-
-
-def new(rows, case):
-    ledger = Ledger.load(data.ledger_file())
-    return [r for r in rows if r.failing and ledger.match(r, facts(case)) is None]
 
 
 def compiled(one):

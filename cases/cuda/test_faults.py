@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from parity import data
+from cases.selftest.running.test_supervisor import plan_of
 from parity.running import supervisor
 from parity.running.plan import Judged, Lost, Shard
 from parity.running.shard_queue import ShardQueue
@@ -26,15 +26,7 @@ DEVICE, CASES, TAKEN = "cuda", 8, 5
     ],
 )
 def test_a_fault_is_one_verdict_and_the_run_goes_on(name, verdict, said, tmp_path):
-    plan = {
-        "device": DEVICE,
-        "profile": "quick",
-        "dtypes": ["fp32"],
-        "implementations": [f"fixtures/cuda_faults.py:{name}", "fixtures/kernels.py:right"],
-        "ledger": str(data.ledger_file()),
-        "findings": str(tmp_path / "findings"),
-        "frozen": [],
-    }
+    plan = plan_of(tmp_path, [f"fixtures/cuda_faults.py:{name}", "fixtures/kernels.py:right"]) | {"device": DEVICE}
     excluded = ("trl.selective_log_softmax",)
     shard = Shard(family="logprobs", kind="drawn", count=CASES, of=CASES, seed=2, exclude=excluded)
     events = [event for _, event in supervisor.run([plan], ShardQueue([shard]), 30.0, 300.0)]

@@ -3,22 +3,16 @@
 import pytest
 import torch
 
+from cases.selftest.oracles import new
 from fixtures.large import embedded
-from parity import data
 from parity.implementations.implementation import Implementation
-from parity.registry import facts, family, load, run_case, select
-from parity.results.ledger import Ledger
+from parity.registry import family, load, run_case, select
 from parity.results.report.render import text_of
 from parity.sampling.capabilities import HIDDEN, VOCABULARIES
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 FAMILY = family("logprobs")
-
-
-def new(rows, case):
-    ledger = Ledger.load(data.ledger_file())
-    return [r for r in rows if r.failing and ledger.match(r, facts(case)) is None]
 
 
 def ours() -> list[Implementation]:

@@ -19,9 +19,8 @@ ENTRY = {
     "quantities": ["loss"],
     "reason": "r",
     "link": "l",
-    "date": "2026-11-22",
-    "case": "x.json",
 }
+ENTRY |= {"date": "2026-11-22", "case": "x.json"}
 DEEP = "[" * 100_000 + "]" * 100_000
 HALF_DEEP = "[" * (NESTED + 1) + "]" * (NESTED + 1)
 LONG = "9" * 5000

@@ -18,10 +18,10 @@ SETTINGS = {
         "beta": 0.1,
         "advantages": "token",
         "ratio": "token",
-        "off_policy_mask_threshold": 0.1,
     },
     "divergence": {"bias": "random", "num_items": "given", "teacher_bias": "random"},
 }
+SETTINGS["policy"]["off_policy_mask_threshold"] = 0.1
 NUMBERS = torch.arange(6.0).view(2, 3)
 
 
@@ -41,12 +41,9 @@ def test_every_tensor_meets_every_layout_and_keeps_its_values(name):
                 assert t.dtype == truth.dtype and torch.equal(t, truth), n
                 met.setdefault(n, set()).add((t.stride(), t.storage_offset()))
     assert len(met.pop("hidden")) == 1  # it has a setting of its own
-    few = {
-        n: ways
-        for n, ways in met.items()
-        if len(ways) < (2 if built(name, 0).tensors.get(n, NUMBERS).dim() == 0 else 3)
-    }
-    assert not {n for n in few if not n.startswith("d ")}
+    tensors = built(name, 0).tensors
+    least = {n: 3 if tensors.get(n, NUMBERS).dim() else 2 for n in met}
+    assert not {n for n, ways in met.items() if len(ways) < least[n] and not n.startswith("d ")}
     assert name != "logprobs" or len(met["d logps"]) >= 4
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from cases.selftest.results.runs import row
 from parity.compare.pooled_slope import POOL_FLOOR, POOL_MINIMUM, mean_slope, pooled
-from parity.results.row import Row
 
 
 def rows(scale: float, count: int = 100, dtype: str = "fp32", noise: float = 1e-4, loud: int = 5, device="cpu"):
@@ -16,17 +16,8 @@ def rows(scale: float, count: int = 100, dtype: str = "fp32", noise: float = 1e-
     for k in range(count):
         unit = 1e3 if k < loud else noise
         slope = scale + rng.gauss(0, unit)
-        yield Row(
-            implementation="lib.loss",
-            family="logprobs",
-            quantity="grad_weight",
-            dtype=dtype,
-            device=device,
-            verdict="agree",
-            slope=slope,
-            gates={"slope": abs(slope) / (6 * unit)},
-            case=f"c{k}",
-        )
+        gates = {"slope": abs(slope) / (6 * unit)}
+        yield row(f"c{k}", "grad_weight", family="logprobs", dtype=dtype, device=device, slope=slope, gates=gates)
 
 
 def test_honest_noise_agrees():

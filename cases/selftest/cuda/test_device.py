@@ -12,6 +12,7 @@ import torch
 
 from cases.selftest.controls.correct import control
 from cases.selftest.controls.soak import soak
+from cases.selftest.oracles import new
 from fixtures.large import embedded
 from fixtures.pretended_cuda import pretended
 from parity import data
@@ -22,8 +23,7 @@ from parity.judge.recipe import Recipe
 from parity.judging import assess
 from parity.judging.assess import CaseOracle, judge_all
 from parity.protocol.call import execute
-from parity.registry import facts, family, load, run_case, select
-from parity.results.ledger import Ledger
+from parity.registry import family, load, run_case, select
 from parity.results.report.render import text_of
 from parity.trainers import catalogue
 from parity.trainers.catalogue import judge as judge_quantity
@@ -46,11 +46,6 @@ FROZEN = """
 one-token liger-logprob-autocast policy-empty-row policy-importance-ratio policy-window policy-sequence-ratio
 trl-ratio-overflow-under-mask divergence-window divergence-server-mixture-floor divergence-teacher-padded
 """.split()
-
-
-def new(rows, case):
-    ledger = Ledger.load(data.ledger_file())
-    return [r for r in rows if r.failing and ledger.match(r, facts(case)) is None]
 
 
 def test_gradients_of_a_trainer():
@@ -76,13 +71,12 @@ def test_frozen(name):
     assert all(r.device == "cuda" for r in rows)
 
 
+DIVERGENCE = "trl.ChunkedDivergenceFunction"
+
+
 @pytest.mark.parametrize(
     ("name", "id"),
-    [
-        ("logprobs", "trl.ChunkedLogProbFunction"),
-        ("policy", "trl.GRPOTrainer"),
-        ("divergence", "trl.ChunkedDivergenceFunction"),
-    ],
+    {"logprobs": "trl.ChunkedLogProbFunction", "policy": "trl.GRPOTrainer", "divergence": DIVERGENCE}.items(),
 )
 def test_a_softcap_of_trls_kernels(name, id):
     """Their tanh is 2σ(2x) - 1, off by an absolute amount near 0: small logits show it, and the recipe has it."""
@@ -109,11 +103,8 @@ def device():
 
 def test_tensors_of_two_devices_do_not_mix(device):
     x = torch.ones(3, device="cuda")
-    for mixed in (
-        lambda: x + torch.ones(3),
-        lambda: torch.where(x > 0, x, torch.ones(3)),
-        lambda: torch.ones(3)[x > 0],
-    ):
+    here = torch.ones(3)
+    for mixed in (lambda: x + here, lambda: torch.where(x > 0, x, here), lambda: here[x > 0]):
         with pytest.raises(RuntimeError, match="device|indices"):
             mixed()
     with pytest.raises(TypeError, match="numpy"):
@@ -183,10 +174,8 @@ def test_a_row_has_the_device_that_its_check_was_given(moves, used, monkeypatch)
 
 def test_a_case_in_a_large_batch():
     """A case inside a batch too large for its definition is judged as itself."""
-    honest, case = (
-        control("control.logprobs.plain"),
-        family("logprobs").case(3, "fp32", {"V": 9, "T": 4, "ignored": "some"}),
-    )
+    honest = control("control.logprobs.plain")
+    case = family("logprobs").case(3, "fp32", {"V": 9, "T": 4, "ignored": "some"})
 
     def wraps(x):
         """An index that overflows beyond 500 rows."""
@@ -219,9 +208,8 @@ def test_small_gradients_beside_large_ones():
 
 def test_controls_under_autocast():
     """None leaves the autocast of its device on by having switched off the CPU's."""
-    case = family("logprobs").case(
-        610, "fp32", {"B": 3, "T": 2, "V": 58, "H": 14, "context": "autocast", "temperature": 0.1}
-    )
+    settings = {"B": 3, "T": 2, "V": 58, "H": 14, "context": "autocast", "temperature": 0.1}
+    case = family("logprobs").case(610, "fp32", settings)
     with pretended():
         found = soak([case], device="cuda")
     assert found.total > 5 and found.alarms == []

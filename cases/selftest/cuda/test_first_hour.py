@@ -7,10 +7,10 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from cases.selftest.results import runs
 from parity.cli.commands import main as cli
 from parity.nightly import cuda_first, steps
 from parity.results.memory import CommandOutcome
-from parity.results.row import Row
 from parity.sampling.find import find
 
 ROOT = Path(__file__).parents[3]
@@ -34,9 +34,8 @@ def test_the_steps_are_commands_that_exist():
     assert len(found) > 8
 
 
-def row(implementation, device, headroom, **fields):
-    return Row(case="a", family="policy", implementation=implementation, dtype="bf16", device=device, verdict="agree",
-               gate="norm", headroom=headroom, **fields)  # fmt: skip
+def row(implementation, device, headroom):
+    return runs.row("a", implementation=implementation, dtype="bf16", device=device, headroom=headroom)
 
 
 def test_the_page_tells_cuda_from_the_cpu():
@@ -83,9 +82,8 @@ def test_without_a_network_nothing_is_installed():
     """With what the box has; one command, as the page says it."""
     line = "make cuda-first VENV=0 PYTHON=python3"
     assert line in (ROOT / "docs/cuda.md").read_text()
-    done = subprocess.run(
-        [*line.split(), "-n"], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"MAKEFLAGS": ""}
-    )
+    env = os.environ | {"MAKEFLAGS": ""}
+    done = subprocess.run([*line.split(), "-n"], cwd=ROOT, capture_output=True, text=True, env=env)
     commands = [c.strip() for c in done.stdout.splitlines() if not c.startswith("make[")]
     assert commands[-1] == "python3 -m parity.nightly.cuda_first" and done.returncode == 0
     assert not [c for c in commands if "pip" in c or "uv " in c or "constraints" in c or "-m venv" in c], commands

@@ -8,12 +8,12 @@ import torch
 from rich.console import Console
 
 from cases.selftest.oracles import oracle_of
+from cases.selftest.results import runs
 from parity.errors import UsageError
 from parity.implementations import user
 from parity.judging.assess import classify, confirmed
 from parity.protocol.call import execute
 from parity.registry import NAMES, family, from_file, loss_family, run_case, select
-from parity.results.row import Row
 from parity.running.outcome import judge_run
 from parity.running.plan import Options, check
 from parity.sampling.capabilities import nearest
@@ -117,9 +117,8 @@ SMALL = {"B": 3, "T": 6, "V": 11, "H": 5, "peak": 2.0, "grad": "hidden weight"}
 def judged(function, **settings):
     """Quantity -> row of a function on a small policy case."""
     policy = loss_family("policy")
-    case = policy.case(
-        3, "fp32", {**SMALL, "cotangent": "ones", "beta": 0.04, "old": "inside", "ref": "apart", **settings}
-    )
+    fixed = {"cotangent": "ones", "beta": 0.04, "old": "inside", "ref": "apart"}
+    case = policy.case(3, "fp32", SMALL | fixed | settings)
     rows = list(run_case(case, [from_function(function, "my.py:own")], thorough=False))
     return {r.quantity: r for r in rows}
 
@@ -196,30 +195,15 @@ def test_a_wrong_shape_or_type_or_an_exception_is_a_verdict(change, quantity, sa
     assert row.failing and says in row.message, row.message
 
 
-def _extra_dimension(logps):
-    return logps[:, None]
-
-
-def _transposed(logps):
-    return logps.view(1, -1)
-
-
-def _nothing(logps):
-    return None
-
-
-def _lookup(logps):
-    return {}["logps"]
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_extra_dimension, "expected (3, 6)"),
-        (_transposed, "expected (3, 6)"),
-        (_nothing, "returned NoneType as logps"),
-        (_lookup, "KeyError"),
+        (lambda logps: logps[:, None], "expected (3, 6)"),
+        (lambda logps: logps.view(1, -1), "expected (3, 6)"),
+        (lambda logps: None, "returned NoneType as logps"),
+        (lambda logps: {}["logps"], "KeyError"),
     ],
+    ids=["a dimension more", "transposed", "nothing", "a lookup that fails"],
 )
 def test_what_a_library_returns_wrong_is_its_verdict_and_no_adapter_repairs_it(monkeypatch, change, says):
     """`view` made a log-prob per token of whatever had as many entries, and None was "unsupported"."""
@@ -243,8 +227,7 @@ def test_none_does_not_replace_a_default():
 
 
 def row(verdict, message="", name="own"):
-    where = {"case": "logprobs-1", "family": "logprobs", "dtype": "fp32", "device": "cpu"}
-    return Row(**where, implementation=name, verdict=verdict, message=message)
+    return runs.row("logprobs-1", None, verdict, family="logprobs", implementation=name, message=message)
 
 
 def own_file(tmp_path, text):
@@ -325,24 +308,12 @@ class Callable:
 f = {made}
 """)
     (mine,) = from_file(f"{tmp_path}/mine.py:f")
-    assert mine.sources[0].endswith(f".{code}")
-    case = loss_family("logprobs").case(3, "fp32", {})
-    assert {r.verdict for r in run_case(case, [mine], thorough=False)} == {"agree"}
+    assert mine.sources[0].endswith(f".{code}") and verdicts(mine) == {"agree"}
 
 
-def test_a_preference_loss_has_a_beta_as_a_distillation_loss_has(tmp_path):
-    (tmp_path / "mine.py").write_text("""import torch
-def dpo(hidden, weight, ids, ref_hidden, ref_weight, beta):
-    def logps(h, w):
-        return (h @ w.T).log_softmax(-1).gather(-1, ids.clamp(min=0)[..., None])[..., 0].mul(ids != -100).sum(-1)
-    chosen, rejected = (logps(hidden, weight) - logps(ref_hidden, ref_weight).detach()).chunk(2)
-    return -torch.nn.functional.logsigmoid(beta * (chosen - rejected)).mean()
-""")
-    (mine,) = from_file(f"{tmp_path}/mine.py:dpo")
-    assert mine.family == "preference"
-    assert {r.verdict for r in run_case(loss_family("preference").case(3, "fp32", {}), [mine], thorough=False)} == {
-        "agree"
-    }
+def verdicts(mine, **settings):
+    """Those of a user's function on a case of its family."""
+    return {r.verdict for r in run_case(loss_family(mine.family).case(3, "fp32", settings), [mine], thorough=False)}
 
 
 PREFERENCE = """import torch
@@ -352,17 +323,26 @@ def logps(h, w, ids):
 """
 
 
+def test_a_preference_loss_has_a_beta_as_a_distillation_loss_has(tmp_path):
+    (tmp_path / "mine.py").write_text(f"""{PREFERENCE}
+def dpo(hidden, weight, ids, ref_hidden, ref_weight, beta):
+    chosen, rejected = (logps(hidden, weight, ids) - logps(ref_hidden, ref_weight, ids).detach()).chunk(2)
+    return -torch.nn.functional.logsigmoid(beta * (chosen - rejected)).mean()
+""")
+    (mine,) = from_file(f"{tmp_path}/mine.py:dpo")
+    assert mine.family == "preference" and verdicts(mine) == {"agree"}
+
+
+REFERENCE = ", ref_hidden, ref_weight, labels"
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize(
     ("method", "parameters", "body"),
     [
         ("cpo", "", "x = logps(hidden, weight, ids)"),
         ("orpo", "", "m = logps(hidden, weight, ids) / (ids != -100).sum(-1); x = m - (-m.expm1()).log()"),
-        (
-            "kto",
-            ", ref_hidden, ref_weight, labels",
-            "r = logps(hidden, weight, ids) - logps(ref_hidden, ref_weight, ids)",
-        ),
+        ("kto", REFERENCE, "r = logps(hidden, weight, ids) - logps(ref_hidden, ref_weight, ids)"),
     ],
 )
 def test_a_preference_loss_without_a_method_is_judged_on_its_own(tmp_path, method, parameters, body, wrong):
@@ -395,16 +375,13 @@ def test_a_preference_loss_that_may_be_of_two_methods_says_which(tmp_path):
 
 
 def test_labels_beside_ids_are_those_of_kto(tmp_path):
-    (tmp_path / "mine.py").write_text("""import torch
+    (tmp_path / "mine.py").write_text(f"""{PREFERENCE}
 def kto(hidden, weight, ids, beta, ref_hidden, ref_weight, labels=None, method="dpo", loss_type="sigmoid"):
-    def logps(h, w):
-        return (h @ w.T).log_softmax(-1).gather(-1, ids.clamp(min=0)[..., None])[..., 0].mul(ids != -100).sum(-1)
-    ratio = logps(hidden, weight) - logps(ref_hidden, ref_weight).detach()
+    ratio = logps(hidden, weight, ids) - logps(ref_hidden, ref_weight, ids).detach()
     return torch.where(labels, 1 - (beta * ratio).sigmoid(), 1 - (-beta * ratio).sigmoid()).mean()
 """)
     (mine,) = from_file(f"{tmp_path}/mine.py:kto")
-    case = loss_family("preference").case(3, "fp32", {"B": 5, "method": "kto", "loss_type": "kto"})
-    assert {r.verdict for r in run_case(case, [mine], thorough=False)} == {"agree"}
+    assert verdicts(mine, B=5, method="kto", loss_type="kto") == {"agree"}
 
 
 def test_a_function_of_another_family_than_asked_for_is_named(tmp_path):
@@ -416,9 +393,5 @@ def test_a_function_of_another_family_than_asked_for_is_named(tmp_path):
 def test_replay_of_a_function_that_refuses_is_no_agreement(tmp_path):
     """The reference beside it agrees: that says nothing about the function."""
     (tmp_path / "mine.py").write_text("def f(hidden, weight, ids): raise ValueError('no')")
-    assert (
-        replay(
-            "cases/regressions/all-ignored.json", [f"{tmp_path}/mine.py:f"], "cpu", False, Console(file=io.StringIO())
-        )
-        == NO_JUDGEMENT
-    )
+    quiet, case = Console(file=io.StringIO()), "cases/regressions/all-ignored.json"
+    assert replay(case, [f"{tmp_path}/mine.py:f"], "cpu", False, quiet) == NO_JUDGEMENT

@@ -24,9 +24,8 @@ def logps(x, factor=1.0):
 
 
 def judged(family, call, dtype, recipe, **settings):
-    implementation = Implementation(
-        f"lib.{family}", family, "candidate", call, recipe, contexts=frozenset({"plain", "autocast"})
-    )
+    contexts = frozenset({"plain", "autocast"})
+    implementation = Implementation(f"lib.{family}", family, "candidate", call, recipe, contexts=contexts)
     oracle = oracle_of(family_of(family).case(3, dtype, SHAPE | settings)).offered(implementation)
     outcome = execute(implementation, oracle.inputs)
     assert outcome.verdict == "ran"
@@ -40,23 +39,19 @@ def loss(x):
     return -(w.sum(1) / x.mask.sum(1).clamp(min=1)).mean()
 
 
+def judged_loss(kept, dtype, recipe):
+    """A loss that is handed out in dtype `kept`."""
+    settings = {"old": "absent", "advantages": "token"}
+    return judged("policy", lambda x: {"loss": loss(x).to(kept)}, dtype, recipe, **settings)["loss"]
+
+
 @pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("output", ["fp32", "any"])
 def test_a_loss_of_float32_inputs_that_comes_in_16_bits_disagrees(narrow, output):
-    good = judged(
-        "policy", lambda x: {"loss": loss(x)}, "fp32", Recipe(output=output), old="absent", advantages="token"
-    )
-    assert good["loss"].agrees
-    wrong = judged(
-        "policy",
-        lambda x: {"loss": loss(x).to(narrow)},
-        "fp32",
-        Recipe(output=output),
-        old="absent",
-        advantages="token",
-    )
-    assert not wrong["loss"].agrees
-    assert "expected fp32" in wrong["loss"].message
+    good, wrong = (judged_loss(dtype, "fp32", Recipe(output=output)) for dtype in (torch.float32, narrow))
+    assert good.agrees
+    assert not wrong.agrees
+    assert "expected fp32" in wrong.message
 
 
 def test_log_probs_of_float32_inputs_in_bf16_disagree_unless_declared():
@@ -68,16 +63,13 @@ def test_log_probs_of_float32_inputs_in_bf16_disagree_unless_declared():
 
 
 def test_a_16_bit_loss_of_16_bit_inputs_is_held_to_its_own_dtype():
-    found = judged("policy", lambda x: {"loss": loss(x).bfloat16()}, "bf16", Recipe(), old="absent", advantages="token")
-    assert found["loss"].agrees
+    assert judged_loss(torch.bfloat16, "bf16", Recipe()).agrees
 
 
 def test_a_wrong_percent_under_autocast_is_caught_where_the_code_computes_in_float32():
     recipe = recipe_of(logps)  # what a user's function gets that declares none
-    right, wrong = (
-        judged("logprobs", lambda x, f=f: {"logps": logps(x, f)}, "fp32", recipe, context="autocast")
-        for f in (1.0, 1.01)
-    )
+    calls = (lambda x, f=f: {"logps": logps(x, f)} for f in (1.0, 1.01))
+    right, wrong = (judged("logprobs", call, "fp32", recipe, context="autocast") for call in calls)
     assert all(j.agrees for j in right.values())
     assert {"logps", "grad_hidden", "grad_weight"} == {n for n, j in wrong.items() if not j.agrees}
 
@@ -94,9 +86,11 @@ def test_a_16_bit_output_gets_a_16_bit_upstream_gradient():
     """autograd rounds it on the way in, which is no error of the library: the oracle is asked with what arrived."""
     case = family_of("logprobs").case(3, "bf16", SHAPE | {"B": 1, "T": 1, "V": 5, "H": 2000, "cotangent": "fine"})
     oracle = oracle_of(case)
-    narrow = Implementation(
-        "narrow", "logprobs", "candidate", lambda x: {"logps": logps(x).bfloat16()}, Recipe(output="bf16")
-    )
+
+    def call(x):
+        return {"logps": logps(x).bfloat16()}
+
+    narrow = Implementation("narrow", "logprobs", "candidate", call, Recipe(output="bf16"))
     outcome = execute(narrow, oracle.inputs)
     arrived = oracle.heard(outcome.quantities)
     assert torch.equal(arrived.inputs.cotangents["logps"], oracle.inputs.cotangents["logps"].bfloat16().double())
@@ -114,10 +108,8 @@ def test_an_upstream_gradient_beyond_the_range_of_a_loss_stays_as_it_is():
 
 def test_a_teachers_head_counts_among_what_a_replica_holds():
     """Else a disagreement beside one of a million weights is judged with 480 replicas, by its few logits: 46 CPU seconds."""
-    small, wide = (
-        oracle_of(family_of("divergence").case(3, "fp32", {"B": 1, "T": 2, "V": 64, "H": 4, "teacher_H": h}))
-        for h in (4, 4723)
-    )
+    sizes, family = {"B": 1, "T": 2, "V": 64, "H": 4}, family_of("divergence")
+    small, wide = (oracle_of(family.case(3, "fp32", sizes | {"teacher_H": h})) for h in (4, 4723))
     assert largest(small.family, small.inputs) == 64 * 4
     assert largest(wide.family, wide.inputs) == wide.inputs.teacher_weight.numel() == 64 * 4723
     assert ladder(largest(wide.family, wide.inputs))[-1] < ladder(largest(small.family, small.inputs))[-1]

@@ -16,9 +16,8 @@ from parity.results.row import About, Header
 
 
 def test_a_step_ends_with_its_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        steps, "COMMAND", (sys.executable, "-c", "import sys, time; print('here', flush=True); time.sleep(60)")
-    )
+    program = "import time; print('here', flush=True); time.sleep(60)"
+    monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
     begun = time.monotonic()
     step = steps.run("slow", ["x"], tmp_path / "slow.log", 2.0)
     assert step.exit_code is None and step.tail == "here" and time.monotonic() - begun < 40

@@ -69,27 +69,20 @@ def pair(before, after):
     return Difference("case", "trl.f", after.quantity, before, after)
 
 
+WORSE = [pair(RIGHT, WRONG), pair(WRONG, RIGHT)]
+MOVED = [pair(RIGHT, RIGHT), pair(RIGHT, NOT_THERE), pair(RIGHT, NOR_THIS)]
+FEWER = {"rows": ([RIGHT] * 100, [RIGHT] * 79), "moved": [pair(RIGHT, NOT_THERE)]}
+
+
 @pytest.mark.parametrize(
     "more, found, said",
     [
         ({}, SAFE, "nothing moved"),
-        (
-            {"moved": [pair(RIGHT, WRONG), pair(WRONG, RIGHT)], "notes": [DEFAULT]},
-            NOT_SAFE,
-            "1 quantities are wrong; 1 worse; 1 better; GRPO",
-        ),
+        ({"moved": WORSE, "notes": [DEFAULT]}, NOT_SAFE, "1 quantities are wrong; 1 worse; 1 better; GRPO"),
         ({"moved": [pair(WRONG, RIGHT)]}, CHANGED, "1 better"),
-        (
-            {"moved": [pair(RIGHT, RIGHT), pair(RIGHT, NOT_THERE), pair(RIGHT, NOR_THIS)]},
-            CHANGED,
-            "1 otherwise moved; 2 judged before and not there: 1100 blocks | too many (2)",
-        ),
+        ({"moved": MOVED}, CHANGED, "1 otherwise moved; 2 judged before and not there: 1100 blocks | too many (2)"),
         ({"notes": [DEFAULT]}, CHANGED, DEFAULT),
-        (
-            {"rows": ([RIGHT] * 100, [RIGHT] * 79), "moved": [pair(RIGHT, NOT_THERE)]},
-            UNKNOWN,
-            "79 of 100 quantities could be judged there; 1",
-        ),
+        (FEWER, UNKNOWN, "79 of 100 quantities could be judged there; 1"),
     ],
     ids=["the same", "worse", "better", "moved", "a default", "mostly unjudged"],
 )

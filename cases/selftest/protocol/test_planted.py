@@ -51,10 +51,9 @@ def raised(error):
     raise error
 
 
+SAVED = torch.autograd.graph.saved_tensors_hooks
 LEAVES = {
-    "doubled saved tensors": lambda h: torch.autograd.graph.saved_tensors_hooks(
-        lambda t: t * 2, lambda t: t
-    ).__enter__(),
+    "doubled saved tensors": lambda h: SAVED(lambda t: t * 2, lambda t: t).__enter__(),
     "JSON without content": lambda h: setattr(json, "dumps", lambda *a, **k: "{}"),
     "another working folder": lambda h: setattr(os, "getcwd", lambda: "/nowhere"),
     "a clock that stands": lambda h: setattr(time, "monotonic", lambda: 0.0),

@@ -86,36 +86,21 @@ def test_an_entry_is_named_and_put_back(name):
     assert not process_state.broken()
 
 
-def rebind(owner, name, value=lambda *args, **kwargs: torch.zeros(())):
-    return lambda: setattr(owner, name, value)
-
-
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (torch, "log_softmax"),
-        (torch, "exp"),
-        (torch, "where"),
-        (torch.nn.functional, "logsigmoid"),
-        (torch.special, "expm1"),
-        (torch.Tensor, "gather"),
-        (torch.Tensor, "__matmul__"),
-        (torch.Tensor, "backward"),
-        (torch.nn.Linear, "forward"),
-        (torch, "float64"),
-        (torch, "inf"),
-        (builtins, "sum"),
-        (sys.modules["parity.judging.oracle"], "exact"),
+        *((torch, name) for name in ("log_softmax", "exp", "where", "float64", "inf")),
+        *((torch.Tensor, name) for name in ("gather", "__matmul__", "backward")),
+        *((torch.nn.functional, "logsigmoid"), (torch.special, "expm1"), (torch.nn.Linear, "forward")),
+        *((builtins, "sum"), (sys.modules["parity.judging.oracle"], "exact")),
     ],
     ids=lambda v: v if isinstance(v, str) else v.__name__,
 )
 def test_a_rebound_name_is_named_and_put_back(owner, name):
     inherited = name not in vars(owner)
     was = getattr(owner, name)
-    found = execute(
-        after(rebind(owner, name, torch.float32 if name == "float64" else 0.0 if name == "inf" else max)),
-        LOGPROBS.build(CASE),
-    )
+    value = {"float64": torch.float32, "inf": 0.0}.get(name, max)
+    found = execute(after(lambda: setattr(owner, name, value)), LOGPROBS.build(CASE))
     assert getattr(owner, name) is was or getattr(owner, name) == was
     assert (name not in vars(owner)) == inherited
     assert any(leak.startswith("rebound ") and leak.endswith(f".{name}") for leak in found.leaks), found.leaks

@@ -24,10 +24,8 @@ from parity.trainers.rig import models as rig
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
-    options = RecordingOptions(
-        "tiny-gemma2", "transformers", folder, temperatures=(0.7,), top_ps=(0.8,), rows=5, max_tokens=6
-    )
-    (path,) = record(options)
+    few = {"temperatures": (0.7,), "top_ps": (0.8,), "rows": 5, "max_tokens": 6}
+    (path,) = record(RecordingOptions("tiny-gemma2", "transformers", folder, **few))
     return path
 
 
@@ -103,9 +101,8 @@ def test_vllm_that_is_not_there_is_one_line(tmp_path):
 
     if distribution() is not None:
         pytest.skip("vLLM is installed here")
-    done = CliRunner().invoke(
-        main, ["rollouts", "record", "--model", "tiny-llama", "--engine", "vllm", "--out", str(tmp_path)]
-    )
+    words = ["rollouts", "record", "--model", "tiny-llama", "--engine", "vllm", "--out", str(tmp_path)]
+    done = CliRunner().invoke(main, words)
     assert done.exit_code == 2 and "make rollouts" in done.output
 
 

@@ -10,18 +10,9 @@ from parity.results.row import About, Header, Row
 from parity.sampling.find import find
 
 CASE = Case("logprobs", 3, "bf16", {"V": 5})
-ROW = {
-    "case": CASE.id,
-    "family": "logprobs",
-    "implementation": "trl.selective_log_softmax",
-    "dtype": "bf16",
-    "device": "cpu",
-    "verdict": "disagree",
-    "seed": 3,
-    "settings": {"V": 5, "B": 2, "T": 3, "H": 4},
-    "features": {},
-    "replay": f"parity replay {CASE.id}",
-}
+ROW = {"case": CASE.id, "family": "logprobs", "implementation": "trl.selective_log_softmax", "dtype": "bf16"}
+ROW |= {"device": "cpu", "verdict": "disagree", "seed": 3, "settings": {"V": 5, "B": 2, "T": 3, "H": 4}, "features": {}}
+ROW |= {"replay": f"parity replay {CASE.id}"}
 
 
 @pytest.mark.parametrize("folder", [".", "unsloth"])

@@ -8,6 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
+from cases.selftest.results.runs import ledger_of
 from parity import data
 from parity.case.case import Case
 from parity.registry import load, resolved, run_case, select
@@ -96,6 +97,7 @@ def test_replay_prints_the_report_of_an_entry_by_its_name(monkeypatch):
     assert text.startswith("# liger-kernel ") and "```diff\n--- a/liger_kernel/" in text and "| a | b |" in text
 
 
+ABSENT = "import not_installed\n\nnot_installed.call()\n"
 SILENT = 'import iniconfig\n\nprint("x")\nraise SystemExit(int(not hasattr(iniconfig, "mended")))\n'
 
 
@@ -105,17 +107,10 @@ SILENT = 'import iniconfig\n\nprint("x")\nraise SystemExit(int(not hasattr(inico
         pytest.param("mended = True\n", "", SILENT, True, "exit 0", id="mended"),
         pytest.param("other = True\n", "", SILENT, False, "exit 1", id="patch that does not mend"),
         pytest.param("no line\n", "", SILENT, True, "no patch: iniconfig", id="patch of another release"),
-        pytest.param("", "versions = { iniconfig = '<0.1' }", SILENT, False, "shows", id="shows where it cannot be"),
+        pytest.param("", {"iniconfig": "<0.1"}, SILENT, False, "shows", id="shows where it cannot be"),
         pytest.param("", "", "print('fine')\n", False, "is gone", id="gone"),
         pytest.param("", "", "raise ValueError\n", False, "script fails", id="fails"),
-        pytest.param(
-            "",
-            "",
-            "import not_installed\n\nnot_installed.call()\n",
-            True,
-            "not run: not_installed not installed",
-            id="not installed",
-        ),
+        pytest.param("", "", ABSENT, True, "not run: not_installed not installed", id="not installed"),
     ],
 )
 def test_a_script_is_right_only_if_it_shows_the_defect_and_falls_silent_with_the_patch(
@@ -129,20 +124,8 @@ def test_a_script_is_right_only_if_it_shows_the_defect_and_falls_silent_with_the
         lines = "\n".join(f"{k} = {json.dumps(v)}" for k, v in edit.items())
         (tmp_path / "patches.toml").write_text(f"[[patch]]\n{lines}\n")
     (tmp_path / "case.json").write_text(json.dumps(BANNED.to_json()))
-    (tmp_path / "ledger.toml").write_text(
-        f"""[[finding]]
-id = "one"
-family = "logprobs"
-implementations = ["a"]
-quantities = ["*"]
-reason = "Because."
-link = "lib 1.0: file"
-date = "2026-11-22"
-case = "case.json"
-{versions}
-"""
-    )
-    own = Ledger.load(tmp_path / "ledger.toml")
+    fields = {"implementations": ["a"], "reason": "Because.", "link": "lib 1.0: file", "case": "case.json"}
+    own = Ledger.load(ledger_of(tmp_path / "ledger.toml", fields | ({"versions": versions} if versions else {})))
     sent = upstream.sent(own.entries[0], own, tmp_path / "out")
     assert (sent.right, told in sent.outcome) == (right, True), sent
     assert (sent.done is not None) == ("not run" not in told)
@@ -158,10 +141,8 @@ def test_a_script_is_made_whole_from_its_setup(tmp_path):
     }.items():
         (tmp_path / "scripts" / f"{name}.py").write_text(text)
     code = issue.script(tmp_path, "one")
-    assert (
-        code
-        == "# lib 1: x\n# why\nimport os\n\nos.environ['A'] = '1'\nUSED = 1\n\nTWO = 2 * USED\n\nprint(TWO, USED)\n"
-    )
+    whole = "# lib 1: x\n# why\nimport os\n\nos.environ['A'] = '1'\nUSED = 1\n\nTWO = 2 * USED\n\nprint(TWO, USED)\n"
+    assert code == whole
     assert issue.script(tmp_path, "two") is None
 
 

@@ -88,9 +88,7 @@ def test_every_sheet_of_verdicts(count, find):
 
 def test_refusing_is_an_answer_of_its_own():
     assert bisect(range(3), scripted(["refused", "refused", "agree"]), find="fixed").low == 1
-    assert bisect(range(3), scripted(["agree", "refused", "disagree"])).between == (1,), (
-        "neither like one end nor the other"
-    )
+    assert bisect(range(3), scripted(["agree", "refused", "disagree"])).between == (1,), "like neither end"
     assert bisect(range(2), scripted(["refused", "disagree"])).outcome == "found", "refused is better than wrong"
     assert bisect(range(2), scripted(["refused", "refused"])).outcome == "alike"
 

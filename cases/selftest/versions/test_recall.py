@@ -84,9 +84,8 @@ def test_found_is_what_fails_on_the_bad_side_and_answers_as_recorded_on_the_good
     assert seen["is-ratio"].why == "no case has what it needs", "the frozen cases are forgotten"
     assert seen["kl-bias"].first == (nearer if still else None)
     assert still or seen["kl-bias"].why == "none that fails is as recorded on the good release"
-    assert looked.count([nearer.id]) == 1 and {id for ids in looked for id in ids} == {
-        case.id for case in (luspo, *masks, bias, nearer)
-    }
+    assert looked.count([nearer.id]) == 1
+    assert {id for ids in looked for id in ids} == {case.id for case in (luspo, *masks, bias, nearer)}
     table = recall.table(list(seen.values()), "pr")
     found = "3 of 5 records (60.0 %)" if still else "2 of 5 records (40.0 %)"
     assert table.endswith(f"Profile pr finds {found} without the frozen cases.")

@@ -84,9 +84,8 @@ def test_a_comparison_shows_what_moved_and_which_defaults_did(monkeypatch):
     line = "which release: parity bisect trl --good 1 --bad 2 --case named --implementation i --quantity loss"
     assert found.text().splitlines()[-1] == line
     assert found.exit_code == 1 and found.judged == (1, 1)
-    assert [(m.case, m.mark, m.before.verdict, m.after.verdict) for m in found.moved] == [
-        ("named", "+", "agree", "disagree")
-    ]
+    (moved,) = found.moved
+    assert (moved.case, moved.mark, moved.before.verdict, moved.after.verdict) == ("named", "+", "agree", "disagree")
     looks[1] = Look([], {})
     with pytest.raises(compare.EnvironmentUnusable, match="1 and 0 judged quantities"):
         compare.compare((["trl==1"], ["trl==2"]))

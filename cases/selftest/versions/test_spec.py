@@ -31,17 +31,11 @@ def test_a_release(text, spec):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("trl", "PKG==VER"),
-        ("trl=0.27.2", "PKG==VER"),
-        ("trl>=0.27.2", "PKG==VER"),
-        ("trl==", "PKG==VER"),
-        ("==1.0", "PKG==VER"),
-        ("", "PKG==VER"),
+        *((text, "PKG==VER") for text in ("trl", "trl=0.27.2", "trl>=0.27.2", "trl==", "==1.0", "", "trl===1.0")),
+        ("trl @ /a/checkout", "PKG==VER"),
         ("trl==latest", "'latest' is not a version"),
         ("trl==0.27.*", "'0.27.*' is not a version"),
         ("trl==1.0 liger==2", "is not a version"),
-        ("trl @ /a/checkout", "PKG==VER"),
-        ("trl===1.0", "PKG==VER"),
     ],
 )
 def test_what_is_none_is_refused_in_one_line(text, says):
