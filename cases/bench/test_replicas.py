@@ -25,7 +25,7 @@ def test_replicas(benchmark, size, device):
     family = loss_family("logprobs")
     x = family.build(family.case(1, "fp32", {"B": 1, "T": 8, "V": size, "H": 16})).to(device)
     exact(family, x)  # the first call loads kernels
-    replicas(family, x, Recipe(), 1, 0)
+    replicas(family, x, Recipe(), range(1), 0)
     benchmark.group = f"replicas, {8 * size:,} logits"
-    found = benchmark.pedantic(lambda: replicas(family, x, Recipe(), 12, 0), rounds=1)
+    found = benchmark.pedantic(lambda: replicas(family, x, Recipe(), range(12), 0), rounds=1)
     assert {value.device.type for value in found.values()} == {"cpu"}  # handed out there, and that takes time too

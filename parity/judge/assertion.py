@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from parity.judge.asking import names_of, posed, resolved
 from parity.judge.calls import FunctionCalls, elsewhere, other_values, parts, told
-from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate, ladder
+from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating
@@ -220,8 +220,7 @@ def _judged(
     def judge_with(count: int, finer: bool, names: Collection[str] | None) -> dict[str, Judgement]:
         return {n: _judge(problem, n, values, recipe, count, finer) for n in exact if names is None or n in names}
 
-    largest = max(x.numel() for x in (*exact.values(), *problem.tensors.values()))
-    judged = escalate(judge_with, ladder(largest), finer=True, certain=CERTAIN)
+    judged = escalate(judge_with, problem.oracle.steps, finer=True, certain=CERTAIN)
     return {name: judged[name] for name in exact}
 
 

@@ -11,9 +11,8 @@ FEW, SURE, LARGE = 4, 0.5, 1 << 14
 """So few replicas come first where each holds `LARGE` entries or more (below, twelve cost as much), and accept what is below
 `SURE` of the allowed error: their root mean square is twice too large in three of a thousand (χ² with 4 degrees of freedom), so
 that what they accept by half is hardly ever what twelve reject."""
-REPLICAS = 12
+REPLICAS, TWICE, CONFIRMATION = 12, 24, 60
 """Replicas of a first disagreement: enough for what agrees. They underestimate the spread of some entry now and then."""
-CONFIRMATION = 60
 LAST_WORD, LAST_WORD_LOGITS = 480, 1 << 23
 """The most replicas, as far as that many logits go: where rounding decides which token wins (bf16 logits over a temperature
 of 1e-3) an entry is near 0 in nearly every replica and large in a few."""
@@ -32,7 +31,7 @@ def ladder(size: int) -> tuple[int, ...]:
     None at first: every gate allows what the dtype's own precision demands, and replicas only ever allow more.
     """
     few = (FEW,) if size >= LARGE else ()
-    return 0, *few, REPLICAS, CONFIRMATION, _last_word(size, LAST_WORD_LOGITS)
+    return 0, *few, REPLICAS, TWICE, CONFIRMATION, _last_word(size, LAST_WORD_LOGITS)
 
 
 def if_near(size: int, entries: int = 1) -> int:

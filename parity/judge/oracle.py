@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,9 @@ from parity.judge.gates import Judgement, Unit, judge
 from parity.judge.recipe import Recipe
 
 Quantities = dict[str, torch.Tensor]
-Draw = Callable[[Recipe, int, int, bool, int, Collection[str] | None], Mapping[str, torch.Tensor]]
-"""(resolved recipe, count, seed, whether with gradients, own grids, quantities to keep) -> replicas, (count, …).
-
-A quantity that no input reaches may come without the leading dimension."""
+Draw = Callable[[Recipe, range, int, bool, int, Collection[str] | None], Mapping[str, torch.Tensor]]
+"""(resolved recipe, numbers, seed, whether with gradients, own grids, quantities to keep) -> replicas of these numbers, (n, …),
+or {} where there are no more. A quantity that no input reaches may come without the leading dimension."""
 ALL_QUANTITIES = 1 << 27
 """Entries of replicas up to which all quantities are kept for whoever asks next, and not only those that were asked for."""
 
@@ -87,6 +86,11 @@ class Oracle:
     )
     _units: dict[Any, Unit] = dataclasses.field(default_factory=dict, repr=False)
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """How many replicas a verdict takes, one after the other."""
+        return ladder(max(self.size, *(x.numel() for x in self.exact.values())))
+
     def replicas(
         self, recipe: Recipe, count: int, finer: bool = False, names: Collection[str] | None = None
     ) -> Quantities:
@@ -104,17 +108,24 @@ class Oracle:
         if whole in self._replicas:
             return self._replicas[whole]
         if key not in self._replicas:
+            sets: list[Mapping[str, torch.Tensor]]
             if finer:
                 sets = [self.replicas(r, count, False, names) for r in (recipe, recipe.stored_wide())]
-                sets.append(dict(self.draw(recipe, count, self.seed + 1, gradients, count, keep)))
-                self._replicas[key] = {
-                    n: torch.cat([q[n] for q in sets]) if sets[0][n].dim() > value.dim() else sets[0][n]
-                    for n, value in self.exact.items()
-                    if n in sets[0]
-                }
-            else:
-                self._replicas[key] = dict(self.draw(recipe, count, self.seed, gradients, 1, keep))
+                sets.append(self.draw(recipe, range(count), self.seed + 1, gradients, count, keep))
+            else:  # those of the step before, and more
+                start = max(n for n in self.steps if n < count)
+                sets = [self.replicas(recipe, start, False, names)] if start else []
+                sets.append(self.draw(recipe, range(start, count), self.seed, gradients, 1, keep))
+            self._replicas[key] = self._together([s for s in sets if s])
         return self._replicas[key]
+
+    def _together(self, sets: Sequence[Mapping[str, torch.Tensor]]) -> Quantities:
+        """All of these replicas, of the quantities that each of them has."""
+        names = [name for name in self.exact if all(name in found for found in sets)]
+        return {
+            n: torch.cat([found[n] for found in sets]) if sets[0][n].dim() > self.exact[n].dim() else sets[0][n]
+            for n in names
+        }
 
     def unit(
         self,
@@ -147,4 +158,4 @@ class Oracle:
                 for name, value in values.items()
             }
 
-        return escalate(judge_with, ladder(max(self.size, *(x.numel() for x in self.exact.values()))), certain=CERTAIN)
+        return escalate(judge_with, self.steps, certain=CERTAIN)

@@ -111,7 +111,8 @@ class Problem:
         with as_definition(DTYPES[self.dtype]), torch.enable_grad(), _said():
             leaves = self._double(None)
             exact = self._with_gradients(leaves, self._call(self.definition, leaves))
-        return Oracle(exact, self._replicas, self._kind, self.seed)
+        size = max((x.numel() for x in self.tensors.values()), default=0)
+        return Oracle(exact, self._replicas, self._kind, self.seed, size)
 
     def _kind(self, name: str, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         value, gradient = found[name][0], name.startswith("grad_")
@@ -131,7 +132,7 @@ class Problem:
         return with_gradients(outputs, {n: x[n] for n in self.leaves}, self.cotangents if self.leaves else {})
 
     def _replicas(
-        self, recipe: Recipe, count: int, seed: int, gradients: bool, own_grids: int, keep: Collection[str] | None
+        self, recipe: Recipe, numbers: range, seed: int, gradients: bool, own_grids: int, keep: Collection[str] | None
     ) -> Quantities:
         sizes = [x.numel() for x in (*self.tensors.values(), *self.outputs.values())]
         parts: list[Quantities] = []
@@ -140,8 +141,8 @@ class Problem:
             def stack(width: int, first: int, form: Definition = form) -> Quantities:
                 return self._stack(form, recipe, width, seed * 1009 + first, own_grids - first)
 
-            numbers = range(count * i // len(forms), count * (i + 1) // len(forms))
-            parts += [stacked(numbers, LARGEST_STACK // max(1, *sizes), stack, keep)] if numbers else []
+            own = numbers[len(numbers) * i // len(forms) : len(numbers) * (i + 1) // len(forms)]
+            parts += [stacked(own, LARGEST_STACK // max(1, *sizes), stack, keep)] if own else []
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _stack(self, form: Definition, recipe: Recipe, width: int, seed: int, own_grids: int) -> Quantities:

@@ -16,7 +16,7 @@ from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.case.layouts import elsewhere
 from parity.implementations.implementation import Implementation
-from parity.judge.escalation import REPLICAS, escalate, if_near, ladder
+from parity.judge.escalation import REPLICAS, escalate, if_near
 from parity.judge.gates import Judgement, failed, judge
 from parity.judge.oracle import Oracle, Quantities, gradient_name
 from parity.judge.products import CutOperands
@@ -105,7 +105,8 @@ class CaseOracle:
     def oracle(self) -> Oracle:
         """What results are compared with: the exact quantities, and replicas of them."""
         seed = zlib.crc32(self.inputs.case.id.encode())
-        return Oracle(self.exact, functools.partial(replicas, self.family, self.home), self._kind, seed)
+        size = largest(self.family, self.inputs)
+        return Oracle(self.exact, functools.partial(replicas, self.family, self.home), self._kind, seed, size)
 
     def _kind(self, name: str, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         gradient = name.startswith("grad_")
@@ -234,7 +235,7 @@ def judged(
         lambda count, finer, names: judge_all(
             oracle, implementation, outcome, asked, count, finer, only if names is None else names
         ),
-        [count for count in ladder(largest(oracle.family, oracle.inputs)) if most is None or count <= most],
+        [count for count in oracle.oracle.steps if most is None or count <= most],
         near=lambda names: near(oracle, names) if most is None else 0,
         finer=most is None and asked.stores_narrow,
     )

@@ -58,14 +58,14 @@ def replicas(
     family: Family,
     inputs: Inputs,
     recipe: Recipe,
-    count: int,
+    numbers: range,
     seed: int,
     gradients: bool = True,
     own_grids: int = 1,
     keep: Collection[str] | None = None,
 ) -> Quantities:
-    """`count` replicas of every quantity under the recipe's rounding, stacked on the CPU: (count, …); of those to `keep`
-    alone, or of none of the `gradients`. The first `own_grids` of them round to the numbers that a dtype has, the others
+    """Replicas of these numbers, of every quantity under the recipe's rounding, stacked on the CPU: (n, …); of those to `keep`
+    alone, or of none of the `gradients`. The first `own_grids` of all round to the numbers that a dtype has, the others
     to a grid stretched at random."""
 
     def stack(width: int, first: int) -> Quantities:
@@ -74,4 +74,4 @@ def replicas(
         return {name: value.cpu() for name, value in found.items() if keep is None or name in keep}
 
     # an output that no leaf reaches has no replica dimension; it is the same for all
-    return stacked(range(count), LARGEST_STACK // largest(family, inputs), stack, keep)
+    return stacked(numbers, LARGEST_STACK // largest(family, inputs), stack, keep)

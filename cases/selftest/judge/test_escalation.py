@@ -4,7 +4,18 @@ import math
 
 import pytest
 
-from parity.judge.escalation import CERTAIN, CONFIRMATION, FEW, LARGE, LAST_WORD, REPLICAS, escalate, if_near, ladder
+from parity.judge.escalation import (
+    CERTAIN,
+    CONFIRMATION,
+    FEW,
+    LARGE,
+    LAST_WORD,
+    REPLICAS,
+    TWICE,
+    escalate,
+    if_near,
+    ladder,
+)
 from parity.judge.gates import Judgement
 
 
@@ -96,8 +107,8 @@ def test_one_certain_disagreement_settles_what_is_one_result():
 
 
 def test_the_last_count_follows_the_size_of_a_replica():
-    assert ladder(LARGE - 1) == (0, REPLICAS, CONFIRMATION, LAST_WORD)
-    assert ladder(1 << 16) == (0, FEW, REPLICAS, CONFIRMATION, 128)
-    assert ladder(1 << 30) == (0, FEW, REPLICAS, CONFIRMATION, CONFIRMATION)
+    assert ladder(LARGE - 1) == (0, REPLICAS, TWICE, CONFIRMATION, LAST_WORD)
+    assert ladder(1 << 16) == (0, FEW, REPLICAS, TWICE, CONFIRMATION, 128)
+    assert ladder(1 << 30) == (0, FEW, REPLICAS, TWICE, CONFIRMATION, CONFIRMATION)
     assert (if_near(1), if_near(1 << 21), if_near(1 << 30)) == (LAST_WORD, 128, CONFIRMATION)
     assert if_near(1, 1 << 19) == 128

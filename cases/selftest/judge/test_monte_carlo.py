@@ -59,7 +59,7 @@ def test_spread_is_that_of_real_runs(name, dtype, context, quantities, peak):
         case = FAMILY.case(seed, dtype, SETTINGS | {"peak": peak, "context": context})
         inputs = FAMILY.build(case)
         truth, outcome = exact(FAMILY, inputs), execute(implementation, inputs)
-        spread = replicas(FAMILY, inputs, implementation.recipe_for(inputs), 12, seed)
+        spread = replicas(FAMILY, inputs, implementation.recipe_for(inputs), range(12), seed)
         for q, found in ratios.items():
             e = outcome.quantities[q].double() - truth[q]
             u = torch.finfo(outcome.quantities[q].dtype).eps / 2

@@ -48,7 +48,7 @@ def test_every_replica_rounds_a_frozen_tensor_anew(grad):
         inputs = FAMILY.build(FAMILY.case(1, "fp32", SETTINGS | {"grad": leaves, "context": "autocast", "peak": 4.0}))
         recipe = control("control.logprobs.plain").recipe_for(inputs)
         recipe = dataclasses.replace(recipe, logits="fp32", dlogits="fp32")
-        logps = replicas(FAMILY, inputs, recipe, 12, 0)["logps"]
+        logps = replicas(FAMILY, inputs, recipe, range(12), 0)["logps"]
         assert logps.shape == (12, 3, 5)
         spreads.append(float(logps.std(0).mean()))
     assert spreads[0] == pytest.approx(spreads[1], rel=0.3)
@@ -56,8 +56,8 @@ def test_every_replica_rounds_a_frozen_tensor_anew(grad):
 
 def test_replicas_repeat_themselves():
     inputs = FAMILY.build(FAMILY.case(1, "bf16", SETTINGS))
-    a, b = (replicas(FAMILY, inputs, Recipe(logits="bf16"), 12, 5) for _ in range(2))
-    c = replicas(FAMILY, inputs, Recipe(logits="bf16"), 12, 6)
+    a, b = (replicas(FAMILY, inputs, Recipe(logits="bf16"), range(12), 5) for _ in range(2))
+    c = replicas(FAMILY, inputs, Recipe(logits="bf16"), range(12), 6)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["logps"], c["logps"])
 
@@ -67,7 +67,7 @@ def test_replicas_that_are_larger_than_a_stack_are_drawn_one_by_one(monkeypatch)
     seen = []
     monkeypatch.setattr(judging, "to_double", lambda x, stack: seen.append(stack) or to_double(x, stack))
     monkeypatch.setattr(judging, "LARGEST_STACK", 1)
-    found = replicas(FAMILY, inputs, Recipe(logits="bf16"), 3, 5)
+    found = replicas(FAMILY, inputs, Recipe(logits="bf16"), range(3), 5)
     assert seen == [1, 1, 1]
     assert found["logps"].shape == (3, 3, 5)
     assert len(found["logps"].unique(dim=0)) == 3
@@ -79,6 +79,15 @@ def test_implementations_share_what_does_not_depend_on_them():
     assert known.oracle.replicas(narrow, 2) is known.oracle.replicas(dataclasses.replace(narrow, output="fp32"), 2)
     assert known.oracle.replicas(narrow, 2) is not known.oracle.replicas(Recipe(output="bf16"), 2)
     assert known.in_float32 is known.in_float32
+
+
+def test_more_replicas_begin_with_those_of_the_step_before_whoever_asked_for_them():
+    case, narrow = FAMILY.case(1, "bf16", SETTINGS), Recipe(logits="bf16")
+    known = oracle_of(case).oracle
+    few, many = (known.replicas(narrow, count) for count in (12, 30))
+    for name, value in oracle_of(case).oracle.replicas(narrow, 30).items():
+        assert torch.equal(many[name], value) and torch.equal(many[name][:12], few[name])
+        assert len(value.flatten(1).unique(dim=0)) == 30 or name not in ("logps", "grad_hidden")
 
 
 def test_of_many_replicas_only_what_is_asked_for_is_kept(monkeypatch):
@@ -109,7 +118,10 @@ def test_a_wrong_output_is_settled_without_gradients():
     spoilt = dict(outcome.quantities) | {"logps": outcome.quantities["logps"] * 1.1}
     judged = confirmed(oracle, honest, dataclasses.replace(outcome, quantities=spoilt))
     assert [name for name, j in judged.items() if not j.agrees] == ["logps"]
-    assert {key[1:4] for key in oracle.oracle._replicas} == {(12, False, True), (60, False, False), (480, False, False)}
+    assert {key[1:4] for key in oracle.oracle._replicas} == {
+        (12, False, True),
+        *((n, False, False) for n in (24, 60, 480)),
+    }
 
 
 def test_what_overflows_in_a_replica_is_skipped_and_counted():
@@ -122,7 +134,7 @@ def test_what_overflows_in_a_replica_is_skipped_and_counted():
 
 @pytest.mark.parametrize(
     ("off", "asked"),
-    [({}, []), ({"b": 3e-5}, [12, 60, 480]), ({"b": 1.0}, [12]), ({"a": 1.0, "b": 3e-5}, [12])],
+    [({}, []), ({"b": 3e-5}, [12, 24, 60, 480]), ({"b": 1.0}, [12]), ({"a": 1.0, "b": 3e-5}, [12])],
     ids=["right", "open", "certain", "one certain"],
 )
 def test_values_of_one_result_are_judged_together(off, asked):
@@ -130,9 +142,9 @@ def test_values_of_one_result_are_judged_together(off, asked):
     exact = {name: torch.ones(8, dtype=torch.float64) for name in "ab"}
     drawn = []
 
-    def draw(recipe, count, *others):
-        drawn.append(count)
-        noise = torch.randn(count, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    def draw(recipe, numbers, *others):
+        drawn.append(numbers.stop)
+        noise = torch.randn(len(numbers), 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         return {name: value + 1e-6 * noise for name, value in exact.items()}
 
     oracle = judged_by.Oracle(exact, draw, lambda name, found: {}, seed=0)

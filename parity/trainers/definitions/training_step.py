@@ -63,13 +63,14 @@ def _problem(
 
     problem = Problem(definition, {}, state, tuple(leaves), given={LOSS: torch.ones(())}, rounding=rounding)
 
-    def draw(recipe: Recipe, count: int, *more: Any) -> Mapping[str, Tensor]:
+    def draw(recipe: Recipe, numbers: range, *more: Any) -> Mapping[str, Tensor]:
+        wanted = numbers if problem.at_once else range(numbers.start, min(numbers.stop, CONFIRMATION))
         try:
-            return problem.oracle.draw(recipe, count if problem.at_once else min(count, CONFIRMATION), *more)
+            return problem.oracle.draw(recipe, wanted, *more) if wanted else {}
         except NotImplementedError as error:  # else it would read as a trainer that the version has not
             raise OracleError(str(error)) from error
 
-    return dataclasses.replace(problem.oracle, draw=draw)
+    return dataclasses.replace(problem.oracle, draw=draw, size=0)  # a model has few parameters beside what it computes
 
 
 def measured(model: Any, define: Callable[[Any], Mapping[str, Tensor]], counted: Collection[str] = ()) -> Oracle:
@@ -99,10 +100,10 @@ def exact_step(model: Any, loss: Loss, rounding: type[AnyOperation] = AnyOperati
 
     def draw(recipe: Recipe, *more: Any) -> Mapping[str, Tensor]:
         found = oracle.draw(recipe, *more)
-        lost = [n for n, e in slopes.items() if bool((e.isfinite() & ~found[n].isfinite()).any())]
+        lost = [n for n, e in slopes.items() if found and bool((e.isfinite() & ~found[n].isfinite()).any())]
         if lost:
             raise OracleError(f"the replica's {lost[0]} is not finite where the exact one is")
-        if rounding is AnyOperation:
+        if rounding is AnyOperation and found:
             squares = sum((found[n] - e).square().flatten(1).sum(1) for n, e in slopes.items())
             apart = float(torch.as_tensor(squares).max().sqrt()) / total
             if apart > FARTHEST:
