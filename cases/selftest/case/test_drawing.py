@@ -42,18 +42,14 @@ APART = {
 }
 SPARSE, DENSE = ("k", "ragged", "tail"), ("extra_vocabulary", "num_items", "other_tokens", "teacher")
 EXCLUDED = {
-    "logprobs": {
-        ("level", "rare"): "a rare block is one of a plain head",
-        ("padded_rows", "rare"): "a rare block is one of a plain head",
-        ("bias", "rare"): "a rare block is one of a plain head",
-        ("logit_scale", "rare"): "a rare block is one of a plain head",
-        ("rare", "softcap"): "a rare block is one of a plain head",
-        ("rare", "temperature"): "a rare block is one of a plain head",
-    },
-    "policy": {
-        ("head", "head_dtype"): "a tied head and a LoRA adapter have the dtype of the model",
-        ("head_dtype", "lora_rank"): "a tied head and a LoRA adapter have the dtype of the model",
-    }
+    "logprobs": dict.fromkeys(
+        (tuple(sorted(("rare", n))) for n in ("level", "padded_rows", "bias", "logit_scale", "softcap", "temperature")),
+        "a rare block is one of a plain head",
+    ),
+    "policy": dict.fromkeys(
+        (("head", "head_dtype"), ("head_dtype", "lora_rank")),
+        "a tied head and a LoRA adapter have the dtype of the model",
+    )
     | APART,
     "divergence": {
         ("extra_vocabulary", "sparse"): "a sparse teacher names tokens of the student's vocabulary",
@@ -67,43 +63,15 @@ EXCLUDED = {
 }
 """Family -> pairs of dimensions that exclude each other by definition, with the reason."""
 TF32 = {("context", "tf32"): "CPUs have none: on CUDA a share of the float32 cases runs a second time with it"}
-UNDRAWN = {
-    "logprobs": TF32 | {("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles"},
-    "policy": TF32
-    | {
-        ("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles",
-        ("cotangent", "sparse"): "the upstream gradient of one scalar is not sparse",
-    },
-    "divergence": TF32
-    | {
-        ("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles",
-        ("cotangent", "sparse"): "the upstream gradient of one scalar is not sparse",
-    },
-}
+SLOW = TF32 | {("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles"}
+SCALAR = SLOW | {("cotangent", "sparse"): "the upstream gradient of one scalar is not sparse"}
+UNDRAWN = {"logprobs": SLOW, "policy": SCALAR, "divergence": SCALAR}
 """Family -> values that profile pr does not draw, with the reason."""
 FEATURES = {
-    "logprobs": ("one token", "V = 1", "V beyond a chunk", "cap active", "V off block"),
-    "policy": (
-        "one sequence",
-        "ragged",
-        "padding",
-        "empty row",
-        "all masked",
-        "V = 1",
-        "cap active",
-        "one position",
-        "delta active",
-        "kl",
-        "old given",
-    ),
-    "divergence": (
-        "one token",
-        "V = 1",
-        "cap active",
-        "student excludes",
-        "teacher excludes",
-        "both exclude",
-    ),
+    "logprobs": "one token, V = 1, V beyond a chunk, cap active, V off block",
+    "policy": "one sequence, ragged, padding, empty row, all masked, V = 1, cap active, one position, delta active, kl, "
+    "old given",
+    "divergence": "one token, V = 1, cap active, student excludes, teacher excludes, both exclude",
 }
 """Family -> facts of its features that must be drawn both ways."""
 
@@ -200,7 +168,7 @@ def test_what_changes_logits_meets_sizes_beyond_a_chunk_and_a_tile(drawn: Drawn)
 def test_every_fact_is_drawn_both_ways(drawn: Drawn) -> None:
     features = [family(drawn.name).features(case) for case in drawn.cases]
     assert not features[0].keys() & family(drawn.name).settings.keys()  # a ledger scope names either
-    for name in FEATURES[drawn.name]:
+    for name in FEATURES[drawn.name].split(", "):
         assert {bool(found[name]) for found in features} == {True, False}, name
 
 
@@ -235,9 +203,8 @@ def test_every_group_of_policy_settings_moves_nearly_alone() -> None:
 
 def test_rows_are_as_long_as_completions_are() -> None:
     """A counter in 16 bits, a sum of lengths in float16, a block of 2,048: of policy losses and of the others."""
-    lengths = {
-        name: [family(name).full_settings(case).T for case in stream(name)] for name in (*EXCLUDED, "preference")
-    }
+    names = (*EXCLUDED, "preference")
+    lengths = {name: [family(name).full_settings(case).T for case in stream(name)] for name in names}
     assert {name for name, of in lengths.items() if sum(n > 2048 for n in of) < 3} == set()
     assert sum(n > 32768 for of in lengths.values() for n in of) >= 3
 

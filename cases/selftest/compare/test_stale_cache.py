@@ -16,20 +16,14 @@ from parity.protocol.call import execute
 from parity.registry import family, run_case
 
 FAMILIES = {name: family(name) for name in ("logprobs", "policy", "divergence")}
-BASES = {
-    "logprobs": "control.logprobs.plain",
-    "policy": "control.policy.plain",
-    "divergence": "control.divergence.ieee",
-}
-MOVED: dict[str, dict] = {
-    "logprobs": {"temperature": 0.7, "softcap": 3.0, "bias": "random", "B": 2, "T": 3, "V": 11, "H": 5},
-    "policy": {"temperature": 0.7, "beta": 0.04, "epsilon": 0.3, "B": 2, "T": 3, "V": 11, "H": 5},
-    "divergence": {"temperature": 0.7, "beta": 0.1, "softcap": 3.0, "B": 2, "T": 3, "V": 11, "H": 5},
-}
-
-
-KINDS = {"to the defaults": 0, "numbers": 1, "from the defaults": 2}
+BASES = {name: f"control.{name}.{'ieee' if name == 'divergence' else 'plain'}" for name in FAMILIES}
 SHAPES = {"B": 2, "T": 3, "V": 11, "H": 5}
+MOVED: dict[str, dict] = {
+    "logprobs": SHAPES | {"temperature": 0.7, "softcap": 3.0, "bias": "random"},
+    "policy": SHAPES | {"temperature": 0.7, "beta": 0.04, "epsilon": 0.3},
+    "divergence": SHAPES | {"temperature": 0.7, "beta": 0.1, "softcap": 3.0},
+}
+KINDS = ("to the defaults", "numbers", "from the defaults")
 
 
 def cases(name, kind, count=1, dtype="fp32"):
@@ -80,16 +74,14 @@ def test_the_calls_have_the_same_shapes_and_other_settings(name):
     assert not any(calls(fam, fam.case(seed, "fp32", {"V": 1 << 17})) for seed in range(20))
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("name", "kept"),
     [
-        ("logprobs", "temperature"),
+        *((name, "temperature") for name in FAMILIES),
         ("logprobs", "softcap"),
         ("policy", "epsilon"),
-        ("policy", "temperature"),
         ("divergence", "beta"),
-        ("divergence", "temperature"),
     ],
 )
 def test_a_setting_kept_by_shape_is_seen(name, kept, kind):
@@ -120,10 +112,8 @@ def test_an_upstream_gradient_kept_by_shape_is_seen():
     rows = list(run_case(case, [implementation]))
     failing = [row for row in rows if row.verdict == "disagree"]
     assert [row.quantity for row in failing] == ["protocol"]
-    assert (
-        "grad_hidden, grad_weight wrong in a call right after one of the same shapes, right in others: "
-        in failing[0].message
-    )
+    said = "grad_hidden, grad_weight wrong in a call right after one of the same shapes, right in others: "
+    assert said in failing[0].message
 
 
 def test_a_users_function_has_more_of_them():

@@ -86,9 +86,9 @@ class Fused:
     """The hooks of the fused pair: blocks of the vocabulary, selected logit, reading of the upstream gradients."""
 
     blocks: Callable[[torch.Tensor], list[torch.Tensor]] = blocks
-    select: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda z, index: z.gather(
-        -1, index.unsqueeze(-1)
-    ).squeeze(-1)
+    select: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda z, index: z.gather(-1, index[..., None])[
+        ..., 0
+    ]
     upstream: Callable[[torch.Tensor, torch.Tensor], Pair] = lambda logps, entropy: (logps, entropy)
 
     def pair(self, x: Inputs, z: torch.Tensor) -> Pair:

@@ -9,6 +9,7 @@ import torch
 
 from cases.selftest.controls.correct import CONTROLS, control
 from cases.selftest.mutants.conduct import MISCONDUCT
+from cases.selftest.mutants.steps import through
 from parity.implementations.implementation import Implementation
 from parity.protocol import side_effects
 from parity.protocol.call import copies, execute
@@ -82,60 +83,42 @@ def test_honest_code_leaks_nothing_and_holds_every_relation(base, dtype):
         assert all(holds for holds, _ in found.values()), found
 
 
-class Once(torch.autograd.Function):
-    """Halves its saved gradient each time it is asked."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.times = 0
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        ctx.times += 1
-        return g / ctx.times
+def halving(x):
+    """Halves its gradient each time it is asked."""
+    times = itertools.count(1)
+    return through(x, lambda g: g / next(times))
 
 
-class Freed(torch.autograd.Function):
+def freed(x):
     """Cannot be asked twice."""
+    kept = [x]
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.kept = x
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        if ctx.kept is None:
+    def edit(g):
+        if not kept:
             raise RuntimeError("the buffer was freed")
-        ctx.kept = None
+        kept.clear()
         return g
 
+    return through(x, edit)
 
-@pytest.mark.parametrize(("function", "says"), [(Once, "does not add the same gradient"), (Freed, "freed")])
+
+@pytest.mark.parametrize(("function", "says"), [(halving, "does not add the same gradient"), (freed, "freed")])
 def test_a_second_backward(function, says):
-    implementation = wrong(lambda x: PLAIN.call(x.replace(hidden=function.apply(x.hidden))))
+    implementation = wrong(_on_hidden(function))
     x = inputs()
     found = broken(implementation, x, x, execute(implementation, x), "accumulation")
     assert any(says in leak for leak in found), found
 
 
-class Donated(torch.autograd.Function):
+def donated(g):
     """As torch.compile's backward: what it has read is freed, and a graph that is to be kept is refused in so many words."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        if torch._C._autograd._get_current_graph_task_keep_graph():
-            raise RuntimeError("This backward function was compiled with non-empty donated buffers")
-        return g
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        raise RuntimeError("This backward function was compiled with non-empty donated buffers")
+    return g
 
 
 def test_a_compiled_function_keeps_no_graph():
-    implementation = wrong(lambda x: PLAIN.call(x.replace(hidden=Donated.apply(x.hidden))))
+    implementation = wrong(_on_hidden(lambda h: through(h, donated)))
     x = inputs()
     assert broken(implementation, x, x, execute(implementation, x), "accumulation") == []
 
@@ -156,21 +139,10 @@ def test_a_reentrant_checkpoint_gives_no_gradient_alone():
     assert broken(wrong(call), given, inputs(seed=4, entropy="none"), first, "repeated") == []
 
 
-class Skewed(torch.autograd.Function):
-    """A backward that is not linear in what comes from above."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g + 0.01 * g * g.abs() + 1e-4
-
-
 @pytest.mark.parametrize("relation", ["cotangent x2", "cotangent 0"])
 def test_a_backward_that_is_not_linear(relation):
-    implementation = wrong(lambda x: PLAIN.call(x.replace(hidden=Skewed.apply(x.hidden))))
+    """In the gradient that comes from above."""
+    implementation = wrong(_on_hidden(lambda h: through(h, lambda g: g + 0.01 * g * g.abs() + 1e-4)))
     x = inputs()
     found = side_effects.relations(LOGPROBS, implementation, x, execute(implementation, x))
     assert not found[relation][0]

@@ -2,6 +2,14 @@
 
 from parity.registry import run_case, select
 from parity.trainers import catalogue
+from parity.trainers.check import CheckCall
+
+
+def call(trainer, check, **settings):
+    """A check's call on the released path."""
+    family = catalogue.family(trainer)
+    case = family.case(0, "fp32", {"check": check, **settings})
+    return CheckCall(case, family.full_settings(case), "released", "cpu")
 
 
 def rows(trainer, check, path="released", **settings):

@@ -7,16 +7,9 @@ import torch
 
 pytest.importorskip("trl")
 
-from parity.trainers.catalogue import family, judge
-from parity.trainers.check import CheckCall
+from cases.selftest.trainers.asked import call
+from parity.trainers.catalogue import judge
 from parity.trainers.checks import advantages
-
-
-def call(trainer, **settings):
-    fam = family(trainer)
-    case = fam.case(0, "fp32", {"check": "advantages", **settings})
-    return CheckCall(case, fam.full_settings(case), "released", "cpu")
-
 
 NAN = math.nan
 
@@ -26,7 +19,7 @@ def column(*values):
 
 
 def by_definition(trainer, x, weights, **settings):
-    return advantages.definition(call(trainer, **settings), x, weights).exact["advantages"].tolist()
+    return advantages.definition(call(trainer, "advantages", **settings), x, weights).exact["advantages"].tolist()
 
 
 def test_grpo_advantages_by_hand():
@@ -52,7 +45,7 @@ def test_weights_leave_out_what_a_function_does_not_score():
 
 @pytest.mark.parametrize("trainer", ["grpo-trainer", "rloo-trainer"])
 def test_the_trainers_own_advantages_agree_and_a_wrong_one_does_not(trainer, monkeypatch):
-    asked = call(trainer, rewards="none")
+    asked = call(trainer, "advantages", rewards="none")
     (result,) = map(judge, advantages.advantages(asked))
     assert result.agrees
     given = advantages._asked

@@ -63,17 +63,9 @@ def rows_of(fam, kind, path="released"):
 
 def test_rows_of_a_check_follow_the_contract(toy):
     amount, flag = rows_of(toy, "wrong")
-    assert (amount.family, amount.implementation, amount.role) == (
-        "grpo-trainer",
-        "grpo-trainer.released",
-        "reference",
-    )
-    assert (amount.verdict, amount.headroom, amount.blame, amount.cls) == (
-        "disagree",
-        3.0,
-        "reference",
-        "logic",
-    )
+    assert (amount.family, amount.implementation) == ("grpo-trainer", "grpo-trainer.released")
+    assert amount.role == amount.blame == "reference"
+    assert (amount.verdict, amount.headroom, amount.cls) == ("disagree", 3.0, "logic")
     assert amount.message == "too much" and amount.settings == {"check": "toy", "kind": "wrong"}
     assert flag.verdict == "agree" and flag.message == ""
     json.dumps([amount.to_json(), flag.to_json()], allow_nan=False)

@@ -59,10 +59,8 @@ def test_a_batch_by_hand():
     tokens, start = [5, 9, 11, 4], 2
     found = Scored(model, [(tokens, start)], "llama")
     with torch.no_grad():
-        own, base = (
-            torch.log_softmax(m(torch.tensor([tokens])).logits[0, 1:3], -1)
-            for m in (model, stored_window.reference("llama"))
-        )
+        pair = (model, stored_window.reference("llama"))
+        own, base = (torch.log_softmax(m(torch.tensor([tokens])).logits[0, 1:3], -1) for m in pair)
     assert found.sums.item() == pytest.approx(float(own[0, 11] + own[1, 4]))
     assert found.base.sums.item() == pytest.approx(float(base[0, 11] + base[1, 4]))
     assert found.entropy.item() == pytest.approx(float(-(own.exp() * own).sum(-1).mean()))

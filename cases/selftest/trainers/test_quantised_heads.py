@@ -5,8 +5,7 @@ import torch
 
 pytest.importorskip("trl")
 
-from parity.trainers.catalogue import family
-from parity.trainers.check import CheckCall
+from cases.selftest.trainers.asked import call
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -15,11 +14,10 @@ def test_a_fake_quantised_head_is_what_the_model_computes_with(name):
     from parity.trainers.checks import config_values
     from parity.trainers.rig import models, quantised_heads
 
-    case = family("grpo-trainer").case(0, "fp32", {"check": "config-values", "model": name, "head": "fake-quantised"})
-    call = CheckCall(case, family("grpo-trainer").full_settings(case), "released", "cpu")
-    batch = config_values.Batch(call)
+    asked = call("grpo-trainer", "config-values", model=name, head="fake-quantised")
+    batch = config_values.Batch(asked)
     with torch.no_grad():
-        exact = batch.logps(config_values.altered(models.model(name, torch.float64), call))
+        exact = batch.logps(config_values.altered(models.model(name, torch.float64), asked))
         model = models.model(name)
         plain = batch.logps(model)
         quantised_heads.quantise(model, "fake-quantised")

@@ -9,23 +9,17 @@ from packaging.version import Version
 
 pytest.importorskip("trl")
 
+from cases.selftest.trainers.asked import call
 from parity.case.case import Case
 from parity.judge.recipe import IEEE_FP32
 from parity.trainers.catalogue import family, judge
-from parity.trainers.check import CheckCall
 from parity.trainers.checks import step_one
-
-
-def call(trainer, settings, path="released"):
-    fam = family(trainer)
-    case = fam.case(0, "fp32", settings)
-    return CheckCall(case, fam.full_settings(case), path, "cpu")
 
 
 @pytest.fixture(scope="module")
 def honest():
     """One honest step, and its definition."""
-    asked = call("grpo-trainer", {"check": "step-one", "temperature": 0.7})
+    asked = call("grpo-trainer", "step-one", temperature=0.7)
     step = step_one.watched(asked)
     return asked, step, step_one.definition(asked, step)
 
@@ -56,7 +50,7 @@ def test_a_kl_that_is_not_zero_disagrees(honest, kl):
 
 def test_a_loss_with_another_temperature_disagrees(honest):
     asked, step, _ = honest
-    other = call("grpo-trainer", {"check": "step-one"})
+    other = call("grpo-trainer", "step-one")
     found = results(asked, step, step_one.definition(other, step))
     assert not found["logps"].agrees and not found["ref_logps"].agrees
 
@@ -84,7 +78,7 @@ def test_rows_in_the_order_of_the_micro_batch():
 
 
 def test_the_bound_of_online_dpo_leaves_out_padded_prompts():
-    asked = call("online-dpo-trainer", {"check": "step-one"})
+    asked = call("online-dpo-trainer", "step-one")
     step = step_one.watched(asked)
     truth = step_one.definition(asked, step)
     assert bool((step.mask[:, 0] == 0).any())  # prompts of unequal length, padded on the left
@@ -104,5 +98,5 @@ def test_the_loss_at_ratio_one_is_of_the_mean_that_the_release_takes(monkeypatch
     monkeypatch.setattr(step_one.trl, "fields", lambda config: {"loss_type": "grpo"} if loss_types else {})
     counted = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
     terms = torch.tensor([[-1.0], [1.0]]).expand(2, 3)
-    asked = call("grpo-trainer", {"check": "step-one"})
+    asked = call("grpo-trainer", "step-one")
     assert float(step_one.averaged(terms, counted, step_one._of_sequences(asked))) == exact

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cases.selftest.fixes.test_teacher import unmasked
 from cases.selftest.trainers.asked import rows
 from parity.trainers.checks import distillation
 from parity.trainers.rig import drive
@@ -15,17 +16,6 @@ def outcome(path="released", **settings):
 def as_in_1_3_0(monkeypatch):
     """The server path as trl 1.1.0 to 1.3.0 wired it: what stands at padding goes into the divergence."""
     kind = drive.trl_class(distillation.upstream())
-
-    def unmasked(self, teacher_result, student_log_probs, completion_tokens, labels):
-        return self._compute_sparse_top_1_divergence_loss(
-            student_log_probs=student_log_probs,
-            teacher_top1_token_ids=teacher_result["topk_token_ids"].squeeze(-1),
-            teacher_top1_logprobs=teacher_result["topk_logprobs"].squeeze(-1),
-            reverse_token_ids=completion_tokens,
-            reverse_teacher_logprobs=teacher_result["actual_logprobs"],
-            labels=labels,
-        )
-
     monkeypatch.setattr(kind, "_compute_server_sparse_top_1_divergence_loss", unmasked)
 
 

@@ -16,14 +16,6 @@ from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
 
 
-def outcome(trainer, check="twins", **settings):
-    return rows(trainer, check, **settings)
-
-
-def verdicts(found):
-    return {quantity: row.verdict for quantity, row in found.items()}
-
-
 def test_the_fix_of_the_accumulation_looks_before_it_divides():
     plain = twins.of_processes("sft-trainer")
     for trainer, changed in (("online-dpo-trainer", True), ("sft-trainer", False)):
@@ -43,9 +35,9 @@ def test_online_dpo_with_the_preference_turned_round(monkeypatch):
     pair = Window.pair
     monkeypatch.setattr(Window, "pair", lambda *given: pair(*given)[::-1])
     twins._by_definition.cache_clear()
-    found = verdicts(outcome("online-dpo-trainer"))
+    found = rows("online-dpo-trainer", "twins")
     twins._by_definition.cache_clear()
-    assert {q for q, verdict in found.items() if verdict == "disagree"} == {"loss", "gradient"}
+    assert {q for q, row in found.items() if row.verdict == "disagree"} == {"loss", "gradient"}
 
 
 def test_divided_twice(monkeypatch):
@@ -58,8 +50,8 @@ def test_divided_twice(monkeypatch):
         return trainer
 
     monkeypatch.setattr(twin_runs, "build", divided)
-    found = outcome("sft-trainer", split="2x4")
-    assert verdicts(found)["loss"] == "agree"
+    found = rows("sft-trainer", "twins", split="2x4")
+    assert found["loss"].verdict == "agree"
     assert found["gradient"].verdict == "disagree"
     assert "is 0.25 times the definition's" in found["gradient"].message
     assert "first model.embed_tokens.weight" in found["gradient"].message
@@ -68,14 +60,14 @@ def test_divided_twice(monkeypatch):
 def test_a_lost_sequence(monkeypatch):
     dataset = stored_window.dataset
     monkeypatch.setattr(stored_window, "dataset", lambda rows, columns: dataset([*rows[:7], rows[0]], columns))
-    found = outcome("sft-trainer", split="2x4")
+    found = rows("sft-trainer", "twins", split="2x4")
     assert found["sequences"].verdict == "disagree"
     assert "missing" in found["sequences"].message
 
 
 def test_a_lost_tool_mask(monkeypatch):
     monkeypatch.setattr(twin_runs, "generate_tools", lambda trainer: None)
-    assert outcome("grpo-trainer", tools=True)["gradient"].verdict == "disagree"
+    assert rows("grpo-trainer", "twins", tools=True)["gradient"].verdict == "disagree"
 
 
 @pytest.mark.filterwarnings("ignore:compare_heads")  # the policy is moved away from its reference on purpose
@@ -112,7 +104,7 @@ def two_ranks(monkeypatch):
 
 
 def disagreeing(**settings):
-    found = outcome("sft-trainer", check="processes", **settings)
+    found = rows("sft-trainer", "processes", **settings)
     return {q: row for q, row in found.items() if row.verdict == "disagree"}
 
 

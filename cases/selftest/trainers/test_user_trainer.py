@@ -83,10 +83,8 @@ def test_a_check_that_does_not_drive_the_class_says_so():
 def test_a_config_of_its_own_is_what_it_is_given():
     case = family("policy").case(3, "fp32", {"B": 2, "T": 3, "V": 7, "H": 5})
     found = rows("Scaled", case)
-    assert found["Scaled", "grad_hidden"].verdict == "disagree"
-    assert found["Scaled", "grad_hidden"].value == pytest.approx(
-        1.001 * found["Scaled", "grad_hidden"].value_oracle, rel=1e-5
-    )
+    row = found["Scaled", "grad_hidden"]
+    assert row.verdict == "disagree" and row.value == pytest.approx(1.001 * row.value_oracle, rel=1e-5)
 
 
 def test_a_twin_judges_the_subclass():
@@ -117,9 +115,8 @@ def test_what_the_class_it_extends_does_wrong_is_known(session):
 
 def test_what_the_class_it_extends_does_right_on_the_same_case_is_new(session):
     case = GRPO.case(0, "fp32", {"check": "twins"})
-    entry = msgspec.structs.replace(
-        next(e for e in session.ledger.entries if e.id == "gc-overwrite"), quantities=("*",), settings={}
-    )
+    entry = next(e for e in session.ledger.entries if e.id == "gc-overwrite")
+    entry = msgspec.structs.replace(entry, quantities=("*",), settings={})
     session.ledger = Ledger((entry,), session.ledger.path)
     released = next(i for i in select(()) if i.id == "grpo-trainer.released")
     session.implementations = [released, *from_file(f"{FILE}:Scaled")]

@@ -38,19 +38,9 @@ def main(run, folder):
     vllm_engine.prepare()
     models.tokenizer()
     policy = engine_models.loaded(engine_models.folder_of("tiny-llama"), torch.float32)
-    wanted = {
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_max_model_length": 128,
-        "vllm_importance_sampling_mode": "token_truncate",
-    }
-    wanted |= {
-        "max_steps": 3,
-        "max_completion_length": 16,
-        "temperature": 0.7,
-        "learning_rate": 0.03,
-        "loss_type": "grpo",
-    }
+    wanted = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128, "max_steps": 3}
+    wanted |= {"vllm_importance_sampling_mode": "token_truncate", "max_completion_length": 16, "temperature": 0.7}
+    wanted |= {"learning_rate": 0.03, "loss_type": "grpo"}
     with runnable():
         trainer = grpo(policy=policy, use_cpu=not torch.cuda.is_available(), **wanted)
         if run == "stale":

@@ -29,13 +29,8 @@ def trained(run, trainer, folder, rank):
     planted = run in ("raised", "broken") and rank == 1
     watch = None
     if run != "bare":
-        watch = parity.watch(
-            trainer,
-            every=1,
-            to=folder / f"{run}.ndjson",
-            on_mismatch="raise" if run == "raised" else "warn",
-            capture=run == "raised",
-        )
+        act = {"on_mismatch": "raise", "capture": True} if run == "raised" else {}
+        watch = parity.watch(trainer, every=1, to=folder / f"{run}.ndjson", **act)
     if planted and run == "raised":  # its sampler's, or its reference's, log-probs are not those of the model
         original = watch._ready
 
@@ -56,17 +51,11 @@ def trained(run, trainer, folder, rank):
     for _, p in sorted(trainer.model.named_parameters()):
         whole = p.full_tensor() if hasattr(p, "full_tensor") else p
         found.update(whole.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    findings = [] if watch is None else [f.what for f in watch.findings]
-    looks = 0 if watch is None else len(watch._looked)
     scoring.noise = original_noise
-    return {
-        "noisy": len(noisy),
-        "weights": found.hexdigest(),
-        "step": trainer.state.global_step,
-        "ended": ended,
-        "findings": findings,
-        "looks": looks,
-    }
+    out = {"noisy": len(noisy), "weights": found.hexdigest(), "step": trainer.state.global_step, "ended": ended}
+    return out | (
+        {"findings": [f.what for f in watch.findings], "looks": len(watch._looked)} if watch is not None else {}
+    )
 
 
 def main(sharding, folder):

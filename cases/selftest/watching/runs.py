@@ -60,20 +60,11 @@ def recorded(name, prompts, trainer):
 
 def grpo(rollout=None, model="llama", dtype=torch.float32, policy=None, peft=None, **wanted):
     """A GRPOTrainer of two steps."""
-    needed = ("temperature",)
-    settings = {
-        "seed": SEED,
-        "max_steps": 2,
-        "num_generations": 4,
-        "per_device_train_batch_size": 8,
-        "beta": 0.0,
-        **wanted,
-    }
+    settings = {"seed": SEED, "max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "beta": 0.0}
+    settings |= {"gradient_checkpointing": False, **wanted}
     more = {} if rollout is None else {"rollout_func": rollout}
     policy = models.model(model, dtype) if policy is None else policy
-    return drive.build(
-        "GRPOTrainer", policy, {"gradient_checkpointing": False, **settings}, needed, "cpu", peft, **more
-    )
+    return drive.build("GRPOTrainer", policy, settings, ("temperature",), "cpu", peft, **more)
 
 
 def corrected(rollout, **wanted):

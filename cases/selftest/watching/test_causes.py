@@ -61,9 +61,8 @@ def test_padding_in_the_normaliser(tmp_path):
     trainer = grpo(sampler, loss_type="grpo", max_completion_length=24)
 
     def padded(self, model, inputs):
-        ids, mask = (
-            torch.cat([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")], 1) for kind in ("ids", "mask")
-        )
+        parts = ("prompt", "completion")
+        ids, mask = (torch.cat([inputs[f"{part}_{kind}"] for part in parts], 1) for kind in ("ids", "mask"))
         lp, *_ = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])
         terms = (lp - lp.detach()).exp() * inputs["advantages"][:, None] * inputs["completion_mask"]
         return -terms.mean()
@@ -114,10 +113,8 @@ def test_a_checkpointing_function_that_was_replaced(tmp_path):
     policy = models.model("llama")
     checkpointing.install(policy)  # the trainer takes the stock function in its place
     watch, _ = watched(grpo(sampler, policy=policy, gradient_checkpointing=True, max_steps=1), tmp_path)
-    name = "torch.utils.checkpoint.checkpoint"
-    assert found(watch) == [
-        ("trainer", f"in training the model computes something else (activations checkpointed by {name})")
-    ]
+    by = "activations checkpointed by torch.utils.checkpoint.checkpoint"
+    assert found(watch) == [("trainer", f"in training the model computes something else ({by})")]
 
 
 def detached(function, *args):
@@ -176,9 +173,8 @@ def test_a_temperature_that_the_trainers_head_was_not_given(tmp_path):
     trainer = grpo(temperature=1.0)
     trainer.temperature = 0.7
     watch, _ = watched(trainer, tmp_path)
-    assert set(found(watch)) == {
-        ("trainer", "logits 0.7 times the model's own: a scale is left out, or the temperature is 1")
-    }
+    cause = "logits 0.7 times the model's own: a scale is left out, or the temperature is 1"
+    assert set(found(watch)) == {("trainer", cause)}
 
 
 def test_a_known_defect_is_named_with_its_fix(tmp_path):
@@ -193,18 +189,15 @@ def test_a_scale_that_the_trainers_head_lacks(tmp_path):
     trainer = grpo(policy=policy)
     policy.config.logit_scale = scale
     watch, _ = watched(trainer, tmp_path)
-    assert all(f"the scale {scale:g} of the logits is left out" in causes for _, *causes in found(watch)) and found(
-        watch
+    assert found(watch) and all(
+        f"the scale {scale:g} of the logits is left out" in causes for _, *causes in found(watch)
     )
 
 
 def test_old_log_probs_of_another_policy(tmp_path):
     trainer = grpo(num_iterations=2, max_steps=1)
-    replaced(
-        trainer,
-        "_generate_and_score_completions",
-        lambda self, out: out | {"old_per_token_logps": out["old_per_token_logps"] + 0.1},
-    )
+    old = "old_per_token_logps"
+    replaced(trainer, "_generate_and_score_completions", lambda self, out: out | {old: out[old] + 0.1})
     watch, _ = watched(trainer, tmp_path)
     assert [what for what, *_ in found(watch)] == ["old"]
 

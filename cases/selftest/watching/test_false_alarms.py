@@ -1,18 +1,14 @@
-"""Clean steps of many settings: no warning. `python -m cases.selftest.watching.test_false_alarms [STEPS]` counts more of them."""
+"""Clean steps of many settings: no warning."""
 
 import itertools
-import logging
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 
+from cases.selftest.slow import number
 from cases.selftest.watching.runs import corrected, grpo, of, sampler, watched
-from parity.process import prepare
 
-STEPS = 40
+STEPS = number("CASES", 40)
 """Of each of the 2 x 27 runs, each step looked at: 2,160."""
 DTYPES = torch.float32, torch.bfloat16
 LOSSES = "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"
@@ -33,36 +29,14 @@ SETTINGS = [
     ("online-dpo-trainer", {}),
     ("distillation-trainer", {"model": "gemma2"}),
 ]
-RUNS = list(itertools.product(DTYPES, SETTINGS))
-
-
-def findings(dtype, name, wanted, steps, folder):
-    """What was found in a clean run of so many steps, and how many were looked at."""
-    wanted = {"max_steps": steps, "dtype": dtype, "num_train_epochs": 99, **wanted}
-    made = {"grpo": grpo, "corrected": corrected}.get(name)
-    trainer = of(name, **wanted) if made is None else made(sampler, **wanted)
-    watch, lines = watched(trainer, folder)
-    return [f.text for f in watch.findings], len(lines)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, settings", RUNS)
+@pytest.mark.parametrize("dtype, settings", itertools.product(DTYPES, SETTINGS))
 def test_a_clean_run_is_silent(tmp_path, dtype, settings):
-    found, looked = findings(dtype, *settings, STEPS, tmp_path)
-    assert not found and looked == STEPS
-
-
-def main(steps):
-    """A line for each run, and the sum."""
-    prepare("cpu")  # a second thread of tiny products waits for the first one
-    logging.disable(logging.WARNING)
-    total, alarms = 0, 0
-    for dtype, settings in RUNS:
-        with tempfile.TemporaryDirectory() as folder:
-            found, looked = findings(dtype, *settings, steps, Path(folder))
-        total, alarms = total + looked, alarms + len(found)
-        print(dtype, settings, looked, "steps", *found, "so far", total, "steps", alarms, "alarms", flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else STEPS)
+    name, wanted = settings
+    wanted = {"max_steps": STEPS, "dtype": dtype, "num_train_epochs": 99, **wanted}
+    made = {"grpo": grpo, "corrected": corrected}.get(name)
+    trainer = of(name, **wanted) if made is None else made(sampler, **wanted)
+    watch, lines = watched(trainer, tmp_path)
+    assert not watch.findings and len(lines) == STEPS

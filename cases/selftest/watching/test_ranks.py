@@ -23,12 +23,7 @@ def found(sharding):
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_a_watched_run_ends_in_the_same_bits(sharding):
     for rank in found(sharding):
-        assert (
-            rank["watched"]["looks"] == 3
-            and rank["watched"]["noisy"] == 1
-            and rank["watched"]["findings"] == []
-            and not rank["watched"]["ended"]
-        )
+        assert rank["watched"].items() >= {"looks": 3, "noisy": 1, "findings": [], "ended": ""}.items()
         assert rank["watched"]["weights"] == rank["bare"]["weights"] == found(sharding)[0]["bare"]["weights"]
 
 

@@ -28,9 +28,8 @@ def test_what_the_trainers_head_passes_over_is_named(tmp_path, trainer):
     if trainer == "online-dpo-trainer":  # it scores by the model's own logits; the reference has no such hook
         assert [f.what for f in watch.findings] == ["reference"]
     else:
-        assert {(f.what, f.causes) for f in watch.findings} == {
-            ("trainer", ("what the model does in hooks of its LM head is left out",))
-        }
+        cause = "what the model does in hooks of its LM head is left out"
+        assert {(f.what, f.causes) for f in watch.findings} == {("trainer", (cause,))}
 
 
 @pytest.mark.parametrize("trainer", WITH_REFERENCE)
@@ -50,6 +49,7 @@ def test_a_trainer_that_hands_out_no_log_probs_has_its_gradients_watched(tmp_pat
 
 
 DISTILLED = {"model": "gemma2", "max_steps": 1}
+UNDIVIDED = ("loss", ("2 times too large: not divided by the micro-batches of an optimizer step",))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,9 +64,7 @@ def test_a_loss_of_distillation_that_is_not_divided(tmp_path):
     original = made.compute_loss
     made.compute_loss = lambda *args, **kwargs: original(*args, **kwargs) * 2
     watch, _ = watched(made, tmp_path)
-    assert [(f.what, f.causes) for f in watch.findings] == [
-        ("loss", ("2 times too large: not divided by the micro-batches of an optimizer step",))
-    ]
+    assert [(f.what, f.causes) for f in watch.findings] == [UNDIVIDED]
 
 
 def test_a_softcap_that_the_heads_of_distillation_lack(tmp_path):
@@ -100,9 +98,7 @@ def test_online_dpos_own_defect_is_named_with_its_fix(tmp_path):
     """`accelerator.backward` of TRL 1.16's step gets the loss of a micro-batch as it is."""
     made = of("online-dpo-trainer", max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     watch, _ = watched(made, tmp_path)
-    assert [(f.what, f.causes) for f in watch.findings] == [
-        ("loss", ("2 times too large: not divided by the micro-batches of an optimizer step",))
-    ]
+    assert [(f.what, f.causes) for f in watch.findings] == [UNDIVIDED]
     assert watch.findings[0].text.endswith("; known of this stack: trl-online-dpo-accumulation, fix: `apply`")
 
 

@@ -4,7 +4,6 @@ import copy
 import functools
 import html
 import json
-import logging
 import pickle
 
 import pytest
@@ -23,16 +22,6 @@ from parity.watching.watch import Mismatch, Watch
 
 RAW = functools.partial(sampler, raw=True)
 """Of a trainer with another temperature: each look has a finding."""
-
-
-@pytest.fixture
-def said():
-    """What the watch says, line by line."""
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("parity.watch").addHandler(handler)
-    yield lines
-    logging.getLogger("parity.watch").removeHandler(handler)
 
 
 def subclassed(trainer, **methods):
@@ -140,11 +129,8 @@ def test_a_clean_run_leaves_no_case_and_no_page(tmp_path):
 def test_a_batch_that_cannot_be_a_case_is_said_and_the_run_goes_on(tmp_path, said):
     trainer = of("dpo-trainer")
     watched(trainer, tmp_path, capture=True)
-    assert (
-        trainer.state.global_step == 2
-        and len(said) == 1
-        and "no case is written: UsageError: capture: DPOTrainer" in said[0]
-    )
+    assert trainer.state.global_step == 2
+    assert len(said) == 1 and "no case is written: UsageError: capture: DPOTrainer" in said[0]
 
 
 def test_a_step_that_fails_while_its_batch_is_kept_fails_once(tmp_path):
@@ -296,9 +282,8 @@ def test_tokens_without_a_log_prob_of_the_sampler_are_left_out(tmp_path):
     watch, lines = watched(grpo(functools.partial(sampler, change=holes)), tmp_path)
     assert not watch.findings and lines[0]["watch/sampler_units"] > 0
     watch, _ = watched(grpo(functools.partial(RAW, change=holes), temperature=0.7), tmp_path)
-    assert {"temperature 1 (raw log-probs: none is applied) where the trainer's is 0.7"} == {
-        cause for f in watch.findings for cause in f.causes
-    }
+    cause = "temperature 1 (raw log-probs: none is applied) where the trainer's is 0.7"
+    assert {cause} == {cause for f in watch.findings for cause in f.causes}
 
 
 def test_old_log_probs_of_later_updates_may_differ(tmp_path):

@@ -1,7 +1,6 @@
 """`parity.watch` in real trainers: silent where all is right, the cause by name where one is planted, and nothing changed."""
 
 import functools
-import logging
 import subprocess
 import sys
 
@@ -14,17 +13,6 @@ from parity.trainers.rig import drive
 from parity.upstream import trl
 from parity.watching import definition
 from parity.watching.watch import Mismatch
-
-
-@pytest.fixture
-def said():
-    """What the watch says, line by line; TRL is kept quiet at the handlers of others."""
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("parity.watch")
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
 
 
 def causes(watch):
@@ -106,31 +94,22 @@ def test_a_warning_is_said_once_and_may_be_raised(tmp_path, said):
 
 def trained(watch, tmp_path, lora=False, **wanted):
     wanted["peft"] = trl.lora(lora_dropout=0.1) if lora else None
-    trainer = grpo(
-        sampler,
-        disable_dropout=not lora,
-        max_steps=3,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        **wanted,
-    )
+    wanted |= {"max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer = grpo(sampler, disable_dropout=not lora, **wanted)
     made = parity.watch(trainer, every=1, to=tmp_path / "watch.ndjson") if watch else None
     with drive.seeded(), trl.quiet():
         trainer.train()
         state = torch.get_rng_state()
     assert made is None or (made.seconds > 0 and not made.findings)
-    log = [
-        {k: v for k, v in e.items() if "time" not in k and "_per_second" not in k} for e in trainer.state.log_history
-    ]
+    timed = ("time", "_per_second")
+    log = [{k: v for k, v in e.items() if not any(t in k for t in timed)} for e in trainer.state.log_history]
     return trainer, state, log
 
 
 @pytest.mark.parametrize("wanted", [{"lora": True}, {"gradient_checkpointing": True, "beta": 0.04}])
 def test_a_watched_run_ends_in_the_same_bits(tmp_path, wanted):
-    (bare, state, log), (seen, same_state, same_log) = (
-        trained(False, tmp_path, **wanted),
-        trained(True, tmp_path, **wanted),
-    )
+    bare, state, log = trained(False, tmp_path, **wanted)
+    seen, same_state, same_log = trained(True, tmp_path, **wanted)
     for (name, a), (_, b) in zip(bare.model.named_parameters(), seen.model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     assert torch.equal(state, same_state)
