@@ -35,25 +35,14 @@ SIZES = {
     "cpu": (Size(2, 64, 256, 8192), Size(4, 128, 512, 32768), Size(8, 256, 1024, 32768)),
     "cuda": (Size(8, 512, 2048, 128256), Size(16, 1024, 4096, 151936), Size(16, 1024, 4096, 262144)),
 }
-LOGPROBS = (
-    "trl.selective_log_softmax",
-    "trl.ChunkedLogProbFunction",
-    "liger.chunked_selective_logprob",
-    "cce.torch_compile",
-    "torch.linear_cross_entropy",
-    "cce.unfiltered",
-    "cce.default",
-    "fixes.selective_log_probs",
-    "fixes.selective_log_probs.kept",
-)
-POLICY = (
-    "trl.GRPOTrainer",
-    "liger.FusedLinearGRPOLoss",
-    "liger.FusedLinearGRPOLoss.compiled",
-    "liger.triton_grpo_loss",
-    "fixes.FusedLinearGRPOLoss",
-    "fixes.FusedLinearGRPOLoss.kept",
-)
+LOGPROBS = """
+trl.selective_log_softmax trl.ChunkedLogProbFunction liger.chunked_selective_logprob cce.torch_compile
+torch.linear_cross_entropy cce.unfiltered cce.default fixes.selective_log_probs fixes.selective_log_probs.kept
+""".split()
+POLICY = """
+trl.GRPOTrainer liger.FusedLinearGRPOLoss liger.FusedLinearGRPOLoss.compiled liger.triton_grpo_loss
+fixes.FusedLinearGRPOLoss fixes.FusedLinearGRPOLoss.kept
+""".split()
 
 
 def inputs(name: str, size: Size, dtype: str, device: str, **settings: object) -> Inputs:

@@ -46,6 +46,5 @@ def out_of_memory(error: BaseException) -> bool:
 
 def label(name: str, peak: int | None, errors: Mapping[str, float]) -> str:
     """A benchmark's name in the tables of pytest-benchmark: with peak memory and errors."""
-    return ", ".join(
-        [f"{name}: {(peak or 0) / 1e6:,.0f} MB", *(f"{kind} {error:.1e}" for kind, error in errors.items())]
-    )
+    told = [f"{kind} {error:.1e}" for kind, error in errors.items()]
+    return ", ".join([f"{name}: {(peak or 0) / 1e6:,.0f} MB", *told])

@@ -74,18 +74,8 @@ def test_forward_and_backward(benchmark, family, size, dtype, turn, name):
     run, errors, peak, why = first(known, name, inputs, right)
     benchmark.group = f"{family} {size} {dtype}"
     benchmark.name = measure.label(name, peak, errors)
-    benchmark.extra_info.update(
-        table=family,
-        size=str(size),
-        dtype=dtype,
-        turn=turn,
-        name=name,
-        peak=peak,
-        errors=errors,
-        why=why,
-        timer=TIMER.__name__,
-        device=DEVICE,
-    )
+    benchmark.extra_info.update(table=family, size=str(size), dtype=dtype, turn=turn, name=name, peak=peak)
+    benchmark.extra_info.update(errors=errors, why=why, timer=TIMER.__name__, device=DEVICE)
     if run is None:
         pytest.skip(why)
     benchmark.pedantic(run, rounds=1)

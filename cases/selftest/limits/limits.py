@@ -173,12 +173,11 @@ class Jury:
 
     def last(self, values: Values, name: str) -> Judgement:
         """The judgement that a run comes to."""
-        judged = escalate(
-            lambda count, finer, names: {name: self._with(values, name, count)},
-            self.counts,
-            near=lambda names: near(self.oracle, names),
-        )
-        return judged[name]
+
+        def judge_with(count: int, finer: bool, names: object) -> dict[str, Judgement]:
+            return {name: self._with(values, name, count)}
+
+        return escalate(judge_with, self.counts, near=lambda names: near(self.oracle, names))[name]
 
 
 Key = tuple[str, str, str, str]

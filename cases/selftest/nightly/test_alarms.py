@@ -61,10 +61,8 @@ def test_a_night_that_died_in_its_long_run_alarms_at_once(played, tmp_path, monk
         run()
     code, title = told(tmp_path)
     assert code == 3 and title.startswith("parity: no night: the night of ") and "died" in title
-    assert told(tmp_path, "--profile", "nightly")[1].startswith("parity: no night: no run of profile nightly"), (
-        "another"
-    )
-
+    other = told(tmp_path, "--profile", "nightly")[1]
+    assert other.startswith("parity: no night: no run of profile nightly")
     with running.locked(tmp_path, journal.LOCK):
         assert told(tmp_path)[0] == 0, "it is under way: yesterday's verdict holds"
         with pytest.raises(UsageError, match=f"process {os.getpid()} writes its reports there"):

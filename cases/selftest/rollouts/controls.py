@@ -94,5 +94,5 @@ CONTROLS = (
     softcap_lost,
     nested_config_lost,
     adapter_not_merged,
-    shifted,
 )
+CONTROLS += (shifted,)

@@ -62,22 +62,13 @@ def test_a_setting_that_the_installed_function_lacks_is_refused_before_the_call_
     assert refusal(kernel, case, "cpu") == "no bias parameter in the installed version"
     assert refusal(kernel, Case("logprobs", 3, "fp32"), "cpu") is None
     rows = list(run_case(case, [kernel], thorough=False))
-    assert [(row.verdict, row.message) for row in rows] == [
-        ("unsupported", "no bias parameter in the installed version")
-    ]
+    assert [(r.verdict, r.message) for r in rows] == [("unsupported", "no bias parameter in the installed version")]
     with pytest.raises(HarnessError, match="declared as taken"):
         taking(loss, {"bias": (1, None)})
 
 
-MANY = {
-    "beta": 0.5,
-    "softcap": 5.0,
-    "bias": "random",
-    "temperature": 0.7,
-    "layouts": "mixed",
-    "ignored": "some",
-    "peak": 4.0,
-}
+MANY = {"beta": 0.5, "softcap": 5.0, "bias": "random", "temperature": 0.7, "layouts": "mixed", "ignored": "some"}
+MANY |= {"peak": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -142,17 +133,12 @@ def narrow(x):
     return load()["trl.selective_log_softmax"].call(x)
 
 
-NARROW = Implementation(
-    "own.narrow",
-    "logprobs",
-    "candidate",
-    narrow,
-    load()["trl.selective_log_softmax"].recipe,
-    limits=(
-        only("few parameters", lambda s: moved(s) <= TAKEN | OTHERS),
-        only("either a temperature or a softcap", lambda s: not {"temperature", "softcap"} <= moved(s)),
-    ),
+LIMITS = (
+    only("few parameters", lambda s: moved(s) <= TAKEN | OTHERS),
+    only("either a temperature or a softcap", lambda s: not {"temperature", "softcap"} <= moved(s)),
 )
+RECIPE = load()["trl.selective_log_softmax"].recipe
+NARROW = Implementation("own.narrow", "logprobs", "candidate", narrow, RECIPE, limits=LIMITS)
 
 
 def test_all_pairs_that_are_taken_are_met_and_nothing_else_is_tried(tmp_path, monkeypatch):
@@ -167,9 +153,8 @@ def test_all_pairs_that_are_taken_are_met_and_nothing_else_is_tried(tmp_path, mo
     rows = [e.row for e in events if isinstance(e, Judged)]
     assert {row.verdict for row in rows} <= {"agree", "unsupported"}
     assert not any("tried" in row.message for row in rows)
-    met = {
-        pair for r in rows if r.verdict == "agree" for pair in itertools.combinations(sorted({*r.settings} & TAKEN), 2)
-    }
+    agreeing = [sorted({*r.settings} & TAKEN) for r in rows if r.verdict == "agree"]
+    met = {pair for names in agreeing for pair in itertools.combinations(names, 2)}
     apart = {("rare", "softcap"), ("rare", "temperature"), ("softcap", "temperature")}
     assert met == set(itertools.combinations(sorted(TAKEN), 2)) - apart
     added = {e.row.case for e in events[by_draws:] if isinstance(e, Judged)}

@@ -65,9 +65,8 @@ def calls() -> Iterator[dict[str, Any]]:
         listed = catalogue.cases(name, "pr", 0) or catalogue.cases(name, "nightly", 0)
         case = min(listed, key=lambda case: len(case.settings))
         for row in run_case(case, in_family.values()):
-            yield _told(
-                in_family[row.implementation], case.settings["check"], row.verdict or "", row.message, row.blame
-            )
+            ran_by = in_family[row.implementation]
+            yield _told(ran_by, case.settings["check"], row.verdict or "", row.message, row.blame)
 
 
 @contextlib.contextmanager

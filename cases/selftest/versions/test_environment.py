@@ -79,10 +79,8 @@ def test_asking_again_returns_it_and_makes_nothing(made, monkeypatch):
 
 
 def test_a_damaged_one_is_made_again(made, cache):
-    for victim in (
-        made.root / "bin" / "python",
-        build.site_packages(made.root) / f"trl-{made.versions['trl']}.dist-info",
-    ):
+    told = build.site_packages(made.root) / f"trl-{made.versions['trl']}.dist-info"
+    for victim in (made.root / "bin" / "python", told):
         victim.unlink() if victim.is_symlink() else victim.rename(made.root / "aside")
         assert Environment.of([ASKED]) == made and victim.exists()
     assert left_over(cache) == []

@@ -31,12 +31,8 @@ def findings():
 
 def test_red_on_the_release_that_had_it_and_green_on_the_next(findings):
     told = {(f.record.id, f.specs): f.answer.verdict for f in findings}
-    assert told == {
-        ("is-ratio", BAD): "disagree",
-        ("tool-mask", BAD): "disagree",
-        ("is-ratio", GOOD): "agree",
-        ("tool-mask", GOOD): "agree",
-    }
+    sides = {BAD: "disagree", GOOD: "agree"}
+    assert told == {(id, side): verdict for id in ("is-ratio", "tool-mask") for side, verdict in sides.items()}
     assert history.exit_code(findings) == history.RECALLED
     assert history.table(findings).endswith("2 of 2 records recalled")
 
