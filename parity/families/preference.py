@@ -119,7 +119,7 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
         out["smoothing"] = 0.1
     if method == "orpo":  # odds of a probability of 1 are infinite
         silent |= {"level", "logit_scale", "softcap", "temperature"}
-        out |= {"peak": min(out["peak"], 1.0), "V": max(out["V"], 3), "targets": "random"}
+        out |= {"peak": min(out["peak"], 4.0), "V": max(out["V"], 3)}
     out |= {name: SETTINGS[name].default for name in silent}
     if out["divergence"] in ("forward_kl", "alpha_divergence") and _farthest(out) > LARGEST_RATIO:
         out |= {"divergence": "js_divergence", "alpha": SETTINGS["alpha"].default}
