@@ -9,12 +9,17 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from parity.case.drawing import cases, draws
+from parity.case.family import Family
 from parity.cli.show import table_of
 from parity.errors import UsageError
 from parity.registry import family, load, loss_families, loss_family, meant, resolved
 from parity.results.report.rows import read
 from parity.results.row import DECLINED, Row
 from parity.trainers import catalogue
+
+TENSORS_OF = 100
+"""Drawn cases that have every tensor of a family."""
 
 
 def implementations(families: Iterable[str], console: Console) -> None:
@@ -48,6 +53,27 @@ def settings(name: str, console: Console) -> None:
         return
     rows = [(k, s.default, _with(s.doc, values=s.choices)) for k, s in family(name).settings.items()]
     _show(f"settings of {name}", ("name", "default", "meaning"), rows, console)
+    if name in loss_families():
+        fam = loss_family(name)
+        console.print(Text(f"\ntensors, by the name of a function's parameter: {', '.join(_tensors(fam))}"))
+        more = f", or ({fam.first}, {{name: value}}) with any of: {', '.join(sorted(fam.optional))}" * bool(fam.optional)
+        console.print(Text(f"a function returns {fam.first}{more}"))
+
+
+def _tensors(fam: Family) -> list[str]:
+    """The tensors of a family's cases, each with its shape in names of sizes, as drawn cases have them."""
+    sizes: dict[tuple[str, int], list[set[str]]] = {}
+    for case in draws(cases(fam, ("fp32",), "quick"), "tensors", TENSORS_OF):
+        x = fam.build(case)
+        for name, tensor in x.tensors.items():
+            if tensor is not None:
+                fit = [{s for s in fam.shapes if getattr(x.settings, s) == size} for size in tensor.shape]
+                one = name, tensor.dim()
+                sizes[one] = [a & b for a, b in zip(sizes.get(one, fit), fit, strict=True)]
+    shapes = collections.defaultdict[str, list[str]](list)
+    for (name, _), shape in sorted(sizes.items()):
+        shapes[name].append(f"({', '.join(min(fit, default='…') for fit in shape)})")
+    return [f"{name} {' or '.join(found)}" for name, found in shapes.items()]
 
 
 def _judged(rows: Iterable[Row], console: Console) -> None:

@@ -191,9 +191,10 @@ def features(case: Case) -> dict[str, Any]:
 
 
 def parameters(x: Inputs) -> set[str]:
-    """The tensors, and what moves the value: beta, temperature, softcaps, scales, biases, normaliser, the kind of teacher."""
+    """The tensors, and what moves the value: beta, temperature, softcaps, scales, biases, normaliser, the teacher's kind and
+    vocabulary."""
     s = x.settings
-    names = {"beta", "temperature", "softcap", "logit_scale"}
+    names = {"beta", "temperature", "softcap", "logit_scale", "extra_vocabulary"}
     names |= {"teacher_softcap", "teacher_logit_scale"} if x.teacher_hidden is not None else set()
     moved = {n for n in names if getattr(s, n) != inputs_of.SETTINGS[n].default}
     optional = ("bias", "teacher_hidden", "teacher_bias", "teacher_logits", "support_logps", "num_items_in_batch")

@@ -30,6 +30,9 @@ def test_ids_are_whole_and_lines_fit():
     [
         (["--family", "policy,logprobs"], "liger.cross_entropy"),
         (["--settings", "policy"], "grpo, bnpo"),
+        (["--settings", "policy"], "tool_mask (B, T)"),
+        (["--settings", "divergence"], "support_logps (B, T, …)"),
+        (["--settings", "logprobs"], "returns logps, or (logps, {name: value}) with any of: entropy"),
         (["--settings", "dpo-trainer"], "alpha_divergence"),
         (["--checks", "gkd-trainer"], "run as: released"),
     ],

@@ -374,6 +374,20 @@ def test_a_preference_loss_that_may_be_of_two_methods_says_which(tmp_path):
         from_file(f"{tmp_path}/mine.py:g")
 
 
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_teacher_with_a_longer_vocabulary_is_given_to_who_has_a_parameter_for_it(knows):
+    def loss(hidden, weight, ids, teacher_hidden, teacher_weight, beta=0.5):
+        raise ValueError("called")
+
+    def longer(hidden, weight, ids, teacher_hidden, teacher_weight, beta=0.5, extra_vocabulary=0):
+        raise ValueError("called")
+
+    case = loss_family("divergence").case(0, "fp32", {"extra_vocabulary": 2, "bias": "none", "teacher_bias": "none"})
+    outcome = execute(from_function(longer if knows else loss, "f"), oracle_of(case).inputs)
+    assert outcome.verdict == ("crashed" if knows else "unsupported")
+    assert ("called" if knows else "no parameter extra_vocabulary") in outcome.message
+
+
 def test_labels_beside_ids_are_those_of_kto(tmp_path):
     (tmp_path / "mine.py").write_text(f"""{PREFERENCE}
 def kto(hidden, weight, ids, beta, ref_hidden, ref_weight, labels=None, method="dpo", loss_type="sigmoid"):
