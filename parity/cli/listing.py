@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from parity.case.drawing import cases, draws
+from parity.case import drawing
 from parity.case.family import Family
 from parity.cli.show import table_of
 from parity.errors import UsageError
@@ -56,14 +56,16 @@ def settings(name: str, console: Console) -> None:
     if name in loss_families():
         fam = loss_family(name)
         console.print(Text(f"\ntensors, by the name of a function's parameter: {', '.join(_tensors(fam))}"))
-        more = f", or ({fam.first}, {{name: value}}) with any of: {', '.join(sorted(fam.optional))}" * bool(fam.optional)
+        more = f", or ({fam.first}, {{name: value}}) with any of: {', '.join(sorted(fam.optional))}" * bool(
+            fam.optional
+        )
         console.print(Text(f"a function returns {fam.first}{more}"))
 
 
 def _tensors(fam: Family) -> list[str]:
     """The tensors of a family's cases, each with its shape in names of sizes, as drawn cases have them."""
     sizes: dict[tuple[str, int], list[set[str]]] = {}
-    for case in draws(cases(fam, ("fp32",), "quick"), "tensors", TENSORS_OF):
+    for case in drawing.draws(drawing.cases(fam, ("fp32",), "quick"), "tensors", TENSORS_OF):
         x = fam.build(case)
         for name, tensor in x.tensors.items():
             if tensor is not None:

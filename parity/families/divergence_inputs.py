@@ -28,7 +28,7 @@ SETTINGS = head.SETTINGS | {
     "teacher_softcap": Setting(None, "the teacher's softcap, or none"),
     "teacher_logit_scale": Setting(1.0, "the teacher's logit scale"),
     "teacher_bias": Setting("none", "bias of its head; 'banned' has -inf entries", ("none", "random", "banned")),
-    "extra_vocabulary": Setting(0, "rows of the teacher's head beyond the student's vocabulary, for which the student's logits are 0"),
+    "extra_vocabulary": Setting(0, "rows of the teacher's head beyond the student's, whose logits are 0 there"),
     "sparse": Setting(
         "none", "teacher's support: all, top k, or top 1 and the label (at beta 1 the label)", ("none", "topk", "mixed")
     ),
