@@ -68,10 +68,10 @@ bench: $(READY)  ## time and memory side by side (pytest-benchmark), comparisons
 	@mkdir -p reports
 	$(PY) -m pytest -q cases/bench --benchmark-only --benchmark-json=reports/benchmark.json $(ARGS)
 	$(PY) -m pytest_benchmark compare reports/benchmark.json --columns=median --name=short
-	$(PY) -m parity.tools.bench.rate $(RATE)
+	$(PY) -m cases.bench.rate $(RATE)
 
 cuda-first: $(READY)  ## the first minutes on a new GPU box, written to docs/results/; exit code 3 without a GPU
-	$(PY) -m parity.nightly.cuda_first
+	$(PY) -m cases.cuda.first
 
 rollouts: .venv-rollouts/.ready  ## an environment with a third party's CPU build of vLLM (no GPU needed)
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from cases.cuda import first as cuda_first
 from cases.selftest.results import runs
 from parity.cli.commands import main as cli
-from parity.nightly import cuda_first, steps
+from parity.nightly import steps
 from parity.results.memory import CommandOutcome
 from parity.sampling.find import find
 
@@ -85,6 +86,6 @@ def test_without_a_network_nothing_is_installed():
     env = os.environ | {"MAKEFLAGS": ""}
     done = subprocess.run([*line.split(), "-n"], cwd=ROOT, capture_output=True, text=True, env=env)
     commands = [c.strip() for c in done.stdout.splitlines() if not c.startswith("make[")]
-    assert commands[-1] == "python3 -m parity.nightly.cuda_first" and done.returncode == 0
+    assert commands[-1] == "python3 -m cases.cuda.first" and done.returncode == 0
     assert not [c for c in commands if "pip" in c or "uv " in c or "constraints" in c or "-m venv" in c], commands
     assert all("--check" in c or c == commands[-1] for c in commands), commands

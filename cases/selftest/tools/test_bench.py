@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases.bench import losses, measure
+from cases.bench import accuracy, losses, measure, rate, same
 from cases.selftest.results import runs as shared
 from parity.judging.oracle import exact
 from parity.registry import load, loss_family
-from parity.results.report import accuracy
 from parity.results.report.rows import writer
-from parity.tools.bench import rate, same
 
 MB = 1 << 20
 

@@ -1,6 +1,6 @@
 """Comparisons per CPU second by family, beside two fixed yardsticks.
 
-`python -m parity.tools.bench.rate [--profile quick] [--family NAME …] > docs/measured/rate.md`
+`python -m cases.bench.rate [--profile quick] [--family NAME …] > docs/measured/rate.md`
 
 A comparison is one implementation on one case, forward and backward, held against float64. CPU time is that of `parity run`
 with all its processes, imports and the frozen cases included; what g++ compiles, too.
@@ -23,7 +23,7 @@ from parity.results.report.rows import read
 from parity.running.outcome import cases_compared
 from parity.running.provenance import revision
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = (
     "import torch; torch.set_num_threads(1); x = torch.ones(1024, 1024, dtype=torch.float64)\nfor _ in range(8): x @ x"
 )
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--profile", default="quick")
     parser.add_argument("--family", action="append", default=[])
     args = parser.parse_args()
-    print(measured.head("Comparisons per CPU second", "python -m parity.tools.bench.rate", "rate.md"))
+    print(measured.head("Comparisons per CPU second", "python -m cases.bench.rate", "rate.md"))
     seconds = {
         name: statistics.median(cpu([sys.executable, "-c", code], ROOT) for _ in range(3))
         for name, code in YARDSTICKS.items()

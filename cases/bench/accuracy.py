@@ -1,6 +1,6 @@
 """How near implementations come to the float64 oracle, in pairs, on the cases that both were judged on.
 
-`python -m parity.results.report.accuracy reports/results.ndjson [--of fixes.selective_log_probs …] [--at-least 30]`
+`python -m cases.bench.accuracy reports/results.ndjson [--of fixes.selective_log_probs …] [--at-least 30]`
 
 The error of a quantity is ‖value - oracle‖ ÷ ‖oracle‖, whatever the recipe: headroom would allow a coarse recipe more.
 """
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--at-least", type=int, default=1, metavar="PAIRS", help="leave out peers with fewer pairs")
     options = parser.parse_args()
     rows = read(options.results)[1]
-    print(measured.head("Accuracy of the fixes", "python -m parity.results.report.accuracy", "accuracy.md"))
+    print(measured.head("Accuracy of the fixes", "python -m cases.bench.accuracy", "accuracy.md"))
     print(table([c for c in compare(rows, options.of) if len(c.pairs) >= options.at_least]))
 
 

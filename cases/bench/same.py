@@ -1,6 +1,6 @@
 """Whether two results files of one seed say the same: what a change that only saves time has to show.
 
-`python -m parity.tools.bench.same BEFORE.ndjson AFTER.ndjson`. Exit code 1 where a row is in one alone, or differs in anything
+`python -m cases.bench.same BEFORE.ndjson AFTER.ndjson`. Exit code 1 where a row is in one alone, or differs in anything
 but the run that it is of: numbers by more than 1e-6 of their size.
 """
 

@@ -1,1 +1,0 @@
-"""Comparisons per CPU second, and the comparison of two results files."""
