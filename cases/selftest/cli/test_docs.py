@@ -12,7 +12,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TOP = ("parity", "cases", "docs", "fixtures")
 WORDS, README_WORDS = 16_800, 600
 MEASURED = DOCS / "measured"
-WRITER = r"(`|^    )(parity |python -m parity|python -c |make )"
+WRITER = r"(`|^    )(parity |python -m (parity|cases\.bench)|python -c |make )"
 """A command in the text, or on a line of its own."""
 
 
