@@ -73,14 +73,11 @@ def test_a_container_keeps_its_triton_under_another_name(calls, tmp_path, monkey
     """NVIDIA's have torch 2.9.0a0+nv25.10 and `pytorch-triton`: both are pins, and pip is told that Triton is there."""
     has = {"torch": "2.9.0a0+nv25.10", "pytorch-triton": "3.4.0+gitabc"}
     monkeypatch.setattr(bootstrap, "version", has.get)
-    monkeypatch.setattr(
-        bootstrap, "known_as_triton", lambda folder, version: calls.commands.append(["known", folder, version])
-    )
-    monkeypatch.setattr(
-        bootstrap, "by_pip", lambda python, pins, steps: calls.commands.append(pins.read_text()) or True
-    )
+    told = []
+    monkeypatch.setattr(bootstrap, "known_as_triton", lambda folder, version: told.append(["known", folder, version]))
+    monkeypatch.setattr(bootstrap, "by_pip", lambda python, pins, steps: told.append(pins.read_text()) or True)
     bootstrap.install(tmp_path / "new", system=True)
-    (known, pins, *_) = calls.commands
+    (known, pins, *_) = told
     assert known == ["known", tmp_path / "new", "3.4.0+gitabc"]
     pins = [line.split("==") for line in pins.splitlines() if not line.startswith("#")]
     assert {name: version for name, version in pins if "torch" in name or "triton" in name} == has

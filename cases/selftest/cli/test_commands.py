@@ -12,10 +12,9 @@ from parity.cli.commands import main
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
 
-def parity(*words: str, cwd=None) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "parity", *words], capture_output=True, text=True, timeout=300, cwd=cwd
-    )
+def parity(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "parity", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def here(*words: str) -> Result:
@@ -108,25 +107,14 @@ def test_replay_follows_the_contract():
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_one_line_and_exit_3(tmp_path):
-    words = (
-        "run",
-        "--profile",
-        "quick",
-        "--family",
-        "divergence",
-        "--results",
-        "/dev/full",
-        "--reports",
-        str(tmp_path),
-    )
-    done = parity(*words)
+    words = "run --profile quick --family divergence --results /dev/full --reports".split()
+    done = parity(*words, str(tmp_path))
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[1:] == ["parity: /dev/full: No space left on device"], "behind how many workers"
 
 
 def test_nothing_compared_is_exit_3(tmp_path):
-    words = ("run", "--profile", "quick", "--implementation", "trl.GRPOTrainer.liger", "--reports", str(tmp_path))
-    done = here(*words)
+    done = here(*"run --profile quick --implementation trl.GRPOTrainer.liger --reports".split(), str(tmp_path))
     assert done.exit_code == 3, done.output
     assert "nothing was compared" in done.stdout
     assert "none compared on CPU" in done.stdout

@@ -106,14 +106,9 @@ def originals() -> dict[str, tuple[str, list[str]]]:
     quantities = [{name: ROW[name] for name in ("quantity", "verdict", "headroom", "gates", "worst", "class")}]
     comparison = {"case": ROW["case"], "implementation": "a.b", "role": "reference", "quantities": 2 * quantities}
     rows = "\n".join(json.dumps(r) for r in (HEADER, case, comparison)) + "\n"
-    entry = data.ledger_file().read_text().split("[[finding]]")[1:5]
-    entries = ["[[finding]]" + e for e in entry]
-    return {
-        "case": (".json", cases),
-        "ledger": (".toml", entries),
-        "report": (".ndjson", [rows]),
-        "record": (".toml", records),
-    }
+    entries = ["[[finding]]" + e for e in data.ledger_file().read_text().split("[[finding]]")[1:5]]
+    toml = {"ledger": (".toml", entries), "record": (".toml", records)}
+    return {"case": (".json", cases), "report": (".ndjson", [rows])} | toml
 
 
 READERS = {"case": case, "ledger": ledger, "report": report, "record": record}
@@ -142,9 +137,8 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(tmp_path, reader):
             message = str(error)
             assert "\n" not in message and len(message) < 8000, (number, message[:200])
         except Exception as error:
-            raise AssertionError(
-                f"{reader} {number}: {type(error).__name__}: {str(error)[:200]}: {content[:400]!r}"
-            ) from error
+            told = f"{reader} {number}: {type(error).__name__}: {str(error)[:200]}: {content[:400]!r}"
+            raise AssertionError(told) from error
     assert refused > FILES // len(READERS) // 4
 
 

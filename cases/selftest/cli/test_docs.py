@@ -100,14 +100,11 @@ def test_the_map_follows_it_in_at_most_fifteen_modules(title):
 
 def test_the_checks_see_what_is_broken():
     page = DOCS / "glossary.md"
-    assert list(broken_paths("see parity/no/such.py and `parity.no.such`, not parity/registry.py")) == [
-        "parity/no/such.py",
-        "parity.no.such",
-    ]
+    paths = "see parity/no/such.py and `parity.no.such`, not parity/registry.py"
+    assert list(broken_paths(paths)) == ["parity/no/such.py", "parity.no.such"]
     assert list(broken_paths("parity.registry.no_such_function")) == ["parity.registry.no_such_function"]
-    assert list(
-        broken_links(page, "[a](nowhere.md) [b](glossary.md) [c](glossary.md#no-heading) [d](https://x.org)")
-    ) == ["nowhere.md", "glossary.md#no-heading"]
+    links = "[a](nowhere.md) [b](glossary.md) [c](glossary.md#no-heading) [d](https://x.org)"
+    assert list(broken_links(page, links)) == ["nowhere.md", "glossary.md#no-heading"]
 
 
 def test_every_target_of_the_makefile_is_written_once():

@@ -33,10 +33,9 @@ def own(hidden, weight, ids, temperature=1.0):
 """
 
 
-def run(*words, cwd=None, **popen):
-    return subprocess.run(
-        [sys.executable, "-m", "parity", *words], capture_output=True, text=True, timeout=300, cwd=cwd, **popen
-    )
+def run(*words, **popen):
+    command = [sys.executable, "-m", "parity", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **popen)
 
 
 def kernel(folder: Path, inside="pass", outside="") -> str:
@@ -87,10 +86,8 @@ def test_a_loss_that_calls_sys_exit_has_crashed():
     def leaves(x):
         sys.exit(0)
 
-    outcome = execute(
-        Implementation("own.leaves", "logprobs", "candidate", leaves), LOGPROBS.build(LOGPROBS.case(1, "fp32", {}))
-    )
-    assert outcome.verdict == "crashed"
+    own = Implementation("own.leaves", "logprobs", "candidate", leaves)
+    assert execute(own, LOGPROBS.build(LOGPROBS.case(1, "fp32", {}))).verdict == "crashed"
 
 
 def test_a_loss_that_ends_its_process_with_0_does_not_agree(tmp_path):
@@ -100,41 +97,34 @@ def test_a_loss_that_ends_its_process_with_0_does_not_agree(tmp_path):
     assert done.returncode == 125, done.stdout + done.stderr
 
 
+FAULT = RuntimeError("a fault of ours")
+FULL = OSError(errno.ENOSPC, "No space left on device")
+IMMUTABLE = PermissionError(errno.EPERM, "Operation not permitted", "reports/index.html")
+DENIED = PermissionError(errno.EACCES, "Permission denied")
+"""Of a process or a socket: no file of the user's."""
+
+
 @pytest.mark.parametrize(
-    ("command", "code"), [("list", 70), ("replay", 125), ("report", 70)], ids=["list", "replay", "report"]
+    ("words", "error", "code", "said"),
+    [
+        (["list"], FAULT, 70, "an error of the harness"),
+        (["replay", "x"], FAULT, 125, "an error of the harness"),
+        (["report"], FAULT, 70, "an error of the harness"),
+        (["report"], FULL, 2, "parity: a file: No space left on device"),
+        (["report"], IMMUTABLE, 2, "parity: reports/index.html: Operation not permitted"),
+        (["report"], DENIED, 70, "an error of the harness"),
+    ],
 )
-def test_an_error_of_the_harness_is_no_disagreement(monkeypatch, command, code):
+def test_an_error_of_the_harness_is_no_disagreement_and_a_file_the_users_to_mend(monkeypatch, words, error, code, said):
     """1 would read as a new finding, and in replay as a bad revision."""
 
     def broken(*args, **kwargs):
-        raise RuntimeError("a fault of ours")
-
-    monkeypatch.setattr(commands.main.commands[command], "invoke", broken)
-    words = [command] if command != "replay" else [command, "x"]
-    done = CliRunner().invoke(commands.main, words)
-    assert done.exit_code == code
-    assert "an error of the harness" in done.output
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), 2),
-        (PermissionError(errno.EPERM, "Operation not permitted", "reports/index.html"), 2),
-        (PermissionError(errno.EACCES, "Permission denied"), 70),  # of a process or a socket: no file of the user's
-    ],
-    ids=["full", "immutable", "no file"],
-)
-def test_a_file_that_cannot_be_written_is_the_users_to_mend(monkeypatch, error, code):
-    def broken(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(commands.main.commands["report"], "invoke", broken)
-    done = CliRunner().invoke(commands.main, ["report"])
-    assert done.exit_code == code
-    assert done.output.startswith(
-        f"parity: {error.filename or 'a file'}: {error.strerror}" if code == 2 else "Traceback"
-    )
+    monkeypatch.setattr(commands.main.commands[words[0]], "invoke", broken)
+    done = CliRunner().invoke(commands.main, words)
+    assert done.exit_code == code and said in done.output
+    assert done.output.startswith(said if code == 2 else "Traceback")
 
 
 @pytest.mark.parametrize("words", [["replay", "--no-such-option"], ["replay"], ["replay", "x" * 5000]])

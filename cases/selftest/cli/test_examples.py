@@ -5,9 +5,8 @@ import sys
 
 
 def test_cce_identity():
-    done = subprocess.run(
-        [sys.executable, "fixtures/examples/cce_identity.py"], capture_output=True, text=True, timeout=240
-    )
+    command = [sys.executable, "fixtures/examples/cce_identity.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().splitlines()
     assert [line.split(":")[0] for line in lines] == ["temperature 0.001", "temperature 0.7", "temperature 1.0"]

@@ -132,9 +132,3 @@ def test_a_run_from_python_has_typed_rows(tmp_path, played):
     assert found.exit_code == 0 and (tmp_path / "results.ndjson").exists()
     with pytest.raises(UsageError, match="profile 'huge' is unknown"):
         parity.run(profile="huge")
-
-
-def test_the_command_line_starts_without_torch():
-    """It is imported by the process that judges: two seconds that `parity list` or `--help` need not wait."""
-    code = "import sys, parity.cli.commands; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -47,9 +47,10 @@ def test_add_writes_one_narrow_entry(red, tmp_path):
         done = ledger(red, "add", case, "--reason", "half as much again", "--link", "kernel.py", into=tmp_path)
     assert done.exit_code == 0, done.output
     entry = Ledger.load(tmp_path / "mine" / "ledger.toml").entries[-1]
-    assert (
-        entry.implementations == (f"{red}/kernel.py:loss",) and "bf16" not in entry.dtypes and entry.link == "kernel.py"
-    )
+    assert (entry.implementations, entry.link) == (
+        (f"{red}/kernel.py:loss",),
+        "kernel.py",
+    ) and "bf16" not in entry.dtypes
     assert (tmp_path / "mine" / entry.case).exists() and "B" not in entry.settings
     again = ledger(red, "add", case, "--reason", "x", "--link", "y", into=tmp_path)
     assert again.exit_code == 2 and "is there already" in again.output and "line" in again.output
@@ -90,20 +91,16 @@ def test_measured_anew_what_grew_is_known_again(red):
 
 
 def test_measure_knows_its_names(red):
-    done = ledger_of(red, "measure", "liger-luspo-paddin")
+    words = ["ledger", "measure", "liger-luspo-paddin", "--ledger", f"{red}/mine/ledger.toml"]
+    done = CliRunner().invoke(main, words)
     assert done.exit_code == 2 and "did you mean liger-luspo-padding?" in done.output
-
-
-def ledger_of(folder, *words):
-    return CliRunner().invoke(main, ["ledger", *words, "--ledger", f"{folder}/mine/ledger.toml"])
 
 
 def test_half_a_run_is_no_baseline(red, tmp_path):
     half = tmp_path / "results.ndjson"
     half.write_bytes(b"".join((red / "reports/results.ndjson").read_bytes().splitlines(keepends=True)[:-1]))
-    done = CliRunner().invoke(
-        main, ["ledger", "add", "--all", "--run", str(half), "--ledger", str(tmp_path / "mine.toml")]
-    )
+    words = ["ledger", "add", "--all", "--run", str(half), "--ledger", str(tmp_path / "mine.toml")]
+    done = CliRunner().invoke(main, words)
     assert done.exit_code == 2 and "did not finish" in done.output and not (tmp_path / "mine.toml").exists()
 
 

@@ -24,21 +24,11 @@ def test_each_line_ends_as_it_should(tmp_path, minimise, file):
     (tmp_path / "wrong.py").write_text(
         "def wrong(x, weight, eps):\n    return x / (x.norm(dim=-1, keepdim=True) + eps)\n"
     )
-    own = ("--family", f"{FIXTURE}:FAMILY", "--implementation", f"{file}:wrong")
-    (tmp_path / "none.toml").write_text(
-        "alone = true"
-    )  # the defects of the installed libraries have each a line of their own
-    elsewhere = (
-        "--results",
-        tmp_path / "mine.ndjson",
-        "--reports",
-        tmp_path / "out",
-        "--ledger",
-        tmp_path / "none.toml",
-    )
-    run = done(
-        "run", "--profile", "quick", "--dtype", "fp32", "--workers", "1", minimise, *own, *elsewhere, cwd=tmp_path
-    )
+    (tmp_path / "none.toml").write_text("alone = true")  # each defect of the installed libraries has a line of its own
+    words = ["run", "--profile", "quick", "--dtype", "fp32", "--workers", "1", minimise]
+    words += ["--family", f"{FIXTURE}:FAMILY", "--implementation", f"{file}:wrong"]
+    words += ["--results", tmp_path / "mine.ndjson", "--reports", tmp_path / "out", "--ledger", tmp_path / "none.toml"]
+    run = done(*words, cwd=tmp_path)
     assert run.returncode == 1, run.stderr
     assert ("run again (--no-minimise ends sooner)" in run.stderr) == (minimise == "--minimise"), run.stderr
     full = done("report", tmp_path / "mine.ndjson", "--reports", tmp_path / "out", "-v", cwd=tmp_path)
@@ -67,9 +57,10 @@ def test_a_file_is_replayed_by_the_line_that_replay_prints(tmp_path):
     assert "mine.json" in line and done(*shlex.split(line)[1:], cwd=tmp_path).returncode == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("liger-luspo-paddin", "did you mean liger-luspo-padding?"), ("nonsense", "")]
-)
+SLIP = ("liger-luspo-paddin", "did you mean liger-luspo-padding?")
+
+
+@pytest.mark.parametrize(("name", "said"), [SLIP, ("nonsense", "")])
 def test_an_unknown_case_is_one_short_line(name, said):
     told = done("replay", name).stderr
     assert said in told and len(told) < 220

@@ -89,18 +89,17 @@ def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
     assert done.returncode == 0, done.stdout
 
 
+HERE = '{"url": "file://HERE", "dir_info": {}}'
+
+
 @pytest.mark.parametrize(
     ("source", "origin", "address"),
     [
-        (
-            '{"url": "https://x.org/p.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}',
-            None,
-            "https://x.org/p.git@abc",
-        ),
-        ('{"url": "file://HERE", "dir_info": {}}', "https://x.org/p.git", "https://x.org/p.git"),
-        ('{"url": "file://HERE", "dir_info": {}}', "git@x.org:a/p.git", "https://x.org/a/p.git"),
-        ('{"url": "file://HERE", "dir_info": {}}', "https://me:secret@x.org/a/p.git", "https://x.org/a/p.git"),
-        ('{"url": "file://HERE", "dir_info": {}}', None, "https://github.com/OWNER/llm-parity"),
+        ('{"url": "https://x.org/p.git", "vcs_info": {"commit_id": "abc"}}', None, "https://x.org/p.git@abc"),
+        (HERE, "https://x.org/p.git", "https://x.org/p.git"),
+        (HERE, "git@x.org:a/p.git", "https://x.org/a/p.git"),
+        (HERE, "https://me:secret@x.org/a/p.git", "https://x.org/a/p.git"),
+        (HERE, None, "https://github.com/OWNER/llm-parity"),
         ('{"url": "file:///nowhere/at/all", "dir_info": {}}', None, "https://github.com/OWNER/llm-parity"),
         (None, None, "https://github.com/OWNER/llm-parity"),
     ],

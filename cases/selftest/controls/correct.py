@@ -5,28 +5,21 @@ They know no library and stay out of the registry of a run.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from cases.selftest.controls import preference
 from cases.selftest.controls.divergence import ROADS
-from cases.selftest.controls.logprobs import HEADS, NARROW, Head
+from cases.selftest.controls.logprobs import HEADS, NARROW, Head, offered
 from cases.selftest.controls.policy import METRICS, REORDERED, loss_of
 from parity.case.inputs import Inputs
 from parity.families.preference import PARTS
-from parity.implementations.implementation import Implementation, Outputs
+from parity.implementations.implementation import Adapter, Implementation
 from parity.judge.recipe import Recipe
 
+EVERY = frozenset({"plain", "autocast", "checkpoint", "compile"})
 PAIRED = frozenset({"reordered", "online", "permuted"})
 """Heads that the policy losses pair with the other order of operations."""
-
-
-def _logprobs(head: Head) -> Callable[[Inputs], Outputs]:
-    def call(x: Inputs) -> Outputs:
-        logps, entropy = head.call(x)
-        return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
-
-    return call
 
 
 def _loss_recipe(head: Head) -> Callable[[Inputs], Recipe]:
@@ -42,45 +35,34 @@ def _of(family: str, name: str, **fields: Any) -> Implementation:
     return Implementation(id=f"control.{family}.{name}", family=family, role="candidate", **fields)
 
 
+def _with_heads(
+    family: str,
+    call: Callable[[str, Head], Adapter],
+    recipe: Callable[[Head], Any],
+    outputs: Iterable[str],
+    *left_out: str,
+) -> tuple[Implementation, ...]:
+    """One control for each head that is not left out."""
+    heads = {name: head for name, head in HEADS.items() if name not in left_out}
+    more = {"outputs": frozenset(outputs), "contexts": EVERY}
+    return tuple(_of(family, name, call=call(name, h), recipe=recipe(h), **more) for name, h in heads.items())
+
+
+def _policy(name: str, head: Head) -> Adapter:
+    return loss_of(head.call, METRICS, **(REORDERED if name in PAIRED else {}))
+
+
 CONTROLS: dict[str, tuple[Implementation, ...]] = {
-    "logprobs": tuple(
-        _of(
-            "logprobs",
-            name,
-            call=_logprobs(head),
-            recipe=head.recipe,
-            outputs=frozenset({"entropy"}),
-            contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
-        )
-        for name, head in HEADS.items()
-    ),
-    "policy": tuple(
-        _of(
-            "policy",
-            name,
-            call=loss_of(head.call, METRICS, **(REORDERED if name in PAIRED else {})),
-            recipe=_loss_recipe(head),
-            outputs=frozenset(METRICS),
-            contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
-        )
-        for name, head in HEADS.items()
-        if name not in NARROW  # log-probs in bf16 cannot be told from an old policy's on the wrong side of a clip
-    ),
+    "logprobs": _with_heads("logprobs", lambda name, head: offered(head.call), lambda head: head.recipe, {"entropy"}),
+    # log-probs in bf16 cannot be told from an old policy's on the wrong side of a clip
+    "policy": _with_heads("policy", _policy, _loss_recipe, METRICS, *NARROW),
     "divergence": tuple(
-        _of("divergence", name, call=road, recipe=road.recipe, contexts=frozenset({"plain", "checkpoint", "compile"}))
+        _of("divergence", name, call=road, recipe=road.recipe, contexts=EVERY - {"autocast"})
         for name, road in ROADS.items()
     ),
-    "preference": tuple(
-        _of(
-            "preference",
-            name,
-            call=preference.loss_of(head.call),
-            recipe=_loss_recipe(head),
-            outputs=frozenset(PARTS),
-            contexts=frozenset({"plain", "autocast", "checkpoint", "compile"}),
-        )
-        for name, head in HEADS.items()
-        if name not in NARROW  # a loss in float32 of log-probs that are not
+    # a loss in float32 of log-probs that are not
+    "preference": _with_heads(
+        "preference", lambda name, head: preference.loss_of(head.call), _loss_recipe, PARTS, *NARROW
     ),
 }
 """Family -> its correct implementations."""

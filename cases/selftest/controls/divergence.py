@@ -189,12 +189,8 @@ class Steps:
         stored = Recipe(logits=dtype, dlogits=dtype, teacher=teacher)
         if self.width == "stored":
             return stored
-        narrow: dict[str, Any] = {
-            "elementwise": dtype,
-            "softmax": dtype,
-            "teacher_softmax": teacher,
-            "teacher_elementwise": teacher,
-        }
+        narrow: dict[str, Any] = dict.fromkeys(("elementwise", "softmax"), dtype)
+        narrow |= dict.fromkeys(("teacher_softmax", "teacher_elementwise"), teacher)
         kernel = self.measure is by_kernel and x.settings.beta == 0.0
         return dataclasses.replace(stored, **narrow, log_probs=teacher if kernel else None)
 

@@ -158,8 +158,17 @@ class Steps:
 
     def call(self, x: Inputs) -> Outputs:
         """As an adapter of family `logprobs`."""
-        logps, entropy = self.head(x)
+        return offered(self.head)(x)
+
+
+def offered(head: Callable[[Inputs], Pair]) -> Callable[[Inputs], Outputs]:
+    """A head as an adapter of family `logprobs`."""
+
+    def call(x: Inputs) -> Outputs:
+        logps, entropy = head(x)
         return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
+
+    return call
 
 
 def inverted(x: Inputs, z: torch.Tensor) -> torch.Tensor:
@@ -170,26 +179,24 @@ def inverted(x: Inputs, z: torch.Tensor) -> torch.Tensor:
 
 def by_softmax(x: Inputs, z: torch.Tensor) -> Pair:
     """log_softmax over the vocabulary, then a gather; entropy -Σ p log p."""
-    logps = log_softmax(z, -1)
+    return of_log_probs(x, log_softmax(z, -1))
+
+
+def of_log_probs(x: Inputs, logps: torch.Tensor, dim: int = -1) -> Pair:
+    """A gather along the vocabulary, and -Σ p log p."""
     finite = logps.masked_fill(logps == -torch.inf, 0.0)
-    chosen = logps.gather(-1, targets(x).unsqueeze(-1)).squeeze(-1)
-    return chosen, -(finite.exp() * (logps > -torch.inf) * finite).sum(-1)
+    chosen = logps.gather(dim, targets(x).unsqueeze(dim)).squeeze(dim)
+    return chosen, -(finite.exp() * (logps > -torch.inf) * finite).sum(dim)
 
 
 def along_rows(x: Inputs, z: torch.Tensor) -> Pair:
     """As `by_softmax`, along the first dimension, as `cross_entropy(z.transpose(1, 2), ids)` takes it: added in turn."""
-    logps = log_softmax(z.movedim(-1, 0).contiguous(), 0)
-    chosen = logps.gather(0, targets(x).unsqueeze(0)).squeeze(0)
-    finite = logps.masked_fill(logps == -torch.inf, 0.0)
-    return chosen, -(finite.exp() * (logps > -torch.inf) * finite).sum(0)
+    return of_log_probs(x, log_softmax(z.movedim(-1, 0).contiguous(), 0), 0)
 
 
 def by_log_sum_exp(x: Inputs, z: torch.Tensor) -> Pair:
     """z[id] - logsumexp(z), with the log-sum-exp stored in the dtype of the logits; entropy from the same log-probs."""
-    logps = z - z.logsumexp(-1, keepdim=True)
-    finite = logps.masked_fill(logps == -torch.inf, 0.0)
-    chosen = logps.gather(-1, targets(x).unsqueeze(-1)).squeeze(-1)
-    return chosen, -(finite.exp() * (logps > -torch.inf) * finite).sum(-1)
+    return of_log_probs(x, z - z.logsumexp(-1, keepdim=True))
 
 
 class _Online(torch.autograd.Function):

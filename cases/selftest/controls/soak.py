@@ -22,6 +22,7 @@ from parity.registry import loss_family
 from parity.results.report import measured, wording
 
 Key = tuple[str, str, str]
+Judged = dict[str, Judgement]
 
 
 @dataclasses.dataclass
@@ -55,15 +56,11 @@ def drawn(
     return draws(cases(loss_family(name), dtypes, profile), f"soak/{seed}/{name}", count)
 
 
-def judged(
-    oracle: CaseOracle, implementation: Implementation
-) -> tuple[dict[str, Judgement], dict[str, Judgement]] | str:
+def judged(oracle: CaseOracle, implementation: Implementation) -> tuple[Judged, Judged] | str:
     """The first judgement and the one that counts, or why there is none."""
     oracle = oracle.offered(implementation)
-    reason = skip_reason(
-        oracle.family, implementation, oracle.inputs.case, oracle.inputs.settings, oracle.inputs.device.type
-    )
-    if reason:
+    x = oracle.inputs
+    if reason := skip_reason(oracle.family, implementation, x.case, x.settings, x.device.type):
         return f"unsupported: {reason}"
     outcome = execute(implementation, oracle.inputs)
     if outcome.verdict != "ran":
@@ -126,8 +123,5 @@ def page(told: Iterable[Sequence[object]]) -> str:
         for *key, count, low, half, worst in (row for row in told if len(row) > 3)
         for parts in [(low, half)]
     )
-    lines = [
-        f"{total:,} implementation-cases, {first:,} quantities beyond a gate at first, {alarms:,} false alarms",
-        "",
-    ]
-    return "\n".join([*lines, *measured.table(HEADINGS, cells)])
+    head = f"{total:,} implementation-cases, {first:,} quantities beyond a gate at first, {alarms:,} false alarms"
+    return "\n".join([head, "", *measured.table(HEADINGS, cells)])

@@ -10,22 +10,10 @@ import sys
 import torch
 
 from cases.selftest.judge.operations import OPERATIONS
+from cases.selftest.mutants.steps import through
 from parity.judge.problem import Problem, call, cotangent, named
 
 CASES, LARGEST = 24, 130
-
-
-class Through(torch.autograd.Function):
-    """The value itself, with another gradient."""
-
-    @staticmethod
-    def forward(ctx, x, change):
-        ctx.change = change
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.change(g), None
 
 
 def floats(given):
@@ -83,22 +71,19 @@ def swapped_rows(x):
 MUTANTS = {
     "outputs 1.002 times": on_outputs(lambda o: o * 1.002),
     "last column of an output lost": on_outputs(without_last),
-    "gradient of the first input 1.005 times": on_input(0, lambda x: Through.apply(x, lambda g: g * 1.005)),
+    "gradient of the first input 1.005 times": on_input(0, lambda x: through(x, lambda g: g * 1.005)),
     "gradient of the first input lost": on_input(0, lambda x: x.detach() + 0 * x),
-    "gradient of the last input added twice": on_input(-1, lambda x: Through.apply(x, lambda g: 2 * g)),
-    "gradient transposed to the wrong row": on_input(0, lambda x: Through.apply(x, lambda g: g.roll(1, 0))),
+    "gradient of the last input added twice": on_input(-1, lambda x: through(x, lambda g: 2 * g)),
+    "gradient transposed to the wrong row": on_input(0, lambda x: through(x, lambda g: g.roll(1, 0))),
     "columns behind the last multiple of 16 lost": on_input(0, without_tail),
     "strides ignored": on_input(0, as_contiguous),
     "storage offset ignored": on_input(0, from_the_start),
     "rows in the wrong order": on_input(0, swapped_rows),
-    "upstream gradient limited to 300": on_outputs(lambda o: Through.apply(o, lambda g: g.clamp(-300, 300))),
+    "upstream gradient limited to 300": on_outputs(lambda o: through(o, lambda g: g.clamp(-300, 300))),
     "inputs rounded to 8 bits": on_input(None, lambda x: x + (x.bfloat16().to(x.dtype) - x).detach()),
 }
-NOT_WRONG = {
-    ("bf16", "inputs rounded to 8 bits"),
-    *((d, "gradient of the first input 1.005 times") for d in ("bf16", "fp16")),
-}
-NOT_WRONG |= {(d, "outputs 1.002 times") for d in ("bf16",)}
+NOT_WRONG = {("bf16", mutant) for mutant in ("inputs rounded to 8 bits", "outputs 1.002 times")}
+NOT_WRONG |= {(d, "gradient of the first input 1.005 times") for d in ("bf16", "fp16")}
 """Within the rounding of a single entry of that dtype: a biased one shows only over many."""
 
 
@@ -149,9 +134,8 @@ def close(function, definition, case, atol=None, rtol=None):
     found = outputs | {f"grad_{n}": x[n].grad for n in leaves if x[n].grad is not None}
     try:
         for name, value in found.items():
-            torch.testing.assert_close(
-                value.detach(), exact[name].to(value.dtype), equal_nan=True, atol=atol, rtol=rtol
-            )
+            wanted = exact[name].to(value.dtype)
+            torch.testing.assert_close(value.detach(), wanted, equal_nan=True, atol=atol, rtol=rtol)
     except AssertionError:
         return False
     return True
@@ -177,9 +161,8 @@ def row(name, dtype):
     own = LIGER.get(name, ("", {}))[1].get(dtype)
     ways = [judged, close, *([functools.partial(close, atol=own[0], rtol=own[1])] if own else [])]
     left = [[m for m in wrong if not killed(name, m, dtype, way)] for way in ways]
-    cells = [
-        f"{len(wrong) - len(survivors)}; {alarms(name, dtype, way)}" for survivors, way in zip(left, ways, strict=True)
-    ]
+    pairs = zip(left, ways, strict=True)
+    cells = [f"{len(wrong) - len(survivors)}; {alarms(name, dtype, way)}" for survivors, way in pairs]
     return [name, dtype, len(wrong), *cells, *[""] * (own is None), ", ".join(left[0])]
 
 

@@ -129,6 +129,14 @@ HEADS = {
     "causal": [False, True],
 }
 FEW = {"B": 2, "T": 33, "D": 65}
+PACKED = {name: tensor(20, heads, "D") for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+PER_CHANNEL = {"weight": tensor(8, around=1), "bias": tensor(8)}
+TURNED = {name: tensor("B", heads, "T", 20) for name, heads in (("q", 3), ("k", 1))}
+TURNED |= {name: tensor("B", "T", 20, then=getattr(torch, name)) for name in ("cos", "sin")}
+GATED = {name: tensor("N", "H") for name in ("gate", "up")}
+TABLE = {"N": (1, 33), "V": 1025}
+LABELLED = {"logits": tensor("N", "V", scale=3), "target": ids_with_ignored}
+TWO = {name: tensor("N", "V", **LOG_PROBS) for name in ("log_q", "log_p")}
 NARROW = Recipe(output="input", logits="input", dlogits="input")
 
 
@@ -153,54 +161,23 @@ OPERATIONS = {
         {"fp32 torch": lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias)},
     ),
     "group_norm": Operation(
-        draw(
-            x=tensor("N", 8, "H"),
-            weight=tensor(8, around=1),
-            bias=tensor(8),
-            groups=[1, 4, 8],
-            sizes={"N": (1, 16), "H": (2, 65)},
-        ),
+        draw(x=tensor("N", 8, "H"), **PER_CHANNEL, groups=[1, 4, 8], sizes={"N": (1, 16), "H": (2, 65)}),
         D.group_norm,
         {"fp32 torch": lambda x, weight, bias, groups: F.group_norm(x, groups, weight, bias)},
     ),
-    "rope": Operation(
-        draw(
-            q=tensor("B", 3, "T", 20),
-            k=tensor("B", 1, "T", 20),
-            cos=tensor("B", "T", 20, then=torch.cos),
-            sin=tensor("B", "T", 20, then=torch.sin),
-            sizes={"B": (1, 3), "T": 65},
-        ),
-        D.rope,
-        {},
-    ),
-    "swiglu": Operation(
-        draw(gate=tensor("N", "H"), up=tensor("N", "H")),
-        D.swiglu,
-        {"kept": lambda gate, up: F.silu(gate) * up},
-    ),
-    "geglu": Operation(
-        draw(gate=tensor("N", "H"), up=tensor("N", "H")),
-        D.geglu,
-        {"kept": lambda gate, up: F.gelu(gate, approximate="tanh") * up},
-    ),
+    "rope": Operation(draw(**TURNED, sizes={"B": (1, 3), "T": 65}), D.rope, {}),
+    "swiglu": Operation(draw(**GATED), D.swiglu, {"kept": lambda gate, up: F.silu(gate) * up}),
+    "geglu": Operation(draw(**GATED), D.geglu, {"kept": lambda gate, up: F.gelu(gate, approximate="tanh") * up}),
     "softmax": Operation(
         draw(x=tensor("N", "H")), D.softmax, {"torch": lambda x: F.softmax(x.float(), -1).to(x.dtype)}
     ),
     "cross_entropy": Operation(
-        draw(
-            logits=tensor("N", "V", scale=3),
-            target=ids_with_ignored,
-            label_smoothing=[0.0, 0.1],
-            z_loss=[0.0, 1e-3],
-            softcap=[None, 10.0],
-            sizes={"N": (1, 33), "V": 1025},
-        ),
+        draw(**LABELLED, label_smoothing=[0.0, 0.1], z_loss=[0.0, 1e-3], softcap=[None, 10.0], sizes=TABLE),
         D.cross_entropy,
         {},
     ),
     "plain_cross_entropy": Operation(
-        draw(logits=tensor("N", "V", scale=3), target=ids_with_ignored, sizes={"N": (1, 33), "V": 1025}),
+        draw(**LABELLED, sizes=TABLE),
         D.cross_entropy,
         {
             "torch": lambda logits, target: F.cross_entropy(logits.float(), target),
@@ -219,23 +196,12 @@ OPERATIONS = {
         {"chunks": chunked_cross_entropy},
     ),
     "kl": Operation(
-        draw(log_q=tensor("N", "V", **LOG_PROBS), log_p=tensor("N", "V", **LOG_PROBS), sizes={"N": (1, 33), "V": 1025}),
+        draw(**TWO, sizes=TABLE),
         D.kl,
         {"torch": lambda log_q, log_p: F.kl_div(log_q.float(), log_p.float(), log_target=True, reduction="batchmean")},
     ),
-    "jsd": Operation(
-        draw(
-            log_q=tensor("N", "V", **LOG_PROBS),
-            log_p=tensor("N", "V", **LOG_PROBS),
-            beta=[0.5, 0.1],
-            sizes={"N": (1, 33), "V": 1025},
-        ),
-        D.jsd,
-        {},
-    ),
-    "tvd": Operation(
-        draw(p=tensor("N", "V", **PROBS), q=tensor("N", "V", **PROBS), sizes={"N": (1, 33), "V": 1025}), D.tvd, {}
-    ),
+    "jsd": Operation(draw(**TWO, beta=[0.5, 0.1], sizes=TABLE), D.jsd, {}),
+    "tvd": Operation(draw(p=tensor("N", "V", **PROBS), q=tensor("N", "V", **PROBS), sizes=TABLE), D.tvd, {}),
     "attention": Operation(
         draw(**HEADS, sizes=FEW),
         D.attention,
@@ -247,14 +213,7 @@ OPERATIONS = {
         },
     ),
     "attention_of_lengths": Operation(
-        draw(
-            q=tensor(20, 4, "D"),
-            k=tensor(20, 2, "D"),
-            v=tensor(20, 2, "D"),
-            lengths=lambda case: [1, 12, 7],
-            causal=[False, True],
-            sizes={"D": 65},
-        ),
+        draw(**PACKED, lengths=lambda case: [1, 12, 7], causal=[False, True], sizes={"D": 65}),
         D.attention_of_lengths,
         {},
     ),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cases.selftest.judge.operations import OPERATIONS, hand_rms
+from cases.selftest.mutants.steps import through
 from parity.testing import ParityError, draw, index, tensor
 from parity.testing import definitions as D
 from parity.testing.drawing import LAYOUTS, REPEATS, VALUES
@@ -57,9 +58,8 @@ def test_a_few_dozen_cases_cover_what_breaks_kernels():
 
 
 def test_values_stay_while_shapes_shrink():
-    long, short = (
-        RMS.case(f"fp32/N:{n}/H:{h}/eps:1e-06/upstream:random/grad:all/seed:3") for n, h in ((9, 40), (4, 7))
-    )
+    sizes, rest = ("N:9/H:40", "N:4/H:7"), "eps:1e-06/upstream:random/grad:all/seed:3"
+    long, short = (RMS.case(f"fp32/{size}/{rest}") for size in sizes)
     assert torch.equal(long.inputs["x"][:4, :7], short.inputs["x"])
 
 
@@ -104,17 +104,7 @@ def far_from_zero(x, weight, eps):
 
 def takes_ones(x, weight, eps):
     """A backward that knows upstream gradients of ones alone."""
-
-    class Sum(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            return torch.where(g.abs() > 300, g * 0.5, g)
-
-    return Sum.apply(hand_rms(x, weight, eps))
+    return through(hand_rms(x, weight, eps), lambda g: torch.where(g.abs() > 300, g * 0.5, g))
 
 
 FAULTS = (ignores_strides, loses_a_tail, wrong_at_one, always_both, far_from_zero, takes_ones)
@@ -134,10 +124,8 @@ def test_a_fault_is_found_and_shrunk_to_an_id(fault):
     assert f"  case     {smallest}" in str(failure)
     assert smallest.sizes["N"] <= 2 and smallest.sizes["H"] <= 2
     assert not smallest.check_parity(fault, D.rms_norm, protocol="none").agrees
-    simple = [str(c) for c in smallest._simpler()]
-    assert all(
-        RMS.case(c).check_parity(fault, D.rms_norm, protocol="none").agrees for c in simple if c != str(smallest)
-    )
+    simpler = [c for c in map(str, smallest._simpler()) if c != str(smallest)]
+    assert all(RMS.case(c).check_parity(fault, D.rms_norm, protocol="none").agrees for c in simpler)
 
 
 def test_a_repeated_index_and_a_crash():

@@ -217,9 +217,8 @@ def test_headroom_is_error_over_allowed():
     floor = max(float(slopes.std(correction=0)), share, 2 * 2.0**-24)
     slope = abs(float((e * o).sum() / o.square().sum())) / (6 * floor + 2 * abs(float(slopes.mean())))
     found = judge(v, u, torch.bfloat16)
-    assert found.gates == pytest.approx(
-        {"structure": 0.0, "norm": norm, "max": top, "row": row, "slope": slope}, rel=1e-9
-    )
+    gates = {"structure": 0.0, "norm": norm, "max": top, "row": row, "slope": slope}
+    assert found.gates == pytest.approx(gates, rel=1e-9)
     assert found.headroom == max(found.gates.values())
     assert found.max_abs == float(e.abs().max())
     assert found.dist == pytest.approx(float(e.norm()))
@@ -377,11 +376,8 @@ def test_an_infinity_is_judged_as_the_largest_number(spread, agrees):
 def test_an_infinity_beside_overflowing_replicas_is_worth_more_replicas():
     truth = torch.tensor([1.0, 2.0], dtype=torch.float64)
     calm, wild = torch.tensor([[1.0, 2.0]] * 2).double(), torch.tensor([[1.0, 2.0], [torch.inf, 2.0]]).double()
-    for value, replicas, expected in (
-        ([1.0, torch.inf], wild, True),
-        ([1.0, torch.inf], calm, False),
-        ([1.0, torch.nan], wild, False),
-    ):
+    infinite, nan = [1.0, torch.inf], [1.0, torch.nan]
+    for value, replicas, expected in ((infinite, wild, True), (infinite, calm, False), (nan, wild, False)):
         found = judge(torch.tensor(value), Unit(truth, replicas, entrywise=True), torch.float32)
         assert not found.agrees
         assert found.overflows is expected
@@ -391,12 +387,9 @@ def test_a_count_that_rounding_decides_is_held_to_its_replicas_in_16_bits_alone(
     """A log-prob of -8.91 in bf16 is on the other side of a clip in some replicas."""
     exact, replicas = torch.tensor(0.0, dtype=torch.float64), torch.zeros(12, dtype=torch.float64)
     replicas[3] = 1 / 3
-    judged = {
-        (compute, value): judge(
-            torch.tensor(value), Unit(exact, replicas, compute, scalar=True, counted=True), torch.float32
-        )
-        for compute in ("fp32", "bf16")
-        for value in (1 / 3, 1.0)
-    }
-    assert [j.agrees for j in judged.values()] == [False, False, True, False]
-    assert [j.open for j in judged.values()] == [False, False, True, True]
+    judged = []
+    for compute in ("fp32", "bf16"):
+        unit = Unit(exact, replicas, compute, scalar=True, counted=True)
+        judged += [judge(torch.tensor(value), unit, torch.float32) for value in (1 / 3, 1.0)]
+    assert [j.agrees for j in judged] == [False, False, True, False]
+    assert [j.open for j in judged] == [False, False, True, True]

@@ -13,8 +13,13 @@ from cases.selftest.judge import kernel_mutants
 from parity.testing import check_parity
 
 ROOT = Path(__file__).parents[3]
-SCRIPTS = sorted((ROOT / "cases/scripts/kernels").glob("*-*.py"))
+KERNELS = ROOT / "cases/scripts/kernels"
+SCRIPTS = sorted(KERNELS.glob("*-*.py"))
 PAGE = (ROOT / "docs/measured/kernels.md").read_text()
+
+
+def run(*words):
+    return subprocess.run([sys.executable, *map(str, words)], cwd=KERNELS, capture_output=True, text=True)
 
 
 @functools.cache
@@ -37,38 +42,24 @@ def test_what_the_page_says_is_caught_is_caught(name, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_shows_its_finding(script):
-    done = subprocess.run([sys.executable, script.name], cwd=script.parent, capture_output=True, text=True)
+    done = run(script.relative_to(KERNELS))
     assert done.returncode == 1 and done.stdout.startswith("| "), done.stderr[-2000:]
     assert script.stem in PAGE
 
 
 def test_modules_of_transformers_are_definitions():
-    script = ROOT / "cases/scripts/kernels/transformers_modules.py"
-    done = subprocess.run([sys.executable, script.name], cwd=script.parent, capture_output=True, text=True)
+    done = run("transformers_modules.py")
     assert done.returncode == 0 and done.stdout.count("| float") == 10, done.stdout + done.stderr[-2000:]
 
 
 def test_tests_of_liger_are_judgements_of_a_line():
-    script = ROOT / "cases/scripts/kernels/liger_tests.py"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir=.",
-        "-c",
-        "/dev/null",
-        script.name,
-    ]
-    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True)
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir=.", "-c", "/dev/null"]
+    done = run("-m", "pytest", *options, "liger_tests.py")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
 def test_kernels_of_others_are_judged_by_a_script():
-    command = [sys.executable, "judge_kernels.py", "1", "softmax", "group_norm"]
-    done = subprocess.run(command, cwd=ROOT / "cases/scripts/kernels", capture_output=True, text=True)
+    done = run("judge_kernels.py", "1", "softmax", "group_norm")
     rows = re.findall(r"^\| (\w+ \w+) \| (\w+) \| 1 \| (\d) \|", done.stdout, re.MULTILINE)
     assert len(rows) == 10 and ("Liger group_norm", "fp16", "1") in rows, done.stdout + done.stderr[-2000:]
 

@@ -104,10 +104,7 @@ def test_of_many_replicas_only_what_is_asked_for_is_kept(monkeypatch):
 @pytest.mark.parametrize("finer", [False, True])
 def test_replicas_of_outputs_alone_take_no_gradient_and_have_the_same_bits(finer):
     case, narrow = FAMILY.case(1, "bf16", SETTINGS), Recipe(logits="bf16")
-    alone, whole = (
-        oracle_of(case).oracle.replicas(narrow, 3, finer, ["logps"]),
-        oracle_of(case).oracle.replicas(narrow, 3, finer),
-    )
+    alone, whole = (oracle_of(case).oracle.replicas(narrow, 3, finer, *names) for names in ([["logps"]], []))
     assert not any(name.startswith("grad_") for name in alone) and "grad_hidden" in whole
     assert all(torch.equal(value, whole[name]) for name, value in alone.items())
 
@@ -156,17 +153,9 @@ def test_values_of_one_result_are_judged_together(off, asked):
 @pytest.mark.parametrize("folded", [0.0625, 1.0])
 def test_a_factor_on_the_parameters_flushes_no_gradient_of_the_logits(folded):
     """Small gradients of logits that a factor of 1/16 would flush to 0: they meet it only behind the product with the head."""
-    settings = {
-        "T": 7,
-        "V": 30,
-        "H": 1,
-        "peak": 12.0,
-        "level": 150.0,
-        "targets": "edge",
-        "softcap": 50.0,
-        "cotangent": "small",
-    }
-    case = FAMILY.case(327, "fp16", settings | {"logit_scale": 0.0625, "entropy": "gradient"})
+    settings = {"T": 7, "V": 30, "H": 1, "peak": 12.0, "level": 150.0, "targets": "edge", "softcap": 50.0}
+    settings |= {"cotangent": "small", "logit_scale": 0.0625, "entropy": "gradient"}
+    case = FAMILY.case(327, "fp16", settings)
     narrow = Recipe(logits="input", dlogits="input", elementwise="input", folded=folded).resolve("fp16")
     found = oracle_of(case).oracle.replicas(narrow, 12)["grad_hidden"].flatten(1)[:, 8]
     assert bool(found.any()) == (folded != 1.0)

@@ -35,7 +35,7 @@ def drawn(dtype, **shapes):
     return {n: torch.randn(shape, generator=generator).to(dtype) for n, shape in shapes.items()}
 
 
-X, W = (6, 96), (96,)
+X, W, QKV = (6, 96), (96,), {"q": (2, 5, 8), "k": (2, 7, 8), "v": (2, 7, 8)}
 IDS = torch.tensor([3, 1, 3, 3, 0, 8, 3])
 
 
@@ -55,11 +55,7 @@ ALIKE = {
     "gelu": (lambda x: x * 0.5 * (1 + torch.erf(x * 0.5**0.5)), lambda x: F.gelu(x), {"x": X}),
     "silu": (lambda x: x * torch.sigmoid(x), lambda x: F.silu(x), {"x": X}),
     "swiglu": (lambda x, y: F.silu(x) * y, lambda x, y: (F.silu(x.float()) * y.float()).to(x.dtype), {"x": X, "y": X}),
-    "attention": (
-        attention,
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
-        {"q": (2, 5, 8), "k": (2, 7, 8), "v": (2, 7, 8)},
-    ),
+    "attention": (attention, lambda q, k, v: F.scaled_dot_product_attention(q, k, v), QKV),
     "matmul": (lambda x, y: x @ y, lambda x, y: torch.einsum("ij,jk->ik", x, y), {"x": (5, 300), "y": (300, 4)}),
     "conv1d": (*by_torch(lambda x, w: F.conv1d(x, w)), {"x": (3, 4, 20), "w": (6, 4, 3)}),
     "grouped conv1d": (*by_torch(lambda x, w: F.conv1d(x, w, groups=2)), {"x": (3, 4, 20), "w": (6, 2, 3)}),
@@ -123,9 +119,8 @@ def test_a_failure_says_which_precision_would_explain_it_and_where_it_is():
     for recipe in (EAGER, eval(parity.explained_by)):
         assert_parity(rms_norm, rms_norm, inputs, recipe=recipe)
     doubled = check_parity(lambda x, weight: 2 * fused_rms_norm(x, weight), rms_norm, inputs)
-    assert (
-        doubled.hints["output"][0].startswith("2 times the definition") and "2 times the definition" in doubled.message
-    )
+    assert doubled.hints["output"][0].startswith("2 times the definition")
+    assert "2 times the definition" in doubled.message
     column = check_parity(WRONG["last column"], rms_norm, drawn(torch.float32, x=X, weight=W))
     assert any("only at index 95 of dimension 1" in hint for hint in column.hints["output"])
     assert column.kind == "logic"
@@ -233,12 +228,11 @@ def test_trees_and_modules():
     parity = check_parity(definition, definition, inputs)
     assert parity.agrees
     assert set(parity.quantities) == {"sum", "both[0]", "both[1]", "grad_pair.a", "grad_pair.b[0]"}
-    shifted = check_parity(
-        lambda pair, scale: definition(pair, scale) | {"both": (pair["a"].sin(), pair["b"][0].argmax(-1) + 1)},
-        definition,
-        inputs,
-    )
-    assert list(shifted.wrong) == ["both[1]"]
+
+    def shifted(pair, scale):
+        return definition(pair, scale) | {"both": (pair["a"].sin(), pair["b"][0].argmax(-1) + 1)}
+
+    assert list(check_parity(shifted, definition, inputs).wrong) == ["both[1]"]
 
     layer, other = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
     rows = drawn(torch.float32, input=(4, 6))
@@ -325,12 +319,8 @@ def test_a_reference_of_other_tests_is_a_definition_as_it_is():
             return Returned(loss * 1.01, logits)
 
     inputs = drawn(torch.float32, hidden=(3, 4))
-    assert set(check_parity(Renamed(), Scaled(), inputs).quantities) == {
-        "output[0]",
-        "output[1]",
-        "grad_hidden",
-        "grad_weight",
-    }
+    quantities = {"output[0]", "output[1]", "grad_hidden", "grad_weight"}
+    assert set(check_parity(Renamed(), Scaled(), inputs).quantities) == quantities
     assert_parity(Renamed(), Scaled(), inputs)
     assert "output[0]" in check_parity(Wrong(), Scaled(), inputs).wrong
 
@@ -379,19 +369,16 @@ def test_a_definition_that_looks_at_values_takes_one_replica_at_a_time():
     assert not check_parity(lambda x: x * 2 / 3.001, definition, inputs).agrees
 
 
+BOTH = {"function": rms_norm, "definition": rms_norm}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"function": rms_norm}, "definition and inputs"),
         ({"definition": rms_norm, "inputs": {}}, "not both"),
-        (
-            {"function": rms_norm, "definition": rms_norm, "inputs": {"x": torch.ones(2, dtype=torch.float64)}},
-            "float64",
-        ),
-        (
-            {"function": rms_norm, "definition": rms_norm, "inputs": {"x": torch.ones(2)}, "grad": ("y",)},
-            "inputs are x",
-        ),
+        (BOTH | {"inputs": {"x": torch.ones(2, dtype=torch.float64)}}, "float64"),
+        (BOTH | {"inputs": {"x": torch.ones(2)}, "grad": ("y",)}, "inputs are x"),
     ],
 )
 def test_what_cannot_be_asked_is_said(arguments, said):
@@ -549,16 +536,14 @@ def test_upstream_gradients_are_drawn_alike_whatever_the_default_device():
         assert torch.equal(cotangent("output", torch.zeros(3, device="cpu"), 0), here)
 
 
-def test_an_output_is_no_coarser_than_the_inputs():
-    inputs = drawn(torch.float16, x=X, weight=W)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_an_output_is_no_coarser_than_the_inputs(dtype):
     narrow = lambda x, weight: fused_rms_norm(x, weight).bfloat16()  # noqa: E731
-    assert check_parity(narrow, rms_norm, inputs).wrong["output"].gate == "structure"
+    assert check_parity(narrow, rms_norm, drawn(dtype, x=X, weight=W)).wrong["output"].gate == "structure"
 
 
 def test_the_recipe_holds_float32_to_float32():
     inputs = drawn(torch.float32, x=X, weight=W)
-    narrow = lambda x, weight: fused_rms_norm(x, weight).bfloat16()  # noqa: E731
-    assert check_parity(narrow, rms_norm, inputs).wrong["output"].gate == "structure"
     inside = lambda x, weight: fused_rms_norm(x.bfloat16().float(), weight)  # noqa: E731
     parity = check_parity(inside, rms_norm, inputs)
     assert "logic; right for code that rounds so: Recipe(softmax='bf16', elementwise='bf16')" in parity.message

@@ -15,26 +15,11 @@ Wrong = Callable[[Adapter], Adapter]
 
 
 def _before(act: Callable[[Inputs], object]) -> Wrong:
-    def wrong(call: Adapter) -> Adapter:
-        def adapter(x: Inputs) -> Outputs:
-            act(x)
-            return call(x)
-
-        return adapter
-
-    return wrong
+    return lambda call: lambda x: (act(x), call(x))[1]
 
 
 def _after(act: Callable[[Inputs], object]) -> Wrong:
-    def wrong(call: Adapter) -> Adapter:
-        def adapter(x: Inputs) -> Outputs:
-            out = call(x)
-            act(x)
-            return out
-
-        return adapter
-
-    return wrong
+    return lambda call: lambda x: (call(x), act(x))[0]
 
 
 def _rebind(x: Inputs) -> None:
@@ -191,11 +176,9 @@ def unasked(call: Adapter) -> Adapter:
     return adapter
 
 
+UNSLOTH = "UNSLOTH_RETURN_HIDDEN_STATES"
 MISCONDUCT: dict[str, tuple[str, Wrong]] = {
-    "environment-left": (
-        "environment variable set and left",
-        _before(lambda x: os.environ.__setitem__("UNSLOTH_RETURN_HIDDEN_STATES", "1")),
-    ),
+    "environment-left": ("environment variable set and left", _before(lambda x: os.environ.update({UNSLOTH: "1"}))),
     "rng-advanced": ("torch's random numbers advanced", _before(lambda x: torch.rand(1))),
     "python-rng-advanced": ("Python's random numbers advanced", _before(lambda x: random.random())),
     "matmul-precision-left": (
@@ -236,9 +219,8 @@ def misread(*names: str) -> dict[str, tuple[str, Wrong]]:
 
     def reader(chosen: tuple[str, ...], at: Callable[[torch.Tensor], int]) -> Wrong:
         def read(t: torch.Tensor | None) -> torch.Tensor | None:
-            return (
-                t if t is None or not t.numel() or (t.is_contiguous() and not t.storage_offset()) else _as_if(t, at(t))
-            )
+            plain = t is None or not t.numel() or (t.is_contiguous() and not t.storage_offset())
+            return t if plain else _as_if(t, at(t))
 
         return lambda call: lambda x: call(x.replace(**{n: read(x.tensors.get(n)) for n in chosen if n in x.tensors}))
 

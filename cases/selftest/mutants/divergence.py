@@ -85,9 +85,8 @@ def _one_more(x: Inputs) -> float:
 
 
 def _always_tail(x: Inputs, lp: Tensor, lq: Tensor) -> Pair:
-    return torch.cat([lp, tail(torch.logsumexp(lp, -1, keepdim=True))], -1), torch.cat(
-        [lq, tail(torch.logsumexp(lq, -1, keepdim=True))], -1
-    )
+    both = (torch.cat([l, tail(torch.logsumexp(l, -1, keepdim=True))], -1) for l in (lp, lq))
+    return next(both), next(both)
 
 
 def _tail_detached(x: Inputs, lp: Tensor, lq: Tensor) -> Pair:

@@ -61,12 +61,9 @@ def _mutants() -> Wrong:
     return found
 
 
+CORRECT = {"steps": Steps(), "fused": Steps(pair=Fused().pair), "summed": Steps(product=summed(torch.float32))}
 EDITED = Edited(
-    {
-        "steps": Steps().call,
-        "fused": Steps(pair=Fused().pair).call,
-        "summed": Steps(product=summed(torch.float32)).call,
-    },
+    {name: steps.call for name, steps in CORRECT.items()},
     _mutants(),
     ("plain", "autocast", "checkpoint"),
     {"entropy": ""},

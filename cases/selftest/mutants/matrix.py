@@ -119,9 +119,8 @@ def _judged(oracle: CaseOracle, mutant: Mutant, fate: Fate, known: Sequence[Outc
 
 
 def _dead(fate: Fate, case: Case, gate: str, quantity: str, message: str) -> Fate:
-    return dataclasses.replace(
-        fate, gate=gate, quantity=quantity, dtype=case.dtype, message=message, case=case.to_json()
-    )
+    told = {"quantity": quantity, "dtype": case.dtype, "message": message, "case": case.to_json()}
+    return dataclasses.replace(fate, gate=gate, **told)
 
 
 HEADINGS = ("family", ">mutants", ">caught", ">cases: median", ">90 %", ">most", ">controls", ">called wrong")

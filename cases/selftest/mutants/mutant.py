@@ -17,15 +17,7 @@ from parity.registry import NAMES
 
 FAMILIES = NAMES
 """Loss families; the mutants of each are a module here."""
-TRAINERS = (
-    "sft-trainer",
-    "dpo-trainer",
-    "kto-trainer",
-    "grpo-trainer",
-    "rloo-trainer",
-    "online-dpo-trainer",
-    "distillation-trainer",
-)
+TRAINERS = tuple(f"{name}-trainer" for name in ("sft", "dpo", "kto", "grpo", "rloo", "online-dpo", "distillation"))
 """Trainers with mutants, see `trainers.py`."""
 
 
@@ -69,10 +61,8 @@ def edited(family: str) -> Edited:
 @functools.cache
 def mutants(family: str) -> tuple[Mutant, ...]:
     """The mutants of a family."""
-    return tuple(
-        _of(family, name, call, mistake, name not in MISCONDUCT)
-        for name, (mistake, call) in edited(family).wrong.items()
-    )
+    wrong = edited(family).wrong.items()
+    return tuple(_of(family, name, call, mistake, name not in MISCONDUCT) for name, (mistake, call) in wrong)
 
 
 @functools.cache
@@ -90,12 +80,5 @@ def originals(family: str) -> tuple[Mutant, ...]:
 def _of(family: str, name: str, call: Adapter, mistake: str, pure: bool = True) -> Mutant:
     of = edited(family)
     offered = {output for output, prefix in of.offered.items() if not mistake or name.startswith(prefix)}
-    implementation = Implementation(
-        id=f"mutant.{family}.{name}",
-        family=family,
-        role="candidate",
-        call=call,
-        outputs=frozenset(offered),
-        contexts=frozenset(of.contexts),
-    )
-    return Mutant(implementation, mistake, pure)
+    taken = {"outputs": frozenset(offered), "contexts": frozenset(of.contexts)}
+    return Mutant(Implementation(f"mutant.{family}.{name}", family, "candidate", call, **taken), mistake, pure)

@@ -63,26 +63,11 @@ def test_every_name_in_the_table_is_known(family: str) -> None:
                     (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
                 if isinstance(node, ast.arg):
                     bound.add(node.arg)
-    parameters = {
-        "x",
-        "c",
-        "z",
-        "hidden",
-        "logps",
-        "entropy",
-        "value",
-        "index",
-        "lp",
-        "lq",
-        "beta",
-        "per_token",
-        "loss",
-    }
+    parameters = {*"x c z hidden logps entropy value index lp lq beta per_token loss".split()}
     assert used - bound - parameters - known == set()
     helpers = {n for n, f in vars(module).items() if n[0] == "_" and getattr(f, "__module__", "") == module.__name__}
-    named = used | {
-        node.id for node in ast.walk(ast.parse(Path(module.__file__).read_text())) if isinstance(node, ast.Name)
-    }
+    nodes = ast.walk(ast.parse(Path(module.__file__).read_text()))
+    named = used | {node.id for node in nodes if isinstance(node, ast.Name)}
     assert helpers - named == set(), "nothing uses them"
 
 
@@ -92,6 +77,5 @@ def test_the_page_counts_streams_and_names_survivors() -> None:
     control = Fate("policy", "c", "", 0, 50, 90)
     text = page(dataclasses.asdict(fate) for fate in (dead, alive, control))
     assert "| policy | 2 | 1 | 4 | 4 | 4 | 1 | 0 |" in text and "| row | 1 |" in text
-    assert text.endswith(
-        "policy m, seed 1: a mistake\n1 of 2 mutants caught, 1 survived; 1 of 1 controls never called wrong"
-    )
+    counts = "1 of 2 mutants caught, 1 survived; 1 of 1 controls never called wrong"
+    assert text.endswith(f"policy m, seed 1: a mistake\n{counts}")

@@ -70,9 +70,7 @@ def mutated(family: str, edit: Edit) -> type:
     made: dict[str, Any] = {}
     text = f"def _made(_base):\n{textwrap.indent(source, '    ')}\n    return {edit.method}\n"
     module = sys.modules.get(base.__module__) or importlib.import_module(base.__module__)
-    exec(
-        compile(text, f"<{family}.{edit.name}>", "exec"), vars(module), made
-    )  # the module's names, as they are when called
+    exec(compile(text, f"<{family}.{edit.name}>", "exec"), vars(module), made)  # its names, as they are when called
     return type(kind.__name__, (kind,), {edit.method: made["_made"](base), "__module__": __name__})
 
 

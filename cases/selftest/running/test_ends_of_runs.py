@@ -14,12 +14,13 @@ from click.testing import CliRunner
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from cases.selftest.results import runs
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.results.report import render
 from parity.results.report.rows import read, writer
 from parity.results.report.summary import summarise
-from parity.results.row import About, End, Header, Last, Part, Parted, Row
+from parity.results.row import About, End, Header, Last, Part, Parted
 from parity.running import run as running
 from parity.running.plan import At, Judged, Shard
 
@@ -30,18 +31,8 @@ PART = Parted(part=Part(name="a", cases=40), run="aa")
 
 
 def row(**fields):
-    base = {"case": "logprobs-1", "family": "logprobs", "implementation": "trl.selective_log_softmax", "dtype": "fp32"}
-    return Row(
-        **{
-            **base,
-            "device": "cpu",
-            "verdict": "agree",
-            "quantity": "logps",
-            "run": "aa",
-            "settings": {"V": 3},
-            **fields,
-        }
-    )
+    base = {"case": "logprobs-1", "quantity": "logps", "family": "logprobs", "run": "aa", "settings": {"V": 3}}
+    return runs.row(**base | {"implementation": "trl.selective_log_softmax"} | fields)
 
 
 def file_of(path, *records):
@@ -118,13 +109,10 @@ def test_sigterm_is_an_end_as_well():
 
 
 def test_a_folder_of_reports_belongs_to_one_run(tmp_path):
-    program = (
-        "import sys\nfrom pathlib import Path\nfrom parity.running.run import locked\n"
-        "with locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    input()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
+    program = "import sys\nfrom pathlib import Path\nfrom parity.running.run import locked\n"
+    program += "with locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    input()\n"
+    command, pipe = [sys.executable, "-c", program, str(tmp_path)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(UsageError, match=f"process {other.pid} writes its reports there"), running.locked(tmp_path):
             pass

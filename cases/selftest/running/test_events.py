@@ -11,32 +11,20 @@ from parity import process
 from parity.decoding import decode
 from parity.errors import UsageError
 from parity.results.row import Row
-from parity.running import supervisor
-from parity.running.plan import (
-    At,
-    Checked,
-    Confirmed,
-    Event,
-    Importing,
-    Judged,
-    Lost,
-    Retired,
-    Shard,
-    ShardDone,
-    Started,
-)
+from parity.running import plan, supervisor
+from parity.running.plan import At, Event, Lost, Shard
 from parity.running.shard_queue import ShardQueue
 
 ROW = Row(case="c", family="f", implementation="i", dtype="fp32", device="cpu", verdict="agree", settings={"B": 1})
 EVENTS = [
-    Importing("own.py"),
+    plan.Importing("own.py"),
     At(3),
-    Started("c", "i", {"seed": 1}),
-    Judged(ROW),
-    Checked("entry", None),
-    Confirmed([("loss", None)]),
-    ShardDone(3, 0.5),
-    Retired("c", "i"),
+    plan.Started("c", "i", {"seed": 1}),
+    plan.Judged(ROW),
+    plan.Checked("entry", None),
+    plan.Confirmed([("loss", None)]),
+    plan.ShardDone(3, 0.5),
+    plan.Retired("c", "i"),
     Lost("no answer"),
 ]
 

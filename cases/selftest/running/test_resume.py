@@ -2,7 +2,6 @@
 
 import collections
 import multiprocessing
-import os
 import random
 import sys
 import tempfile
@@ -105,9 +104,8 @@ def test_a_new_finding_is_told_once_as_soon_as_it_counts(options, monkeypatch, c
     asked = Options(**vars(options) | {"confirm": confirm, "minimise": False})
     running.execute(asked, lambda rows, done, *_: at.append((done, len(told))), told.append)
     news = [line for line in told if line.startswith("NEW ")]
-    assert [line.partition(" · ")[2].startswith("parity replay logprobs-") for line in news] == [True] * (
-        shown == "yes" or not confirm
-    )
+    replays = [line.partition(" · ")[2].startswith("parity replay logprobs-") for line in news]
+    assert replays == [True] * (shown == "yes" or not confirm)
     if not confirm:
         assert min(done for done, lines in at if lines > 1) < 5, "it waited"
 
@@ -175,25 +173,3 @@ def test_what_is_done_to_the_file_of_a_run_is_undone_at_its_end(options, tmp_pat
     reports = tmp_path / "b"
     running.execute(Options(**vars(options) | {"reports": reports}), lambda *_: act(reports / "results.ndjson"))
     assert rows_of(reports / "results.ndjson")[1] == rows_of(options.reports / "results.ndjson")[1]
-
-
-@pytest.mark.skipif("PARITY_KILLS" not in os.environ, reason="minutes: PARITY_KILLS=20 runs it")
-def test_a_real_run_that_is_killed_many_times(tmp_path):
-    options = {"profile": "quick", "families": ("logprobs",), "implementations": ("trl", "fixes")}
-    begun = time.monotonic()
-    execute(Options(**options, reports=tmp_path / "whole"))
-    _, expected = rows_of(tmp_path / "whole" / "results.ndjson")
-    took, moments, kills, path = time.monotonic() - begun, random.Random(), 0, tmp_path / "killed" / "results.ndjson"
-    again = Options(**options, reports=path.parent)
-    while kills < int(os.environ["PARITY_KILLS"]):
-        if killed(again, moments.uniform(0.2, 1.2) * took):
-            path.unlink()
-            again = Options(**options, reports=path.parent)
-            continue
-        kills += 1
-        if path.exists() and path.read_bytes().count(b"\n"):
-            again = Options(resume=path)
-            header, rows = read(path)
-            print(f"kill {kills}: {len(rows)} rows, {len(header.parts or ())} of {len(header.header.plan)} shards")
-    assert execute(again).header.end.complete
-    assert rows_of(path)[1] == expected

@@ -7,16 +7,16 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from msgspec.structs import replace
 
+from cases.selftest.results.runs import ledger_of
+from cases.selftest.running.test_child import running
 from fixtures import warm
 from parity import data
 from parity.case.case import Case
 from parity.decoding import save_json
 from parity.process import SCRATCH, scratch_folder
-from parity.results.ledger_edit import toml
 from parity.running import shard_queue, supervisor
 from parity.running.plan import Event, Judged, Lost, Shard, ShardDone, Sought, Started
 from parity.running.shard_queue import ShardQueue
@@ -103,10 +103,8 @@ def nothing_twice(events):
 def test_past_the_time_of_a_run_what_hangs_is_waited_for_once(tmp_path, deadline, waits):
     plan = plan_of(tmp_path, ["fixtures/kernels.py:spins"]) | {"deadline": deadline}
     plan |= {"ledger": str(tmp_path / "ledger.toml"), "frozen": ["1.json", "2.json"]}
-    about = {"family": "logprobs", "implementations": ["own"], "quantities": ["*"], "verdicts": ["disagree"]}
-    about |= {"date": "2026-11-25", "link": "here", "reason": "so"}
-    entries = [toml({"id": f"entry-{seed}", "case": f"{seed}.json"} | about) for seed in (1, 2)]
-    (tmp_path / "ledger.toml").write_text("\n".join(entries))
+    about = {"implementations": ["own"], "verdicts": ["disagree"]}
+    ledger_of(tmp_path / "ledger.toml", *({"id": f"entry-{n}", "case": f"{n}.json"} | about for n in (1, 2)))
     for seed in (1, 2):
         save_json(tmp_path / f"{seed}.json", {"case": Case("logprobs", seed, "fp32", {"V": 5}).to_json(), "fast": True})
     shard = Shard(family="logprobs", kind="frozen", count=2, seed=1, exclude=REFERENCE)
@@ -135,26 +133,22 @@ class Ends(torch.autograd.Function):
     forward = staticmethod(lambda ctx, x: x.clone())
     backward = staticmethod(lambda ctx, g: os.kill(os.getpid(), signal.SIGSEGV))
 """
+SEGMENTATION = (
+    r"\(killed by signal 11\) at .*own\.py:\d+ .*: Fatal Python error: Segmentation fault, in its backward pass$"
+)
 
 
 @pytest.mark.parametrize(
     ("setup", "act", "excluded", "blame", "said"),
     [
         ("", "if calls > 1: os._exit(7)", [], "candidate", r"^the process ended \(exit code 7\), in its forward pass$"),
-        (
-            BACKWARD,
-            "hidden = Ends.apply(hidden)",
-            [],
-            "candidate",
-            r"^the process ended \(killed by signal 11\) at .*own\.py:\d+ .*: Fatal Python error: Segmentation fault, in its "
-            "backward pass$",
-        ),
+        (BACKWARD, "hidden = Ends.apply(hidden)", [], "candidate", SEGMENTATION),
         (
             "",
             "os._exit(7)",
-            ["trl.selective_log_softmax"],
+            REFERENCE,
             None,
-            r"in its forward pass; whose fault is not known: no reference ran this case$",
+            "in its forward pass; whose fault is not known: no reference ran this case$",
         ),
     ],
     ids=["forward", "backward", "alone"],
@@ -232,10 +226,7 @@ def test_a_watcher_that_is_killed_leaves_no_worker(tmp_path):
             time.sleep(0.05)
         watcher.kill()
     until = time.monotonic() + 10
-    while (
-        psutil.pid_exists(int(told.read_text()))
-        and psutil.Process(int(told.read_text())).status() != psutil.STATUS_ZOMBIE
-    ):
+    while running(int(told.read_text())):
         assert time.monotonic() < until, "the worker goes on"
         time.sleep(0.05)
 
