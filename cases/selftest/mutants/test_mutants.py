@@ -19,7 +19,9 @@ CASES = {"logprobs": 45, "policy": 115, "divergence": 45, "preference": 200}
 """Cases of the short form: by then the mutants outside `LATE` are dead."""
 LATE: dict[str, frozenset[str]] = {
     "logprobs": frozenset({"strides-of-bias", "nan-hidden", "all-ignored"}),
-    "policy": frozenset({"off-policy-nan", "strides-of-sampling_logps", "strides-of-previous_ids"}),
+    "policy": frozenset(
+        {"off-policy-nan", "strides-of-sampling_logps", "strides-of-previous_ids", "grad-lora_a-lora_b-scaled-1e-3"}
+    ),
     "divergence": frozenset({"mixture-detached"}),
     "preference": frozenset({"sigmoid-for-hinge"}),
 }
