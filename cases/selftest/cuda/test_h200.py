@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from cases.selftest.controls.correct import CONTROLS
 from cases.selftest.oracles import oracle_of
 from fixtures.pretended_cuda import pretended
-from parity.judging.assess import judge_all
+from parity.judging.assess import judged
 from parity.protocol.exceptions import Outcome
 from parity.registry import load, loss_family
 
@@ -28,7 +28,6 @@ def test_results_of_an_h200_are_right(name):
     came = {key.rpartition("/")[2]: value for key, value in VALUES.items() if key.rpartition("/")[0] == name}
     with pretended():
         oracle = oracle_of(case, "cuda").offered(known[name])
-        recipe = known[name].recipe_for(oracle.inputs)
-        found = judge_all(oracle, known[name], Outcome("ran", came), recipe)
+        found = judged(oracle, known[name], Outcome("ran", came))
     assert came and found.keys() >= came.keys()
     assert all(found[n].agrees for n in came), {n: (found[n].gate, found[n].headroom) for n in came}
