@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from parity.case import drawing
 from parity.case.family import Family
 from parity.cli.show import table_of
 from parity.errors import UsageError
@@ -18,8 +17,8 @@ from parity.results.report.rows import read
 from parity.results.row import DECLINED, Row
 from parity.trainers import catalogue
 
-TENSORS_OF = 100
-"""Drawn cases that have every tensor of a family."""
+DRAWN, SMALL = 60, 100
+"""Drawn cases of which those whose sizes are small have every tensor of a family."""
 
 
 def implementations(families: Iterable[str], console: Console) -> None:
@@ -64,8 +63,13 @@ def settings(name: str, console: Console) -> None:
 
 def _tensors(fam: Family) -> list[str]:
     """The tensors of a family's cases, each with its shape in names of sizes, as drawn cases have them."""
+    from parity.case import drawing  # Hypothesis
+
     sizes: dict[tuple[str, int], list[set[str]]] = {}
-    for case in drawing.draws(drawing.cases(fam, ("fp32",), "quick"), "tensors", TENSORS_OF):
+    for case in drawing.draws(drawing.cases(fam, ("fp32",), "quick"), "tensors", DRAWN):
+        settings = fam.full_settings(case)
+        if max(getattr(settings, name) for name in fam.shapes) > SMALL:
+            continue
         x = fam.build(case)
         for name, tensor in x.tensors.items():
             if tensor is not None:

@@ -116,10 +116,10 @@ class Oracle:
                 start = max(n for n in self.steps if n < count)
                 sets = [self.replicas(recipe, start, False, names)] if start else []
                 sets.append(self.draw(recipe, range(start, count), self.seed, gradients, 1, keep))
-            self._replicas[key] = self._together([s for s in sets if s])
+            self._replicas[key] = self._concatenated([s for s in sets if s])
         return self._replicas[key]
 
-    def _together(self, sets: Sequence[Mapping[str, torch.Tensor]]) -> Quantities:
+    def _concatenated(self, sets: Sequence[Mapping[str, torch.Tensor]]) -> Quantities:
         """All of these replicas, of the quantities that each of them has."""
         names = [name for name in self.exact if all(name in found for found in sets)]
         return {

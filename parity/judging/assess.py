@@ -210,8 +210,7 @@ def _asked(oracle: CaseOracle, name: str, dtype: torch.dtype | None, came: torch
 
 def near(oracle: CaseOracle, names: Collection[str]) -> int:
     """How many replicas judge the quantities `names` where they nearly agree."""
-    size = largest(oracle.family, oracle.inputs)
-    return if_near(size, max(oracle.exact[n].numel() if n in oracle.exact else 1 for n in names))
+    return if_near(oracle.oracle.size, max(oracle.exact[n].numel() if n in oracle.exact else 1 for n in names))
 
 
 def judged(

@@ -22,10 +22,9 @@ from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import cases_drawn
 from parity.implementations.implementation import Implementation
-from parity.judge.escalation import escalate, ladder
+from parity.judge.escalation import escalate
 from parity.judge.gates import Judgement, judge
 from parity.judging.assess import CaseOracle, expected, near
-from parity.judging.oracle import largest
 from parity.protocol.call import execute
 from parity.registry import loss_family
 from parity.results.report import measured
@@ -160,7 +159,7 @@ class Jury:
         inputs = self.oracle.inputs
         self.recipe = self.honest.recipe_for(inputs)
         self.dtypes = expected(self.oracle, self.honest, self.recipe)
-        self.counts = ladder(largest(self.oracle.family, self.oracle.inputs))
+        self.counts = self.oracle.oracle.steps
 
     def _with(self, values: Values, name: str, count: int) -> Judgement:
         """One quantity by the gates, with `count` replicas, of which others are kept only where all are small."""

@@ -100,10 +100,12 @@ def exact_step(model: Any, loss: Loss, rounding: type[AnyOperation] = AnyOperati
 
     def draw(recipe: Recipe, *more: Any) -> Mapping[str, Tensor]:
         found = oracle.draw(recipe, *more)
-        lost = [n for n, e in slopes.items() if found and bool((e.isfinite() & ~found[n].isfinite()).any())]
+        if not found:
+            return found
+        lost = [n for n, e in slopes.items() if bool((e.isfinite() & ~found[n].isfinite()).any())]
         if lost:
             raise OracleError(f"the replica's {lost[0]} is not finite where the exact one is")
-        if rounding is AnyOperation and found:
+        if rounding is AnyOperation:
             squares = sum((found[n] - e).square().flatten(1).sum(1) for n, e in slopes.items())
             apart = float(torch.as_tensor(squares).max().sqrt()) / total
             if apart > FARTHEST:
