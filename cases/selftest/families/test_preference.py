@@ -211,3 +211,11 @@ def test_a_bias_that_targets_read_by_index_may_drift():
     case, right = Case("preference", 0, "fp32", settings), control("control.preference.apart")
     found = {r.quantity: r for r in run_case(case, [right], "cpu", False, lambda i: None, None)}
     assert {q: r.verdict for q, r in found.items() if r.verdict != "agree"} == {} and found["grad_bias"].headroom > 0.1
+
+
+def test_odds_are_of_likely_completions_too():
+    """Where p is small log(1 - p) is nearly 0, and a loss without it nearly right: one case of twenty has p above 1/2."""
+    odds = [c for c in drawn("preference", 300, 0, ("fp32",), "quick") if c.settings.get("method") == "orpo"]
+    found = [exact(FAMILY, FAMILY.build(case)) for case in odds]
+    likely = [max(float(x[name].max()) for name in ("chosen_logps", "rejected_logps")) > math.log(0.5) for x in found]
+    assert sum(likely) >= len(odds) / 20 > 1
