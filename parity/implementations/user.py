@@ -28,7 +28,6 @@ from parity.families import policy_stored, stored_tensors
 from parity.implementations import plain
 from parity.implementations.implementation import Implementation, Named, Outputs, only, require
 from parity.judge.recipe import Recipe
-from parity.process import tell
 
 ALIASES = dict.fromkeys(("input_ids", "targets", "labels"), "ids")
 ALIASES |= {"hidden_states": "hidden", "lm_head_weight": "weight", "final_logit_softcapping": "softcap"}
@@ -72,7 +71,6 @@ def loaded(spec: str, importing: Importing) -> Any:
     file = Path(path).resolve()
     if not file.is_file():
         raise UsageError(f"implementation {spec!r}: {path} is not a file")
-    tell(event="importing", path=path)
     try:
         module = _module(file, importing)
     except KeyboardInterrupt:
@@ -81,7 +79,6 @@ def loaded(spec: str, importing: Importing) -> Any:
         raise UsageError(f"implementation {spec!r}: importing {path} calls sys.exit({error.code!r})") from error
     except BaseException as error:
         raise UsageError(f"implementation {spec!r}: importing {path} fails: {type(error).__name__}: {error}") from error
-    tell(event="importing", path=None)
     found = getattr(module, name, None)
     if not isinstance(found, Implementation | Family) and not callable(found):
         defined = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}

@@ -3,29 +3,21 @@
 What is watched beside names: the environment, random states, and torch's modes, defaults and switches.
 """
 
-import _thread
 import contextlib
 import dataclasses
-import functools
-import gc
 import operator
 import os
 import random
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.modules import module as nn_module
 from torch.utils._device import DeviceContext
 
 from parity.protocol import bindings
 
-_saved_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
-_TINY = [5e-324]
 SWITCHES = """
 backends.cudnn.enabled backends.cudnn.benchmark backends.cudnn.deterministic backends.cudnn.allow_tf32
 backends.cuda.matmul.allow_tf32 backends.cuda.matmul.allow_fp16_reduced_precision_reduction
@@ -44,13 +36,6 @@ _kept: dict[str, Changed] = {}
 """What a file or a library patched when it was imported."""
 _belongs: dict[str, str] = {}
 _broken: list[str] = []
-_reference: list[bytes] = []
-_called: list[str] = []
-"""Who was called since arithmetic was last tried."""
-BEGINNING, ENDING = 5e-3, 0.1
-"""Seconds after which a thread that a user's function starts counts, and in which one may end by itself."""
-_X = torch.linspace(-1.5, 2.0, 16, dtype=torch.float64).view(4, 4)
-_IDS = torch.arange(4).unsqueeze(-1)
 
 
 def _put_variables(value: dict[bytes, bytes]) -> None:
@@ -88,22 +73,6 @@ def _put_modes(value: tuple[int, int]) -> None:
         torch._C._pop_torch_function_stack()
     while torch._C._len_torch_dispatch_stack() > value[1]:
         torch._C._pop_torch_dispatch_stack(None)
-
-
-def _put_saved_hooks(value: Any) -> None:
-    while (now := _saved_hooks()) is not None and now != value:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def _module_hooks() -> dict[str, Any]:
-    tables = vars(nn_module).items()
-    return {name: dict(table) for name, table in tables if name.startswith("_global_") and isinstance(table, dict)}
-
-
-def _put_module_hooks(value: dict[str, Any]) -> None:
-    for name, hooks in value.items():
-        vars(nn_module)[name].clear()
-        vars(nn_module)[name].update(hooks)
 
 
 def _put_autocast(value: list[Any]) -> None:
@@ -165,11 +134,6 @@ WATCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     ),
     "inference mode": (torch.is_inference_mode_enabled, None),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "anomaly mode": (
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda v: torch.set_anomaly_enabled(*v),
-    ),
-    "hooks on saved tensors": (_saved_hooks, _put_saved_hooks),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (
         lambda: str(torch.get_default_device()),
@@ -188,10 +152,7 @@ WATCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         lambda: [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
         _put_autocast,
     ),
-    # on this thread: torch can set it and not say it
-    "flushing of subnormal numbers": (lambda: _TINY[0] * 1.0 == 0.0, torch.set_flush_denormal),
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "hooks on every module": (_module_hooks, _put_module_hooks),
 }
 """What a call must leave alone, in the order in which it is put back: one function reads it, one restores what that gave. Without
 the second nothing can undo it. Of a table the entries that changed are named."""
@@ -201,38 +162,19 @@ LEFT = 10
 
 def told(name: str, before: Any, now: Any) -> list[str]:
     """How a change of an entry is named."""
-    if not isinstance(before, dict) or name == "hooks on every module":
+    if not isinstance(before, dict):
         return [f"{name} changed"]
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     return [f"{name} {os.fsdecode(key)} changed" for key in keys[:LEFT]]
 
 
-def arithmetic() -> bytes:
-    """The bits of a small float64 computation of every operation that the definitions are made of, and of a gradient. It
-    tells whether arithmetic still is what it was, for whatever is not watched."""
-    x = _X.detach().requires_grad_()
-    z = torch.tanh(x @ x.T)
-    total = torch.log_softmax(z, -1).gather(-1, _IDS).exp().mean() + torch.logsumexp(z, -1).sum()
-    (gradient,) = torch.autograd.grad(total, x)
-    z, total = z.detach(), total.detach()
-    p, picked = torch.softmax(z, -1), z.gather(-1, _IDS).squeeze(-1)
-    least = torch.min(picked, torch.clamp(picked, 0.8, 1.2))
-    rest = torch.sigmoid(picked) + torch.nn.functional.softplus(picked) + least
-    roots = torch.bmm(p[None], z[None]).abs().sqrt().sum()
-    mixed = torch.where(picked > 1, picked, rest).mean() + torch.log1p(p).sum() + roots
-    narrow = z.to(torch.bfloat16).float() + z.to(torch.float16).float()
-    product = torch.nn.functional.linear(narrow, narrow).double()
-    return torch.cat([total.view(1), mixed.view(1), gradient.flatten(), product.flatten()]).numpy().tobytes()
-
-
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Everything of `WATCHES` and `bindings`, and how many threads of Python there are."""
+    """Everything of `WATCHES` and `bindings`."""
 
     states: dict[str, Any]
     names: bindings.Names
     modules: int
-    threads: int
 
     def differing(self) -> Iterator[tuple[str, Any]]:
         """Each entry of `WATCHES` that is not as it was, with what it is now."""
@@ -244,8 +186,6 @@ class Snapshot:
         """Put everything back; the names of what was changed. `whose`: the implementation that was called. What an import
         rebound is not named: it stays in force for calls of the same library (`its_own`), and only there. Where what
         cannot be put back was left, the process is `broken`."""
-        if ".py:" in whose:
-            gc.collect(1)  # what a user's objects do when they die is its own doing
         rebound = list(self.names.changes())
         for _, (owner, name, before, _) in rebound:
             bindings.put(owner, name, before)
@@ -259,28 +199,11 @@ class Snapshot:
                 put(self.states[name])
             else:
                 abandon(f"{whose} left a change that nothing undoes: {name} changed")
-        own = ".py:" in whose
-        if own:
-            time.sleep(BEGINNING)
-        until = time.monotonic() + ENDING
-        tells = own or not imported  # a library may keep one that its import starts
-        while (left := tells and _threads() > self.threads) and time.monotonic() < until:
-            time.sleep(ENDING / 20)
-        if left:
-            abandon(f"{whose} left a thread running, which may change anything")
-        _called.append(whose)
         return found
 
 
-def _threads() -> int:
-    """How many threads run, without the one with which tqdm watches its bars: torch's compiler has some."""
-    return _thread._count() - sum(type(thread).__name__ == "TMonitor" for thread in threading.enumerate())
-
-
 def take() -> Snapshot:
-    if not _reference:
-        _reference.append(arithmetic())
-    return Snapshot({name: get() for name, (get, _) in WATCHES.items()}, bindings.take(), len(sys.modules), _threads())
+    return Snapshot({name: get() for name, (get, _) in WATCHES.items()}, bindings.take(), len(sys.modules))
 
 
 def abandon(reason: str) -> None:
@@ -289,15 +212,7 @@ def abandon(reason: str) -> None:
 
 
 def broken() -> list[str]:
-    """Why this process must not judge anybody else any more; empty where all is well. Asked after the calls of each party."""
-    same = False
-    with contextlib.suppress(Exception):  # an operation that raises since is none that still computes the same
-        same = not _called or arithmetic() == _reference[0]
-    if not same:
-        abandon(f"operations of torch compute something else since {_called[-1]} was called")
-    if _called and (name := bindings.recoded()):
-        abandon(f"{name} has other code since {_called[-1]} was called")
-    _called.clear()
+    """Why this process must not judge anybody else any more; empty where all is well."""
     return list(_broken)
 
 

@@ -28,12 +28,7 @@ SLEEPING, ASLEEP = 2.0, 0.05
 
 
 class Ended(Exception):
-    """The process ended without an answer: `how`, and the user's file that it was importing then, if any."""
-
-    def __init__(self, how: str, importing: str | None):
-        self.how, self.importing = how, importing
-        where = f"importing {importing} ended the process" if importing else "the process ended before it was done"
-        super().__init__(f"{where} ({how})")
+    """The process ended without an answer."""
 
 
 class LimitExceeded(Exception):
@@ -131,26 +126,20 @@ def told(children: Collection[Child]) -> Iterator[tuple[Child, bytes | None]]:
     yield from events
 
 
-def call(target: str, arguments: Sequence[str], seconds: float = math.inf, **popen: Any) -> Any:
+def call(target: str, arguments: Sequence[str]) -> Any:
     """What `target`, "module:function" of this package, told as `process.tell(answer=…)`; an exit code anyone can give.
-    Raises Ended when the process is over, or its `seconds` are (`Clock`), and there is no answer."""
-    child, known, how = Child([*interpreter(target), *arguments], **popen), dict[str, Any](), ""
-    clock = Clock(child.process.pid)
+    Raises Ended when the process is over, and there is no answer."""
+    child = Child([*interpreter(target), *arguments])
     try:
-        while not how:
+        while True:
             for _, event in told([child]):
                 if event is None:
-                    how = child.how
-                    break
-                known |= json.loads(event)
-                if "answer" in known:  # a thread that is left may keep it from its end
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        child.process.wait(GRACE)
-                    return known["answer"]
-            how = how or clock.over(seconds)
+                    raise Ended(f"the process ended before it was done ({child.how})")
+                with contextlib.suppress(subprocess.TimeoutExpired):  # a thread that is left may keep it from its end
+                    child.process.wait(GRACE)
+                return json.loads(event)["answer"]
     finally:
         child.end()
-    raise Ended(how, known.get("path"))
 
 
 def run(

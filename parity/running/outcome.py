@@ -9,8 +9,7 @@ from parity.registry import load, select
 from parity.results.ledger import Ledger
 from parity.results.row import STOPPED, Row
 from parity.running import gpu
-from parity.running.chosen import described
-from parity.running.plan import Options, demanded
+from parity.running.plan import Options, demanded, from_user
 from parity.trainers import catalogue
 
 MINIMUM_REQUIRED = 20
@@ -51,16 +50,13 @@ def judge_run(
             nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
     new = collections.Counter(r.implementation for r in rows if r.new)
     found = [f"{count} new failing rows of {name}" for name, count in new.most_common()]
-    from_user = {i.id for i in described(options.implementations, options.families) if i.from_user}
-    nothing += [
-        f"{id}: nothing was compared, {why(id, rows)}"
-        for id in sorted(from_user)
-        if not comparisons[id] and not new[id]
-    ]
+    own = {i.id for i in from_user(options)}
+    silent = sorted(id for id in own if not comparisons[id] and not new[id])
+    nothing += [f"{id}: nothing was compared, {why(id, rows)}" for id in silent]
     ledger = Ledger.known(options.ledger)
     rotten = [f"ledger entry {name} {_rot(ledger, name, rows)}: {ledger.line_of(name)}" for name in stale]
     rotten += ledger.expired(datetime.datetime.now(datetime.UTC).date())
-    rotten += ledger.unmatched([*load(), *catalogue.implementations(), *from_user])
+    rotten += ledger.unmatched([*load(), *catalogue.implementations(), *own])
     code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE
     return code, nothing + found + rotten
 

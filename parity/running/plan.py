@@ -20,11 +20,11 @@ from parity import data
 from parity.case.case import Frozen
 from parity.case.profiles import LIBRARIES, PROFILES, SHARD, cases_drawn, streams
 from parity.errors import UsageError
-from parity.registry import family, loss_families, meant
+from parity.implementations.implementation import Implementation
+from parity.registry import from_file, loss_families, meant, resolved, select
 from parity.results.ledger import Ledger
 from parity.results.row import Asked, Row
 from parity.running import gpu
-from parity.running.chosen import described, named
 from parity.running.provenance import resolve_device
 from parity.trainers import catalogue
 
@@ -171,23 +171,26 @@ def check(options: Options) -> None:
     for dtype in options.dtypes:
         if dtype not in DTYPES:
             raise UsageError(f"dtype {dtype!r} is unknown, choose from {', '.join(DTYPES)}")
-    chosen = described(options.implementations, options.families)
-    for name in named(options.families):
-        family(name)
-    for one in chosen if options.families else ():
-        if one.from_user and one.family not in named(options.families):
+    wanted = [resolved(name) for name in options.families]
+    for one in from_user(options) if wanted else ():
+        if one.family not in wanted:
             raise UsageError(f"{one.id} is of family {one.family}, and --family names {', '.join(options.families)}")
-    for item in options.require:
-        described((demanded(item)[0],), options.families)
+    for item in (*options.implementations, *(demanded(item)[0] for item in options.require)):
+        select([item])
     resolve_device(options.device)
+
+
+def from_user(options: Options) -> list[Implementation]:
+    """The implementations that are of a user's files."""
+    return [i for name in options.implementations if ".py:" in name for i in from_file(name)]
 
 
 def planned(options: Options, device: str, seed: int) -> Plan:
     """The shards of a run, in an order that depends on its options alone, and what its workers are told."""
     ledger_path = options.ledger or data.ledger_file()
     profile = PROFILES[options.profile]
-    wanted = named(options.families)
-    chosen = described(options.implementations, options.families)
+    wanted = tuple(map(resolved, options.families))
+    chosen, own = select(options.implementations), {i.family for i in from_user(options)}
     have = {i.family for i in chosen}
     known = loss_families()
     families = [f for f in wanted or known if f in known and f in have]
@@ -209,8 +212,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         cut(name, "frozen", slices(sum(case.family == name for case in frozen.values()), FROZEN))
     for name in families if not options.only else ():
         counts = streams(cases_drawn(name, options.profile), device)
-        own = any(i.from_user for i in chosen if i.family == name)
-        most = math.inf if own else LIBRARIES.get(options.profile, math.inf) / len(counts)
+        most = math.inf if name in own else LIBRARIES.get(options.profile, math.inf) / len(counts)
         for index, of in enumerate(counts):
             end = math.ceil(min(of, most))
             first, others = slices(min(FIRST, end), FIRST), slices(max(0, end - FIRST), SHARD, FIRST)
@@ -286,12 +288,6 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower):
     """What a worker tells its supervisor, told apart by the key "event"."""
 
 
-class Importing(_Event, frozen=True):
-    """A user's file is imported, or no more."""
-
-    path: str | None
-
-
 class At(_Event, frozen=True):
     """A shard came to its case of this number: where a new process goes on if this one dies."""
 
@@ -349,4 +345,4 @@ class Lost(_Event, frozen=True):
     refused: bool = False
 
 
-Event: TypeAlias = Importing | At | Started | Judged | Checked | Confirmed | ShardDone | Retired | Lost
+Event: TypeAlias = At | Started | Judged | Checked | Confirmed | ShardDone | Retired | Lost

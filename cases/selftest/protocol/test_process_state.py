@@ -1,22 +1,15 @@
 """Everything that is watched: a call that changes it is named, and the next party finds it as it was."""
 
-import _thread
 import builtins
-import dataclasses
 import gc
 import os
 import random
 import sys
-import threading
-import time
-import warnings
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-import tqdm
-from tqdm._monitor import TMonitor
 
 from cases.selftest.controls.correct import control
 from parity.implementations.implementation import Implementation
@@ -34,18 +27,12 @@ class Mode(torch.overrides.TorchFunctionMode):
     """Left entered, it sees every call of torch."""
 
 
-def hook(*args):
-    return None
-
-
 EFFECTS = {
     "environment variable": lambda: os.environ.update(UNSLOTH_RETURN_HIDDEN_STATES="1"),
-    "hooks on saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t).__enter__(),
     "python RNG": lambda: random.seed(1),
     "numpy RNG": lambda: np.random.seed(1),  # noqa: NPY002
     "torch RNG": lambda: torch.manual_seed(1),
     "grad mode": lambda: torch.set_grad_enabled(False),
-    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
     "torch modes": lambda: Mode().__enter__(),
     "default dtype": lambda: torch.set_default_dtype(torch.bfloat16),
     "default device": lambda: torch.set_default_device("meta"),
@@ -53,9 +40,7 @@ EFFECTS = {
     "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
     "switch": lambda: setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark),
     "autocast": lambda: torch.set_autocast_enabled("cpu", True),
-    "flushing of subnormal numbers": lambda: torch.set_flush_denormal(True),
     "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
-    "hooks on every module": lambda: torch.nn.modules.module.register_module_forward_hook(hook),
 }
 WATCHED_ONLY = {"inference mode"}
 ON_CUDA = {"CUDA RNG"}
@@ -167,68 +152,3 @@ def test_code_that_torch_compile_drops_is_no_change(monkeypatch):
         pytest.skip(f"torch {torch.__version__} keeps compiled code elsewhere")
     assert not set(compiled) & set(vars(module))
     assert not list(before.changes())
-
-
-def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
-    """A kernel registered for `aten::tanh`: no name is rebound, and every definition computes something else."""
-    monkeypatch.setattr(process_state, "_broken", [])
-    library = torch.library.Library("aten", "IMPL")
-
-    def effect():
-        if not done:
-            done.append(library.impl("tanh", lambda x: torch.ops.aten.mul.Tensor(x, 0.5), "CPU"))
-
-    done: list = []
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            rows = list(run_case(CASE, [after(effect), PLAIN]))
-    finally:
-        library._destroy()
-    assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
-    assert "operations of torch compute something else" in rows[0].message
-    assert process_state.broken()
-
-
-def test_who_exchanges_the_code_of_a_function_is_named_and_the_process_given_up(monkeypatch):
-    """The name leads to the same function, so nothing is rebound."""
-    monkeypatch.setattr(process_state, "_broken", [])
-    code = from_file.__code__
-    try:
-        rows = list(run_case(CASE, [after(lambda: setattr(from_file, "__code__", hook.__code__)), PLAIN]))
-    finally:
-        from_file.__code__ = code
-    assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
-    assert rows[0].message == "parity.registry.from_file has other code since own.leaves was called"
-
-
-@pytest.mark.parametrize(
-    "start", [lambda f: _thread.start_new_thread(f, ()), lambda f: threading.Thread(target=f).start()]
-)
-def test_a_thread_that_runs_on_ends_the_process_and_is_named(start, monkeypatch):
-    """It may change anything later, while others are judged."""
-    monkeypatch.setattr(process_state, "_broken", [])
-    done = threading.Event()
-    try:
-        leaves = dataclasses.replace(after(lambda: start(done.wait)), id="own.py:leaves")
-        rows = list(run_case(CASE, [leaves], thorough=False))
-    finally:
-        done.set()
-    assert [(r.subject, r.verdict) for r in rows] == [("protocol", "disagree")]
-    assert rows[0].message == "own.py:leaves left a thread running, which may change anything"
-
-
-def test_the_monitor_of_a_progress_bar_is_no_harm(monkeypatch):
-    """torch's compiler makes a bar, and tqdm one thread for all of them."""
-    monkeypatch.setattr(process_state, "_broken", [])
-    snapshot, monitor = process_state.take(), TMonitor(tqdm.tqdm, 10)
-    try:
-        assert snapshot.restore("own.py:watches") == [] and not process_state._broken
-    finally:
-        monitor.exit()
-
-
-def test_a_thread_that_ends_by_itself_is_no_harm(monkeypatch):
-    monkeypatch.setattr(process_state, "_broken", [])
-    out = execute(after(lambda: threading.Thread(target=time.sleep, args=(0.02,)).start()), LOGPROBS.build(CASE))
-    assert out.leaks == () and not process_state.broken()

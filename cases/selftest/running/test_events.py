@@ -17,7 +17,6 @@ from parity.running.shard_queue import ShardQueue
 
 ROW = Row(case="c", family="f", implementation="i", dtype="fp32", device="cpu", verdict="agree", settings={"B": 1})
 EVENTS = [
-    plan.Importing("own.py"),
     At(3),
     plan.Started("c", "i", {"seed": 1}),
     plan.Judged(ROW),
