@@ -27,14 +27,15 @@ from parity.errors import UsageError
 @click.option("--resume", is_flag=True, help="continue a night that was killed")
 @options.RAY
 @options.REPORTS
-def nightly_command(skip: tuple[str, ...], specs: tuple[str, ...], **options: Any) -> None:
+def nightly_command(skip: tuple[str, ...], specs: tuple[str, ...], resume: bool, **options: Any) -> None:
     """Run everything for some hours, and write one page.
 
     First a planted mistake must be caught. Then a long run with new cases, then history, mutants and more.
     """
-    from parity.nightly.night import COMMANDS, Night, run
+    from parity.nightly.night import COMMANDS, run
     from parity.results.notify import title
     from parity.results.report.rows import read
+    from parity.running.plan import Options
 
     if unknown := set(skip) - {o[0] for o in COMMANDS}:
         raise UsageError(f"--skip {sorted(unknown)[0]!r}: choose from {', '.join(o[0] for o in COMMANDS)}")
@@ -42,11 +43,11 @@ def nightly_command(skip: tuple[str, ...], specs: tuple[str, ...], **options: An
     libraries = [name for name in options["implementations"] if ".py:" not in name]
     words += [word for name in libraries for word in ("--implementation", name)]
     others = [o for o in COMMANDS if o[0] not in skip] + [(spec, (*words, "--with", spec), 0.1) for spec in specs]
-    night = Night(others=tuple(others), **options)
+    results = options["reports"] / "results.ndjson"
+    night = Options(resume=results if resume else None, **options)
     with Shown() as progress:
-        code, changed = run(night, progress.say, progress)
+        code, changed = run(night, progress.say, progress, others)
     if changed is not None:
-        results = night.reports / "results.ndjson"
         report(*read(results), results, night.reports, list(changed.run.reasons), code)
         click.echo(title(changed))
     sys.exit(code)
@@ -57,37 +58,30 @@ def nightly_command(skip: tuple[str, ...], specs: tuple[str, ...], **options: An
 @options.option("--profile", "only runs of this profile count", "nightly")
 @click.option("--page", default="", metavar="LINK", help="address of the report, for the text")
 @options.path("--out", "file for the text of the issue")
-@options.path("--trend", "write findings by release over time", metavar="FILE.html")
 @options.REPORTS
-def notify_command(stale: float, profile: str, page: str, out: Path | None, trend: Path | None, reports: Path) -> None:
+def notify_command(stale: float, profile: str, page: str, out: Path | None, reports: Path) -> None:
     """Write the text of an issue about the last night.
 
     Prints its title. Exit code: 0 green, close the issue; 1 red, open or update it; 3 no run within --stale, or the last
     night died.
     """
     from parity.nightly.journal import standing
-    from parity.results import memory, notify
-    from parity.results import trend as trends
+    from parity.results import memory, notify, trend
 
     past = memory.runs(reports / "history", lambda line: options.say(f"parity: {line}"))
     past = [run for run in past if run.profile == profile]
     under_way, lost = standing(reports, profile, {run.id for run in past})
     past = [run for run in past if run.id != under_way]
-    late = trends.stale(past, datetime.timedelta(seconds=stale), datetime.datetime.now(datetime.UTC))
+    late = trend.stale(past, datetime.timedelta(seconds=stale), datetime.datetime.now(datetime.UTC))
     if lost or late:
         text = f"parity: no night: {lost or late.replace('such run', f'run of profile {profile}')}"
         body = f"**{text}**\n\n" + ("" if lost else "The machine, its timer or its runner is down.\n")
         code = 3
     else:
-        changed = trends.change(past[-1], past[:-1])
+        changed = trend.change(past[-1], past[:-1])
         text, body, code = notify.title(changed), notify.body(changed, page), 0 if changed.run.green else 1
     if out is not None:
         out.write_text(body, encoding="utf-8")
-    if trend is not None and past:
-        from parity.results.ledger import Ledger
-        from parity.results.report.render import trend_page
-
-        write(trend, trend_page([r for r in past if r.device == past[-1].device], Ledger.known(), page))
     click.echo(text if out is not None else f"{text}\n{body}")
     sys.exit(code)
 

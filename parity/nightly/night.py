@@ -29,6 +29,7 @@ from parity.results.report.summary import Summary, summarise
 from parity.results.report.wording import count
 from parity.running import outcome
 from parity.running import run as running
+from parity.running.plan import Options
 from parity.running.provenance import resolve_device
 
 UNSLOTH = "2026.10.9"
@@ -42,33 +43,20 @@ COMMANDS: tuple[Job, ...] = (
 )
 CUDA: Job = ("cuda", ("pytest", "-q", str(data.cases_dir() / "cuda")), 0.06)  # faults, real vocabularies, Inductor
 LEAST = 0.3  # share of a night that its long run has in any case
+PROFILE, DEFAULT = "nightly", 6 * 3600.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Night:
-    """What to do, and where. `max_time` in seconds on the clock."""
-
-    max_time: float = 6 * 3600.0
-    profile: str = "nightly"
-    seed: int | None = None
-    device: str = "auto"
-    families: tuple[str, ...] = ()
-    implementations: tuple[str, ...] = ()
-    ledger: Path | None = None
-    reports: Path = Path("reports")
-    resume: bool = False
-    ray: str | None = None
-    others: tuple[Job, ...] = COMMANDS
-
-
-def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, trend.Change | None]:
-    """The night from proof to page; the exit code, and what changed since the run before (None: there is no whole run)."""
-    history = night.reports / "history"
+def run(
+    night: Options, say: Callable[[str], None], progress: Any, others: Sequence[Job] = COMMANDS
+) -> tuple[int, trend.Change | None]:
+    """The night from proof to page, with the options of its long run, `max_time` for everything, and `others`; the exit
+    code, and what changed since the run before (None: there is no whole run)."""
+    history, seed, whole_time = night.reports / "history", night.seed, night.max_time or DEFAULT
     with running.locked(night.reports, journal.LOCK):
         if night.resume:
-            book, seed = Journal.again(night.reports), night.seed
+            book = Journal.again(night.reports)
         else:
-            book, seed = Journal(profile=night.profile, began=time.time()), night.seed
+            book = Journal(profile=night.profile, began=time.time())
             seed = secrets.randbits(31) if seed is None else seed
         device = resolve_device(night.device)
         shown = "as it was" if seed is None else seed
@@ -83,11 +71,14 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
             return book.end(night.reports, outcome.NOTHING), None
         damaged: list[str] = []
         past = memory.runs(history, damaged.append)
-        jobs = [CUDA, *night.others] if device == "cuda" and night.others else list(night.others)
+        jobs = [CUDA, *others] if device == "cuda" and others else list(others)
         jobs = [job for job in jobs if job[1][0] != "pytest" or Path(job[1][-1]).is_dir()]  # a wheel has no tests
         ended = next((one for one in past if night.resume and one.id == book.kept), None)
         share = max(LEAST, 1.0 - sum(share for *_, share in jobs))
-        result = _long_run(night, seed, book, ended, share, say, progress)
+        limit = share * max(1.0, whole_time - book.spent)
+        given = book.profile if night.profile == PROFILE else night.profile
+        options = dataclasses.replace(night, profile=given, seed=seed, confirm=True, max_time=limit)
+        result = running.execute(options, progress, say) if ended is None else _ended(options, ended)
         result.reasons += [line for line in damaged if line not in result.reasons]
         for reason in result.reasons:
             say(reason)
@@ -106,7 +97,7 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
         ran = {one.name for one in done}
         for number, (name, words, share) in enumerate(jobs):
             if name not in ran:
-                left = (night.max_time - book.spent) * share / sum(one[2] for one in jobs[number:])
+                left = (whole_time - book.spent) * share / sum(one[2] for one in jobs[number:])
                 say(f"{name}: at most {max(left, 0.0) / 60:.0f} min")
                 done.append(steps.part(name, words, night.reports, max(left, 0.0)))
                 keep()
@@ -117,32 +108,13 @@ def run(night: Night, say: Callable[[str], None], progress: Any) -> tuple[int, t
         return book.end(night.reports, changed.run.exit_code), changed
 
 
-def _long_run(
-    night: Night,
-    seed: int | None,
-    book: Journal,
-    ended: memory.Run | None,
-    share: float,
-    say: Callable[[str], None],
-    progress: Any,
-) -> running.RunResult:
-    """The run of tonight's seed: begun, gone on with, or where it had ended when the night was killed, read."""
-    path = night.reports / "results.ndjson"
-    shared = ("families", "implementations", "device", "ledger", "reports", "ray")
-    options = running.Options(
-        **{name: getattr(night, name) for name in shared},
-        profile=book.profile if night.profile == Night.profile else night.profile,
-        seed=seed,
-        confirm=True,
-        max_time=share * max(1.0, night.max_time - book.spent),
-        resume=path if night.resume else None,
-    )
-    if ended is None:
-        return running.execute(options, progress, say)
+def _ended(options: Options, run: memory.Run) -> running.RunResult:
+    """The long run of a night that was killed after it, from its file."""
+    assert options.resume is not None
     running.again(options)  # as it was asked for then
-    found = running.read_back(path, ended.exit_code, ended.reasons)
-    if found.header.run != ended.id:
-        raise UsageError(f"{path}: another run has written it since that night was killed: start a new one")
+    found = running.read_back(options.resume, run.exit_code, run.reasons)
+    if found.header.run != run.id:
+        raise UsageError(f"{options.resume}: another run has written it since that night was killed: start a new one")
     return found
 
 

@@ -16,7 +16,6 @@ from parity.results.memory import CUT, CommandOutcome
 from parity.results.report import measured
 from parity.results.report.findings import normalised
 from parity.results.report.render import escape
-from parity.results.trend import SHARE
 from parity.tools.settings_check import settings_of
 from parity.versions import compare, releases
 from parity.versions.client import EnvironmentUnusable
@@ -26,6 +25,7 @@ SAFE, CHANGED, NOT_SAFE, UNKNOWN = "safe", "safe, with changes of behaviour", "n
 CODES = {SAFE: 0, CHANGED: 0, NOT_SAFE: 1, UNKNOWN: 3}
 NEXT, OWN, COMPARE = "NEXT", "your settings", "compare"
 LIMIT = 3600.0  # seconds on the clock for one of the commands
+SHARE = 0.8  # of what is judged here must be judged there: else nothing is known
 SEEDS, FACTORS = 3, (0.5, 2.0)
 """Of the cases with exactly a team's settings; by which a number is moved to make its neighbours."""
 SHAPE = {"B": 3, "T": 6, "V": 33, "H": 8, "lengths": [6, 4, 1], "old": "mixed"}
@@ -115,7 +115,7 @@ def compared(
     named: Sequence[str] = (),
     asked: Any = None,
 ) -> Part:
-    """What moved between two releases; where a fifth of what is judged in one is not in the other, nothing is known. Of
+    """What moved between two releases; where less than `SHARE` of what is judged in one is in the other, nothing is known. Of
     a team's own cases those with exactly its settings decide, and what moves with their neighbours is told."""
     try:
         found = compare.compare(([before], [after]), named, asked=asked, device=device, clock=limit)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import math
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,9 +12,9 @@ from parity.results.row import STOPPED
 
 STILL_FAILS = "not seen; its implementation still fails"  # what is said of a finding in `Change.failing`
 NIGHTS = 7  # earlier runs of the same profile and device that a figure is compared with
-SHARE = 0.8  # comparisons may fall to this share of the median of those runs
-RARE = 0.01
-"""Chance that a run names an implementation whose comparisons fell by chance, over all that it looks at together."""
+SHARE, ENOUGH = 0.5, 40
+"""Comparisons may fall to this share of the median of those runs, where that is so large: below half of 40 chance lets one
+implementation in 6,000 fall (Poisson)."""
 BISECTED = ("trl", "liger-kernel", "transformers", "cut-cross-entropy", "unsloth-zoo")
 """Packages between whose releases `parity bisect` can search."""
 
@@ -33,7 +32,7 @@ class Life:
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """Comparisons that fell below `SHARE` of what is usual, further than chance does, with no new crash or hang that says why."""
+    """Comparisons that fell below `SHARE` of what is usual, with no new crash or hang that says why."""
 
     implementation: str
     family: str
@@ -116,59 +115,6 @@ def _life(finding: Seen, past: Sequence[Run]) -> Life:
     return Life(seen[0], len(seen), len(could), having.get(past[-1].id))
 
 
-@dataclasses.dataclass(frozen=True)
-class Story:
-    """A finding over all runs: a ledger entry, whatever its implementations, or by key one that no entry covers.
-    `times` of the `of` runs that compared one of its implementations saw it. `mended`: the first run after it was last
-    seen that compared one. `brought`, `moved`: package -> versions in the runs before and of `first`, before and of
-    `mended`."""
-
-    name: str
-    known: bool
-    implementations: tuple[str, ...]
-    message: str
-    first: Run
-    times: int
-    of: int
-    mended: Run | None
-    brought: Mapping[str, tuple[str, str]]
-    moved: Mapping[str, tuple[str, str]]
-
-
-def stories(past: Sequence[Run]) -> list[Story]:
-    """Every finding of these runs, the oldest first; those seen first last come first."""
-    by: dict[str, dict[int, list[Seen]]] = {}
-    for place, run in enumerate(past):
-        for f in run.findings:
-            by.setdefault(f.known or f.key, {}).setdefault(place, []).append(f)
-    out = []
-    for name, places in by.items():
-        its = [f for found in places.values() for f in found]
-        could = [n for n, run in enumerate(past) if n in places or any(_compared(run, f) for f in its)]
-        first, last = min(places), max(places)
-        gone = next((n for n in could if n > last), None)
-        out.append(
-            Story(
-                *(name, bool(its[0].known), tuple(sorted({f.implementation for f in its})), its[-1].message),
-                *(past[first], len(places), len(could), None if gone is None else past[gone]),
-                brought=version_changes(past[first - 1], past[first]) if first else {},
-                moved={} if gone is None else version_changes(past[gone - 1], past[gone]),
-            )
-        )
-    return sorted(out, key=lambda one: (one.known, -one.first.started.timestamp(), one.name))
-
-
-def releases(past: Sequence[Run]) -> list[tuple[list[Run], dict[str, tuple[str, str]]]]:
-    """Runs in a row with the same versions of packages, each with those that moved since the one before."""
-    out: list[tuple[list[Run], dict[str, tuple[str, str]]]] = []
-    for run in past:
-        if out and out[-1][0][-1].versions == run.versions:
-            out[-1][0].append(run)
-        else:
-            out.append(([run], version_changes(out[-1][0][-1], run) if out else {}))
-    return out
-
-
 def since(first: Run, run: Run, now: str = "since tonight") -> str:
     """Since when, said in `run`, what the run `first` saw first; `now` where that is the same run."""
     if first.id == run.id:
@@ -201,35 +147,18 @@ def _compared(run: Run, finding: Seen) -> bool:
 
 
 def _missing(run: Run, past: Sequence[Run], green: Run | None) -> Iterable[Missing]:
-    """Cases beside those of other nights, where they fell below `SHARE` of the median and chance does not explain it.
-    Where one of them had too little time for all, the share of the family's cases counts, and chance is reckoned from
-    `SHARE` of it on: which shards a night came to moves the share itself. What the last green night compared is named
-    at 0, if tonight did all that it had planned."""
+    """Cases beside the median of other nights; of nights whose time was over, as shares of their families' cases. What the
+    last green night compared is named at 0, if tonight did all that it had planned."""
     stopped = {f.implementation for f in run.findings if f.known is None and f.verdict in STOPPED}
-    keys = sorted({k for r in past for k in r.compared if k[0] not in stopped})
     whole = [r for r in past if r.whole] if run.whole else []
-    for k in keys:
-        cases, now = run.compared.get(k, 0), 1 if whole else _cases(run, k)
-        nights = [(r.compared.get(k, 0), 1 if whole else of) for r in whole or past if (of := _cases(r, k)) or whole]
-        if not now:  # the family had none tonight
-            now, nights = 1, [(n, 1) for n, _ in nights]
-        usual = statistics.median(n / of * now for n, of in nights) if nights else 0.0
+    for k in sorted({k for r in past for k in r.compared if k[0] not in stopped}):
+        cases, of = run.compared.get(k, 0), 0 if whole else _cases(run, k)
+        usual = statistics.median(
+            r.compared.get(k, 0) * (of / max(_cases(r, k), 1) if of else 1) for r in whole or past
+        )
         gone = not cases and run.whole and green is not None and green.compared.get(k, 0) > 0
-        before, size = sum(n for n, _ in nights), sum(of for _, of in nights) / (now if whole else SHARE * now)
-        if gone or (cases < SHARE * usual and _chance(cases, before, size) < RARE / len(keys)):
+        if gone or (usual >= ENOUGH and cases < SHARE * usual):
             yield Missing(*k, cases=cases, usual=usual)
-
-
-def _chance(cases: int, before: int, size: float) -> float:
-    """P(X <= cases) where nothing changed: how many of a fresh draw suit an implementation is at most as uncertain as a Poisson
-    count, and of a sum of such counts the share of one is binomial: X ~ Binomial(cases + before, 1/(1 + size)), where `before`
-    were counted in `size` times the draws."""
-    n, p = cases + before, 1 / (1 + size)
-    logs = (
-        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * math.log(p) + (n - k) * math.log1p(-p)
-        for k in range(cases + 1)
-    )
-    return sum(math.exp(one) for one in logs)
 
 
 def _cases(run: Run, key: tuple[str, str, str]) -> int:

@@ -9,6 +9,7 @@ import pytest
 from parity.nightly import night, steps
 from parity.results import notify
 from parity.running import findings, provenance, supervisor
+from parity.running.plan import Options
 
 PLAYED = Path(supervisor.__file__).parents[2] / "fixtures" / "played_worker.py"
 
@@ -29,11 +30,12 @@ def played(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "versions", lambda: dict(told))
     monkeypatch.setattr(findings, "case_of", lambda row: SimpleNamespace(to_json=dict))
 
-    def one(**options):
+    def one(resume=False, **options):
         given = {"profile": "quick", "families": ("logprobs",), "implementations": ("fixes",), "reports": tmp_path}
-        given["others"] = (("history", ("history",), 0.2), ("upstream", ("upstream", "--all"), 0.1))
+        others = (("history", ("history",), 0.2), ("upstream", ("upstream", "--all"), 0.1))
         asked.clear()
-        code, changed = night.run(night.Night(**given | options), lambda line: None, lambda *_: None)
+        given |= {"resume": tmp_path / "results.ndjson"} if resume else {}
+        code, changed = night.run(Options(**given | options), lambda line: None, lambda *_: None, others)
         return code, notify.title(changed) if changed else "", list(asked)
 
     return one, told

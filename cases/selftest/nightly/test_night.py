@@ -18,7 +18,7 @@ from parity.nightly import night, steps
 from parity.results import memory
 from parity.results.report.rows import read, rewrite
 from parity.running import supervisor
-from parity.running.plan import ShardDone
+from parity.running.plan import Options, ShardDone
 
 
 def test_a_planted_mistake_is_caught_in_every_family():
@@ -137,7 +137,7 @@ def test_what_a_fresh_process_does_not_show_is_nondeterministic(played, tmp_path
 def test_progress_tells_which_finding_is_looked_at_again(played, tmp_path, monkeypatch):
     monkeypatch.setenv("PLAYED_WRONG", "fused")
     monkeypatch.setenv("PLAYED_SHOWN", "yes")
-    given = night.Night(profile="quick", families=("logprobs",), implementations=("fixes",), reports=tmp_path)
+    given = Options(profile="quick", families=("logprobs",), implementations=("fixes",), reports=tmp_path)
     stages = []
     night.run(given, lambda line: None, lambda rows, done, of, now, stage, seconds: stages.append(stage))
     assert [stage for stage, _ in itertools.groupby(stages)] == ["", "minimising 1 of 1"], (
@@ -169,7 +169,7 @@ def test_a_night_that_was_killed_goes_on(played, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(supervisor, "run", interrupted)
-    given = night.Night(profile="quick", families=("logprobs",), implementations=("fixes",), reports=tmp_path, seed=7)
+    given = Options(profile="quick", families=("logprobs",), implementations=("fixes",), reports=tmp_path, seed=7)
     assert night.run(given, lambda line: None, lambda *_: None) == (130, None), "nothing more is done"
     header, rows = read(tmp_path / "results.ndjson")
     header.header.asked.confirm = False

@@ -3,7 +3,6 @@
 import datetime
 import json
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -93,39 +92,23 @@ def named(tonight, *nights, **others):
 @pytest.mark.parametrize(
     "cases, nights, missing",
     [
-        (799, (1000,) * 7, True),
-        (801, (1000,) * 7, False),  # beyond chance, but 80 % is allowed
-        (35, (52, 44, 41), False),  # a night that was seen: below 80 %, by chance
+        (499, (1000,) * 7, True),
+        (501, (1000,) * 7, False),
+        (35, (52, 44, 41), False),  # a night that was seen
         (15, (52, 44, 41), True),
-        (33, (52,), False),  # one night before says little about what is usual
-        (7, (10,) * 3, False),
+        (1, (39,) * 7, False),  # by chance
         (0, (10,) * 3, True),
-        (1, (2,) * 7, False),
         (0, (1,), True),  # the last green night compared it
     ],
 )
-def test_fewer_comparisons_than_usual_are_named_where_chance_does_not_explain_them(cases, nights, missing):
+def test_fewer_than_half_of_the_usual_comparisons_are_named_where_these_are_many(cases, nights, missing):
     assert named(cases, *nights) is missing
 
 
 def test_what_was_never_compared_on_a_green_night_may_be_0_by_chance():
-    for count, missing in ((2, False), (10, True)):
+    for count, missing in ((39, False), (40, True)):
         past = [replace(compared(day, count), exit_code=1) for day in range(3)]
         assert bool(trend.change(compared(3, 0), past).missing) is missing
-
-
-def test_the_more_implementations_the_rarer_must_a_fall_be():
-    many = {f"trl.{n}": 1000 for n in range(300)}
-    past = [compared(day, 44, **many) for day in range(7)]
-    fallen = trend.change(compared(7, 22), [compared(day, 44) for day in range(7)])
-    assert fallen.missing and not trend.change(compared(7, 22, **many), past).missing
-
-
-@pytest.mark.parametrize("usual, before", [(5, 1), (44, 1), (44, 7), (400, 3)])
-def test_of_fresh_draws_alone_no_more_nights_are_red_than_is_said(usual, before):
-    drawn = np.random.default_rng(7).poisson(usual, (1000, before + 1)).tolist()
-    seen = sum(named(last, *nights) for *nights, last in drawn if last)
-    assert seen <= trend.RARE * 1000 + 3 * (trend.RARE * 1000) ** 0.5
 
 
 def counted(tmp_path, day, seen, asked, planned=900):
@@ -139,7 +122,7 @@ def counted(tmp_path, day, seen, asked, planned=900):
 
 @pytest.mark.parametrize(
     "seen, asked, missing",
-    [(100, 100, False), (40, 50, False), (34, 60, False), (20, 60, True), (0, 60, True), (0, 0, True)],
+    [(100, 100, False), (40, 50, False), (51, 100, False), (49, 100, True), (0, 60, True), (0, 0, True)],
 )
 def test_of_nights_whose_time_was_over_the_share_of_the_cases_counts(tmp_path, seen, asked, missing):
     for day in range(3):
