@@ -17,6 +17,9 @@ from packaging.version import InvalidVersion, Version
 from parity.errors import UsageError
 from parity.versions.client import EnvironmentUnusable, UvFailed, uv
 
+OLDEST = {"trl": Version("0.15")}
+"""The first release of a package that the adapters drive."""
+
 
 @dataclass(frozen=True)
 class Release:
@@ -38,11 +41,14 @@ def parse(text: str | Release) -> Release:
     match = re.fullmatch(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*?)\s*==\s*([^\s=].*?)\s*", text)
     if not match:
         raise UsageError(f"release {text!r} cannot be read, write PKG==VER (trl==0.27.2)")
+    name = canonicalize_name(match[1])
     try:
-        Version(match[2])
+        too_old = Version(match[2]) < OLDEST.get(name, Version("0"))
     except InvalidVersion:
         raise UsageError(f"release {text!r}: {match[2]!r} is not a version; write PKG==VER (trl==0.27.2)") from None
-    return Release(canonicalize_name(match[1]), match[2])
+    if too_old:
+        raise UsageError(f"release {text!r} is not supported: {name} is from {OLDEST[name]} on")
+    return Release(name, match[2])
 
 
 def parse_all(texts: Iterable[str | Release]) -> tuple[Release, ...]:

@@ -36,6 +36,7 @@ def test_a_release(text, spec):
         ("trl==latest", "'latest' is not a version"),
         ("trl==0.27.*", "'0.27.*' is not a version"),
         ("trl==1.0 liger==2", "is not a version"),
+        ("TRL==0.14.0", "is not supported: trl is from 0.15 on"),
     ],
 )
 def test_what_is_none_is_refused_in_one_line(text, says):
