@@ -128,7 +128,7 @@ def _watched(words: list[str]) -> int:
     try:
         return int(call("parity.cli.group:inside", words))
     except Ended as error:
-        click.echo(f"parity: {error}", err=True)
+        click.echo(f"parity: the process ended before it was done ({error})", err=True)
         return NO_JUDGEMENT
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -58,30 +58,37 @@ def nightly_command(skip: tuple[str, ...], specs: tuple[str, ...], resume: bool,
 @options.option("--profile", "only runs of this profile count", "nightly")
 @click.option("--page", default="", metavar="LINK", help="address of the report, for the text")
 @options.path("--out", "file for the text of the issue")
+@options.path("--trend", "write findings by release over time", metavar="FILE.html")
 @options.REPORTS
-def notify_command(stale: float, profile: str, page: str, out: Path | None, reports: Path) -> None:
+def notify_command(stale: float, profile: str, page: str, out: Path | None, trend: Path | None, reports: Path) -> None:
     """Write the text of an issue about the last night.
 
     Prints its title. Exit code: 0 green, close the issue; 1 red, open or update it; 3 no run within --stale, or the last
     night died.
     """
     from parity.nightly.journal import standing
-    from parity.results import memory, notify, trend
+    from parity.results import memory, notify
+    from parity.results import trend as trends
 
     past = memory.runs(reports / "history", lambda line: options.say(f"parity: {line}"))
     past = [run for run in past if run.profile == profile]
     under_way, lost = standing(reports, profile, {run.id for run in past})
     past = [run for run in past if run.id != under_way]
-    late = trend.stale(past, datetime.timedelta(seconds=stale), datetime.datetime.now(datetime.UTC))
+    late = trends.stale(past, datetime.timedelta(seconds=stale), datetime.datetime.now(datetime.UTC))
     if lost or late:
         text = f"parity: no night: {lost or late.replace('such run', f'run of profile {profile}')}"
         body = f"**{text}**\n\n" + ("" if lost else "The machine, its timer or its runner is down.\n")
         code = 3
     else:
-        changed = trend.change(past[-1], past[:-1])
+        changed = trends.change(past[-1], past[:-1])
         text, body, code = notify.title(changed), notify.body(changed, page), 0 if changed.run.green else 1
     if out is not None:
         out.write_text(body, encoding="utf-8")
+    if trend is not None and past:
+        from parity.results.ledger import Ledger
+        from parity.results.report.render import trend_page
+
+        write(trend, trend_page([r for r in past if r.device == past[-1].device], Ledger.known(), page))
     click.echo(text if out is not None else f"{text}\n{body}")
     sys.exit(code)
 

@@ -16,6 +16,7 @@ from parity.results.memory import CUT, CommandOutcome
 from parity.results.report import measured
 from parity.results.report.findings import normalised
 from parity.results.report.render import escape
+from parity.results.trend import SHARE
 from parity.tools.settings_check import settings_of
 from parity.versions import compare, releases
 from parity.versions.client import EnvironmentUnusable
@@ -25,7 +26,6 @@ SAFE, CHANGED, NOT_SAFE, UNKNOWN = "safe", "safe, with changes of behaviour", "n
 CODES = {SAFE: 0, CHANGED: 0, NOT_SAFE: 1, UNKNOWN: 3}
 NEXT, OWN, COMPARE = "NEXT", "your settings", "compare"
 LIMIT = 3600.0  # seconds on the clock for one of the commands
-SHARE = 0.8  # of what is judged here must be judged there: else nothing is known
 SEEDS, FACTORS = 3, (0.5, 2.0)
 """Of the cases with exactly a team's settings; by which a number is moved to make its neighbours."""
 SHAPE = {"B": 3, "T": 6, "V": 33, "H": 8, "lengths": [6, 4, 1], "old": "mixed"}

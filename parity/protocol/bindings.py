@@ -6,7 +6,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterator, ValuesView
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -30,13 +30,14 @@ MISSING = object()
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """The bindings of everything that is watched: (name, module or class, what it bound), all their values in order, and the
-    views that give what these are now."""
+    """The bindings of everything that is watched: (name, module or class, what it bound), all their values in order, the views
+    that give what these are now, and the code of the functions among them."""
 
     modules: int
     owners: list[tuple[str, Any, dict[str, Any]]]
     values: list[Any]
     now: list[ValuesView[Any]]
+    code: list[tuple[FunctionType, Any]]
 
     def hold(self) -> bool:
         """Whether no value is another now: in C, by identity first."""
@@ -69,8 +70,15 @@ def take() -> Names:
     if not _last or _last[0].modules != len(sys.modules) or not _last[0].hold():
         owners = [(name, owner, dict(vars(owner))) for name, owner in _owners(len(sys.modules))]
         values = [v for *_, bound in owners for v in bound.values()]
-        _last[:] = [Names(len(sys.modules), owners, values, [vars(owner).values() for _, owner, _ in owners])]
+        code = [(v, v.__code__) for v in values if isinstance(v, FunctionType)]
+        _last[:] = [Names(len(sys.modules), owners, values, [vars(owner).values() for _, owner, _ in owners], code)]
     return _last[0]
+
+
+def recoded() -> str:
+    """A function whose code was exchanged since `take` looked at all; its name still leads to it."""
+    code = _last[0].code if _last else ()
+    return next((f"{f.__module__}.{f.__qualname__}" for f, before in code if f.__code__ is not before), "")
 
 
 @functools.lru_cache(maxsize=1)

@@ -3,12 +3,15 @@
 What is watched beside names: the environment, random states, and torch's modes, defaults and switches.
 """
 
+import _thread
 import contextlib
 import dataclasses
 import operator
 import os
 import random
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +39,13 @@ _kept: dict[str, Changed] = {}
 """What a file or a library patched when it was imported."""
 _belongs: dict[str, str] = {}
 _broken: list[str] = []
+_reference: list[bytes] = []
+_called: list[str] = []
+"""Who was called since arithmetic was last tried."""
+BEGINNING, ENDING = 5e-3, 0.1
+"""Seconds after which a thread that a user's function starts counts, and in which one may end by itself."""
+_X = torch.linspace(-1.5, 2.0, 16, dtype=torch.float64).view(4, 4)
+_IDS = torch.arange(4).unsqueeze(-1)
 
 
 def _put_variables(value: dict[bytes, bytes]) -> None:
@@ -168,13 +178,32 @@ def told(name: str, before: Any, now: Any) -> list[str]:
     return [f"{name} {os.fsdecode(key)} changed" for key in keys[:LEFT]]
 
 
+def arithmetic() -> bytes:
+    """The bits of a small float64 computation of every operation that the definitions are made of, and of a gradient. It
+    tells whether arithmetic still is what it was, for whatever is not watched."""
+    x = _X.detach().requires_grad_()
+    z = torch.tanh(x @ x.T)
+    total = torch.log_softmax(z, -1).gather(-1, _IDS).exp().mean() + torch.logsumexp(z, -1).sum()
+    (gradient,) = torch.autograd.grad(total, x)
+    z, total = z.detach(), total.detach()
+    p, picked = torch.softmax(z, -1), z.gather(-1, _IDS).squeeze(-1)
+    least = torch.min(picked, torch.clamp(picked, 0.8, 1.2))
+    rest = torch.sigmoid(picked) + torch.nn.functional.softplus(picked) + least
+    roots = torch.bmm(p[None], z[None]).abs().sqrt().sum()
+    mixed = torch.where(picked > 1, picked, rest).mean() + torch.log1p(p).sum() + roots
+    narrow = z.to(torch.bfloat16).float() + z.to(torch.float16).float()
+    product = torch.nn.functional.linear(narrow, narrow).double()
+    return torch.cat([total.view(1), mixed.view(1), gradient.flatten(), product.flatten()]).numpy().tobytes()
+
+
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Everything of `WATCHES` and `bindings`."""
+    """Everything of `WATCHES` and `bindings`, and how many threads of Python there are."""
 
     states: dict[str, Any]
     names: bindings.Names
     modules: int
+    threads: int
 
     def differing(self) -> Iterator[tuple[str, Any]]:
         """Each entry of `WATCHES` that is not as it was, with what it is now."""
@@ -199,11 +228,27 @@ class Snapshot:
                 put(self.states[name])
             else:
                 abandon(f"{whose} left a change that nothing undoes: {name} changed")
+        if own := ".py:" in whose:
+            time.sleep(BEGINNING)
+        until = time.monotonic() + ENDING
+        tells = own or not imported  # a library may keep one that its import starts
+        while (left := tells and _threads() > self.threads) and time.monotonic() < until:
+            time.sleep(ENDING / 20)
+        if left:
+            abandon(f"{whose} left a thread running, which may change anything")
+        _called.append(whose)
         return found
 
 
+def _threads() -> int:
+    """How many threads run, without the one with which tqdm watches its bars: torch's compiler has some."""
+    return _thread._count() - sum(type(thread).__name__ == "TMonitor" for thread in threading.enumerate())
+
+
 def take() -> Snapshot:
-    return Snapshot({name: get() for name, (get, _) in WATCHES.items()}, bindings.take(), len(sys.modules))
+    if not _reference:
+        _reference.append(arithmetic())
+    return Snapshot({name: get() for name, (get, _) in WATCHES.items()}, bindings.take(), len(sys.modules), _threads())
 
 
 def abandon(reason: str) -> None:
@@ -212,7 +257,15 @@ def abandon(reason: str) -> None:
 
 
 def broken() -> list[str]:
-    """Why this process must not judge anybody else any more; empty where all is well."""
+    """Why this process must not judge anybody else any more; empty where all is well. Asked after the calls of each party."""
+    same = False
+    with contextlib.suppress(Exception):  # an operation that raises since is none that still computes the same
+        same = not _called or arithmetic() == _reference[0]
+    if not same:
+        abandon(f"operations of torch compute something else since {_called[-1]} was called")
+    if _called and (name := bindings.recoded()):
+        abandon(f"{name} has other code since {_called[-1]} was called")
+    _called.clear()
     return list(_broken)
 
 

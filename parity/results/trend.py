@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import math
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,9 +13,9 @@ from parity.results.row import STOPPED
 
 STILL_FAILS = "not seen; its implementation still fails"  # what is said of a finding in `Change.failing`
 NIGHTS = 7  # earlier runs of the same profile and device that a figure is compared with
-SHARE, ENOUGH = 0.5, 40
-"""Comparisons may fall to this share of the median of those runs, where that is so large: below half of 40 chance lets one
-implementation in 6,000 fall (Poisson)."""
+SHARE, CHANCE = 0.8, 4
+"""Comparisons may fall to this share of the median of those runs, and by so many times its square root more: chance lets one
+Poisson count in 30,000 fall so far."""
 BISECTED = ("trl", "liger-kernel", "transformers", "cut-cross-entropy", "unsloth-zoo")
 """Packages between whose releases `parity bisect` can search."""
 
@@ -32,7 +33,7 @@ class Life:
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """Comparisons that fell below `SHARE` of what is usual, with no new crash or hang that says why."""
+    """Comparisons that fell below `SHARE` of what is usual, further than chance does, with no new crash or hang that says why."""
 
     implementation: str
     family: str
@@ -115,6 +116,59 @@ def _life(finding: Seen, past: Sequence[Run]) -> Life:
     return Life(seen[0], len(seen), len(could), having.get(past[-1].id))
 
 
+@dataclasses.dataclass(frozen=True)
+class Story:
+    """A finding over all runs: a ledger entry, whatever its implementations, or by key one that no entry covers.
+    `times` of the `of` runs that compared one of its implementations saw it. `mended`: the first run after it was last
+    seen that compared one. `brought`, `moved`: package -> versions in the runs before and of `first`, before and of
+    `mended`."""
+
+    name: str
+    known: bool
+    implementations: tuple[str, ...]
+    message: str
+    first: Run
+    times: int
+    of: int
+    mended: Run | None
+    brought: Mapping[str, tuple[str, str]]
+    moved: Mapping[str, tuple[str, str]]
+
+
+def stories(past: Sequence[Run]) -> list[Story]:
+    """Every finding of these runs, the oldest first; those seen first last come first."""
+    by: dict[str, dict[int, list[Seen]]] = {}
+    for place, run in enumerate(past):
+        for f in run.findings:
+            by.setdefault(f.known or f.key, {}).setdefault(place, []).append(f)
+    out = []
+    for name, places in by.items():
+        its = [f for found in places.values() for f in found]
+        could = [n for n, run in enumerate(past) if n in places or any(_compared(run, f) for f in its)]
+        first, last = min(places), max(places)
+        gone = next((n for n in could if n > last), None)
+        out.append(
+            Story(
+                *(name, bool(its[0].known), tuple(sorted({f.implementation for f in its})), its[-1].message),
+                *(past[first], len(places), len(could), None if gone is None else past[gone]),
+                brought=version_changes(past[first - 1], past[first]) if first else {},
+                moved={} if gone is None else version_changes(past[gone - 1], past[gone]),
+            )
+        )
+    return sorted(out, key=lambda one: (one.known, -one.first.started.timestamp(), one.name))
+
+
+def releases(past: Sequence[Run]) -> list[tuple[list[Run], dict[str, tuple[str, str]]]]:
+    """Runs in a row with the same versions of packages, each with those that moved since the one before."""
+    out: list[tuple[list[Run], dict[str, tuple[str, str]]]] = []
+    for run in past:
+        if out and out[-1][0][-1].versions == run.versions:
+            out[-1][0].append(run)
+        else:
+            out.append(([run], version_changes(out[-1][0][-1], run) if out else {}))
+    return out
+
+
 def since(first: Run, run: Run, now: str = "since tonight") -> str:
     """Since when, said in `run`, what the run `first` saw first; `now` where that is the same run."""
     if first.id == run.id:
@@ -157,7 +211,7 @@ def _missing(run: Run, past: Sequence[Run], green: Run | None) -> Iterable[Missi
             r.compared.get(k, 0) * (of / max(_cases(r, k), 1) if of else 1) for r in whole or past
         )
         gone = not cases and run.whole and green is not None and green.compared.get(k, 0) > 0
-        if gone or (usual >= ENOUGH and cases < SHARE * usual):
+        if gone or cases + CHANCE * math.sqrt(usual) < SHARE * usual:
             yield Missing(*k, cases=cases, usual=usual)
 
 

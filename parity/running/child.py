@@ -28,7 +28,7 @@ SLEEPING, ASLEEP = 2.0, 0.05
 
 
 class Ended(Exception):
-    """The process ended without an answer."""
+    """The process ended without an answer; how."""
 
 
 class LimitExceeded(Exception):
@@ -126,15 +126,15 @@ def told(children: Collection[Child]) -> Iterator[tuple[Child, bytes | None]]:
     yield from events
 
 
-def call(target: str, arguments: Sequence[str]) -> Any:
+def call(target: str, arguments: Sequence[str], **popen: Any) -> Any:
     """What `target`, "module:function" of this package, told as `process.tell(answer=…)`; an exit code anyone can give.
     Raises Ended when the process is over, and there is no answer."""
-    child = Child([*interpreter(target), *arguments])
+    child = Child([*interpreter(target), *arguments], **popen)
     try:
         while True:
             for _, event in told([child]):
                 if event is None:
-                    raise Ended(f"the process ended before it was done ({child.how})")
+                    raise Ended(child.how)
                 with contextlib.suppress(subprocess.TimeoutExpired):  # a thread that is left may keep it from its end
                     child.process.wait(GRACE)
                 return json.loads(event)["answer"]

@@ -1,6 +1,7 @@
 """What a run does, cut into shards: what a shard's rows are depends on the shard and the seed, not on who runs it when. And what
 its workers tell of it."""
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -21,15 +22,20 @@ from parity.case.case import Frozen
 from parity.case.profiles import LIBRARIES, PROFILES, SHARD, cases_drawn, streams
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
+from parity.implementations.user import loaded
+from parity.process import tell, under_watch
+from parity.protocol import process_state
 from parity.registry import from_file, loss_families, meant, resolved, select
 from parity.results.ledger import Ledger
 from parity.results.row import Asked, Row
 from parity.running import gpu
+from parity.running.child import Ended, call
 from parity.running.provenance import resolve_device
 from parity.trainers import catalogue
 
 ASKED = [one.name for one in fields(Asked) if one.name != "files"]
 DTYPES = ("fp32", "fp16", "bf16")
+STDERR = 2  # what a file prints while it is imported does not mix with what this command prints
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 MEMORY = 4 << 30  # bytes that a worker has in any case: torch, transformers and the largest case take a quarter of it
 
@@ -164,6 +170,16 @@ def demanded(item: str) -> tuple[str, str]:
     return item, ""
 
 
+def imported(*names: str) -> int:
+    """Load what FILE.py:NAME names; what is wrong with it otherwise, its import here says."""
+    under_watch()
+    with contextlib.suppress(UsageError):
+        for name in names:
+            loaded(name, process_state.importing)
+    tell(answer=True)
+    return 0
+
+
 def check(options: Options) -> None:
     """Refuse what does not exist before anything runs. Raises UsageError naming the value and the choices."""
     if options.profile not in PROFILES:
@@ -171,6 +187,12 @@ def check(options: Options) -> None:
     for dtype in options.dtypes:
         if dtype not in DTYPES:
             raise UsageError(f"dtype {dtype!r} is unknown, choose from {', '.join(DTYPES)}")
+    for name in dict.fromkeys(n for n in (*options.families, *options.implementations) if ".py:" in n):
+        try:
+            call("parity.running.plan:imported", [name], stdout=STDERR)
+        except Ended as how:
+            path = name.rpartition(":")[0]
+            raise UsageError(f"implementation {name!r}: importing {path} ended the process ({how})") from None
     wanted = [resolved(name) for name in options.families]
     for one in from_user(options) if wanted else ():
         if one.family not in wanted:

@@ -16,8 +16,9 @@ from parity.cli import commands
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.protocol.call import execute
-from parity.registry import family, select
+from parity.registry import family
 from parity.results.report.rows import writer
+from parity.running.plan import Options, check
 
 LOGPROBS = family("logprobs")
 
@@ -63,16 +64,19 @@ def test_code_that_a_finding_names_is_not_loaded(tmp_path):
     ("outside", "says"),
     [
         ("sys.exit(0)", r"importing .*kernel.py calls sys.exit\(0\)"),
+        ("os._exit(0)", r"importing .*kernel.py ended the process \(exit code 0\)"),
+        ("os.execv('/bin/true', ['true'])", r"importing .*kernel.py ended the process \(exit code 0\)"),
+        ("os.kill(os.getpid(), 11)", r"importing .*kernel.py ended the process \(killed by signal 11\)"),
         ("raise GeneratorExit", "importing .*kernel.py fails: GeneratorExit"),
     ],
 )
-def test_a_file_that_does_not_import_is_named(tmp_path, outside, says):
+def test_a_file_that_ends_the_process_is_named(tmp_path, outside, says):
     with pytest.raises(UsageError, match=says):
-        select([kernel(tmp_path, outside=outside)])
+        check(Options(implementations=(kernel(tmp_path, outside=outside),)))
 
 
 def test_a_run_over_such_a_file_is_exit_2(tmp_path):
-    words = ["run", "--implementation", kernel(tmp_path, outside="sys.exit(0)"), "--reports", str(tmp_path)]
+    words = ["run", "--implementation", kernel(tmp_path, outside="os._exit(0)"), "--reports", str(tmp_path)]
     done = CliRunner().invoke(commands.main, words)
     assert done.exit_code == 2, done.output
     assert "kernel.py" in done.stderr and "Traceback" not in done.stderr

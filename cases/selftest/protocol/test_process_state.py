@@ -1,15 +1,22 @@
 """Everything that is watched: a call that changes it is named, and the next party finds it as it was."""
 
+import _thread
 import builtins
+import dataclasses
 import gc
 import os
 import random
 import sys
+import threading
+import time
+import warnings
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+import tqdm
+from tqdm._monitor import TMonitor
 
 from cases.selftest.controls.correct import control
 from parity.implementations.implementation import Implementation
@@ -25,6 +32,10 @@ CASE = LOGPROBS.case(3, "fp32", {"V": 11, "H": 5, "bias": "random"})
 
 class Mode(torch.overrides.TorchFunctionMode):
     """Left entered, it sees every call of torch."""
+
+
+def hook(*args):
+    return None
 
 
 EFFECTS = {
@@ -152,3 +163,68 @@ def test_code_that_torch_compile_drops_is_no_change(monkeypatch):
         pytest.skip(f"torch {torch.__version__} keeps compiled code elsewhere")
     assert not set(compiled) & set(vars(module))
     assert not list(before.changes())
+
+
+def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
+    """A kernel registered for `aten::tanh`: no name is rebound, and every definition computes something else."""
+    monkeypatch.setattr(process_state, "_broken", [])
+    library = torch.library.Library("aten", "IMPL")
+
+    def effect():
+        if not done:
+            done.append(library.impl("tanh", lambda x: torch.ops.aten.mul.Tensor(x, 0.5), "CPU"))
+
+    done: list = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rows = list(run_case(CASE, [after(effect), PLAIN]))
+    finally:
+        library._destroy()
+    assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
+    assert "operations of torch compute something else" in rows[0].message
+    assert process_state.broken()
+
+
+def test_who_exchanges_the_code_of_a_function_is_named_and_the_process_given_up(monkeypatch):
+    """The name leads to the same function, so nothing is rebound."""
+    monkeypatch.setattr(process_state, "_broken", [])
+    code = from_file.__code__
+    try:
+        rows = list(run_case(CASE, [after(lambda: setattr(from_file, "__code__", hook.__code__)), PLAIN]))
+    finally:
+        from_file.__code__ = code
+    assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
+    assert rows[0].message == "parity.registry.from_file has other code since own.leaves was called"
+
+
+@pytest.mark.parametrize(
+    "start", [lambda f: _thread.start_new_thread(f, ()), lambda f: threading.Thread(target=f).start()]
+)
+def test_a_thread_that_runs_on_ends_the_process_and_is_named(start, monkeypatch):
+    """It may change anything later, while others are judged."""
+    monkeypatch.setattr(process_state, "_broken", [])
+    done = threading.Event()
+    try:
+        leaves = dataclasses.replace(after(lambda: start(done.wait)), id="own.py:leaves")
+        rows = list(run_case(CASE, [leaves], thorough=False))
+    finally:
+        done.set()
+    assert [(r.subject, r.verdict) for r in rows] == [("protocol", "disagree")]
+    assert rows[0].message == "own.py:leaves left a thread running, which may change anything"
+
+
+def test_the_monitor_of_a_progress_bar_is_no_harm(monkeypatch):
+    """torch's compiler makes a bar, and tqdm one thread for all of them."""
+    monkeypatch.setattr(process_state, "_broken", [])
+    snapshot, monitor = process_state.take(), TMonitor(tqdm.tqdm, 10)
+    try:
+        assert snapshot.restore("own.py:watches") == [] and not process_state._broken
+    finally:
+        monitor.exit()
+
+
+def test_a_thread_that_ends_by_itself_is_no_harm(monkeypatch):
+    monkeypatch.setattr(process_state, "_broken", [])
+    out = execute(after(lambda: threading.Thread(target=time.sleep, args=(0.02,)).start()), LOGPROBS.build(CASE))
+    assert out.leaks == () and not process_state.broken()

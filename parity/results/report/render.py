@@ -24,15 +24,14 @@ from parity.results import memory, trend
 from parity.results.ledger import Ledger
 from parity.results.report import stack, wording
 from parity.results.report.findings import Finding, ImplementationCase, findings, grouped, headroom
+from parity.results.report.plots import levels, placed, plots, strips
 from parity.results.report.summary import DTYPES, Line, Summary
-from parity.results.row import STOPPED, TOKENS, Row
+from parity.results.row import STOPPED, Row
 
 LINES, WIDTH = 60, 110  # what a summary on the terminal may fill; wider terminals get no longer lines
 CHARACTERS = 60_000  # of a comment: GitHub refuses 65,536
 LIMITS = (40, 20, 12, 8, 5, 3, 2, 1, 0)
 """How many of each list are shown: the first with which the whole fits. Others are counted."""
-ENOUGH = 8  # tokens that show where the errors are
-_LEVELS = {sign: (n % 10, n > 9) for n, sign in enumerate(TOKENS)}
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
 _CONTROL = re.compile(r"[^\t\n\x20-\x7e\xa0-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")
 _STYLES = {"new ": "bold red", "known ": "yellow", "note ": "yellow", "next ": "bold", "replay ": "bold", "run ": "dim"}
@@ -89,8 +88,20 @@ def page(summary: Summary, ending: Ending = IN_ORDER) -> str:
         often = f"in {life.times:,} of {wording.count(life.of, 'run')}"
         return f"{trend.since(life.first, change.run, 'new in this run')}, {often}"
 
-    values = {"change": change, "gone": gone, "since": since, "trend": trend}
+    values = {"change": change, "gone": gone, "since": since, "trend": trend, "cases": placed(summary.cases)}
     return filled("page.html.j2", summary=summary, ending=ending, **values)
+
+
+def trend_page(past: Sequence[memory.Run], ledger: Ledger, night: str = "") -> str:
+    """Findings of runs of one profile and device, since when, and mended when. `night`: address of the last."""
+    known = {e.id: e for e in (*Ledger.older(ledger.path), *ledger.entries)}
+    found = trend.stories(past)
+    values = {
+        "open": [one for one in found if not one.mended],
+        "mended": [one for one in found if one.mended],
+        "counts": [len({f.known or f.key for f in run.findings}) for run in past],
+    }
+    return filled("trend.html.j2", past=past, entries=known, night=night, releases=trend.releases(past), **values)
 
 
 def junit(summary: Summary) -> str:
@@ -162,7 +173,9 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     found.filters |= {"md": escape, "code": code, "ticks": ticks, "wrapped": wrapped, "aligned": aligned}
-    found.globals.update(w=wording, s=stack, headroom=headroom, text_of=text_of, strips=strips, levels=levels)
+    found.globals.update(
+        w=wording, s=stack, headroom=headroom, text_of=text_of, plots=plots, strips=strips, levels=levels
+    )
     return found
 
 
@@ -179,18 +192,6 @@ def _fitting(template: str, fits: Callable[[str], bool], limits: Sequence[int] =
 
 def _plain(value: Any) -> Any:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", value) if type(value) is str else value
-
-
-def strips(finding: Finding) -> list[tuple[Row, list[list[tuple[int, bool]]]]]:
-    """(row, its sequences as (level 0 to 9, masked) of each token), of the smallest case with `ENOUGH` tokens or the largest."""
-    sized = sorted((max(sum(map(len, r.tokens)) for r in p.rows), n, p) for n, p in enumerate(finding.parts))
-    case = next((p for count, _, p in sized if count >= ENOUGH), sized[-1][2])
-    return [(r, levels(r.tokens)) for r in case.rows if r.tokens]
-
-
-def levels(texts: Sequence[str]) -> list[list[tuple[int, bool]]]:
-    """(level 0 to 9, masked) of each token of sequences as texts of `TOKENS`."""
-    return [[_LEVELS.get(sign, (9, False)) for sign in line] for line in texts]
 
 
 def escape(text: str) -> str:
