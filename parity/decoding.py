@@ -13,8 +13,6 @@ import msgspec
 from parity.errors import UsageError
 
 SHOWN = 80  # characters of a wrong value that a message repeats
-NESTED = 64
-"""Lists and objects within one another, at most: far below what would end the interpreter's stack, far above any need."""
 
 
 def text_of(path: Path, what: str) -> str:
@@ -33,7 +31,7 @@ def json_of(text: str | bytes, where: str, what: str = "JSON object") -> Any:
     """Plain values of a strict JSON text; `what` it should be is named where it is malformed. Raises UsageError naming
     `where`: malformed, not UTF-8, NaN or an infinity, a number too large, too deeply nested."""
     try:
-        return _shallow(json.loads(text, parse_constant=_not_strict, parse_float=_in_range), where)
+        return json.loads(text, parse_constant=_not_strict, parse_float=_in_range)
     except UnicodeDecodeError:
         raise UsageError(f"{where}: not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -48,8 +46,7 @@ def json_of(text: str | bytes, where: str, what: str = "JSON object") -> Any:
 def toml_of(text: str, where: str, what: str) -> dict[str, Any]:
     """Plain values of a TOML text; `what` it should be is named in the UsageError."""
     try:
-        found: dict[str, Any] = _shallow(tomllib.loads(text), where)
-        return found
+        return tomllib.loads(text)
     except RecursionError:
         raise UsageError(f"{where}: nested too deeply") from None
     except ValueError as error:  # tomllib.TOMLDecodeError is one, and so is an integer of too many digits
@@ -70,8 +67,6 @@ def decode(kind: Any, line: str | bytes, where: str) -> Any:
     """A line of JSON as a typed structure; the same as `convert(kind, json_of(line))`, in one pass where nothing is wrong."""
     content = line.encode(errors="surrogatepass") if isinstance(line, str) else line
     try:
-        if content.count(b"[") + content.count(b"{") > NESTED:
-            return convert(kind, json_of(line, where), where)
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return convert(kind, json_of(line, where), where)
@@ -128,16 +123,6 @@ def of_schema(data: Any, schema: int, where: str, name: str) -> None:
         raise UsageError(f'{where}: schema is mandatory (this parity writes "schema": {schema})')
     if data["schema"] != schema or isinstance(data["schema"], bool):
         raise UsageError(f"{where}: schema {short(repr(data['schema']))} is not readable here, expected {schema}")
-
-
-def _shallow(data: Any, where: str) -> Any:
-    level: list[Any] = [data]
-    for _ in range(NESTED):
-        inside = [list(x.values()) if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
-        level = [y for x in inside for y in x]
-        if not level:
-            return data
-    raise UsageError(f"{where}: nested too deeply, {NESTED} levels and more")
 
 
 def _not_strict(name: str) -> NoReturn:

@@ -14,7 +14,8 @@ from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle
 from parity.process import elsewhere
 from parity.protocol.exceptions import Outcome
-from parity.results.row import DECIDED, STOPPED, VALUE, Row, finite, token_signs
+from parity.results.row import DECIDED, STOPPED, VALUE, Row, finite
+from parity.results.watched import token_signs
 
 LONGEST = 1024
 """Tokens of a case whose errors are kept one by one."""

@@ -19,12 +19,11 @@ FILE, LOCK = "night.json", "night.lock"
 
 
 class Journal(msgspec.Struct, kw_only=True):
-    """A night. `began`: seconds since the epoch; `paused`: seconds between a kill and going on; `blind`: the proofs of life that
+    """A night. `began`: seconds since the epoch, later by the time between a kill and going on; `blind`: the proofs of life that
     failed; `kept`: the id of its long run, once that has ended and is in the history."""
 
     profile: str
     began: float
-    paused: float = 0.0
     blind: list[str] = field(default_factory=list)
     kept: str = ""
     exit_code: int | None = None
@@ -32,7 +31,7 @@ class Journal(msgspec.Struct, kw_only=True):
     @property
     def spent(self) -> float:
         """Seconds that it has had."""
-        return time.time() - self.began - self.paused
+        return time.time() - self.began
 
     def save(self, reports: Path) -> None:
         save_json(reports / FILE, self)
@@ -59,7 +58,7 @@ class Journal(msgspec.Struct, kw_only=True):
         results = reports / "results.ndjson"
         if not results.exists() or (written := results.stat().st_mtime) < found.began:
             raise UsageError(f"{path}: that night was killed before its long run: start a new one")
-        found.paused += time.time() - max(written, path.stat().st_mtime)
+        found.began += time.time() - max(written, path.stat().st_mtime)
         return found
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import operator
 import os
+import pickle
 import random
 import sys
 import threading
@@ -51,16 +52,6 @@ _IDS = torch.arange(4).unsqueeze(-1)
 def _put_variables(value: dict[bytes, bytes]) -> None:
     os.environb.clear()
     os.environb.update(value)
-
-
-def _numpy_rng() -> tuple[Any, ...]:
-    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 the global one is what is watched
-    return kind, np.asarray(keys).tobytes(), *rest
-
-
-def _put_numpy_rng(value: tuple[Any, ...]) -> None:
-    kind, keys, *rest = value
-    np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))  # noqa: NPY002
 
 
 def _bytes(state: torch.Tensor) -> bytes:
@@ -136,7 +127,10 @@ WATCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         _put_variables,
     ),
     "python RNG": (random.getstate, random.setstate),
-    "numpy RNG": (_numpy_rng, _put_numpy_rng),
+    "numpy RNG": (  # pickled: its arrays cannot be compared as they are
+        lambda: pickle.dumps(np.random.get_state(legacy=True)),  # noqa: NPY002 the global one is what is watched
+        lambda v: np.random.set_state(pickle.loads(v)),  # noqa: NPY002
+    ),
     "torch RNG": (lambda: _bytes(torch.get_rng_state()), lambda v: torch.set_rng_state(_state(v))),
     "CUDA RNG": (
         lambda: [*map(_bytes, torch.cuda.get_rng_state_all())] if torch.cuda.is_initialized() else [],

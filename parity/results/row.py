@@ -116,18 +116,6 @@ def stopped_by(message: str) -> tuple[str, str]:
     return (cause, part) if part in ("forward pass", "backward pass", "call") else (said, "")
 
 
-TOKENS = "0123456789abcdefghij"
-"""The error of a token as a sign: 9 the largest or not finite, each less half as large, 0 none; letters: a masked token."""
-
-
-def token_signs(error: Any, masked: Any) -> list[str]:
-    """Errors of tokens, a tensor (B, T), and which are masked, as a text of `TOKENS` for each sequence."""
-    top = error[error.isfinite()].amax() if bool(error.isfinite().any()) else error.new_tensor(1.0)
-    level = (error / top).log2().ceil().add(9).clamp(1, 9).where(error > 0, 0.0)
-    sign = level.where(error.isfinite(), 9.0).int() + 10 * masked
-    return ["".join(TOKENS[n] for n in line) for line in sign.tolist()]
-
-
 SIZE, VALUE = 5, 6  # digits of an error, of a value
 
 
@@ -149,21 +137,18 @@ class Asked(msgspec.Struct, kw_only=True):
     files: dict[str, str] = field(default_factory=dict)
 
 
-class About(msgspec.Struct, kw_only=True, rename={"source_hash": "cut-cross-entropy source"}):
+class About(msgspec.Struct, kw_only=True):
     """What a run must record about where it ran."""
 
     versions: dict[str, str] = field(default_factory=dict)
-    source_hash: str | None = None
     device: str | None = None
     device_name: str | None = None
     driver: str | None = None
-    float32_matmul_precision: str | None = None
     products: dict[str, Any] | None = None
     triton: str | None = None
     profile: str | None = None
     seed: int | None = None
     git: str | None = None
-    rollouts: list[str] | None = None
     started: str | None = None
     command: str | None = None
     asked: Asked | UnsetType = UNSET

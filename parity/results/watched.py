@@ -7,6 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+TOKENS = "0123456789abcdefghij"
+"""The error of a token as a sign: 9 the largest or not finite, each less half as large, 0 none; letters: a masked token."""
+
+
+def token_signs(error: Any, masked: Any) -> list[str]:
+    """Errors of tokens, a tensor (B, T), and which are masked, as a text of `TOKENS` for each sequence."""
+    top = error[error.isfinite()].amax() if bool(error.isfinite().any()) else error.new_tensor(1.0)
+    level = (error / top).log2().ceil().add(9).clamp(1, 9).where(error > 0, 0.0)
+    sign = level.where(error.isfinite(), 9.0).int() + 10 * masked
+    return ["".join(TOKENS[n] for n in line) for line in sign.tolist()]
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -17,7 +28,7 @@ class Finding:
     causes: tuple[str, ...]  # those that explain it down to noise; empty where none of the known ones does
     text: str  # one line
     tokens: tuple[Mapping[str, Any], ...] = ()  # those that differ most
-    # units of each token as signs of `parity.results.row.TOKENS`, a text for each sequence
+    # units of each token as signs of `TOKENS`, a text for each sequence
     strips: tuple[str, ...] = ()
 
 
@@ -34,15 +45,6 @@ def write(to: Path, looked: Sequence[Mapping[str, Any]], findings: Sequence[Find
         except ImportError:  # a training run needs not have them
             return
         to.with_suffix(".html").write_text(filled("watch.html.j2", findings=findings, looked=looked), "utf-8")
-
-
-def strips(units: Any, dimmed: Any) -> list[str]:
-    """Units (B, T) as signs of `parity.results.row.TOKENS`, a text for each sequence; `dimmed`: which are out of the loss."""
-    try:
-        from parity.results.row import token_signs
-    except ImportError:
-        return []
-    return token_signs(units.nan_to_num(0.0), dimmed)
 
 
 def _finite(x: Any) -> Any:

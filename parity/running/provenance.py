@@ -1,16 +1,12 @@
 """Where a run ran: versions, device, precision, revision."""
 
 import datetime
-import hashlib
-import importlib.metadata
-import importlib.util
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import parity
-from parity import recording
 from parity.errors import UsageError
 from parity.process import elsewhere, installed
 from parity.results.row import About, Header
@@ -27,17 +23,6 @@ def versions() -> dict[str, str]:
 
     out = {"parity": __version__, "python": platform.python_version()}
     return out | {name: version for name in PACKAGES if (version := installed(name))}
-
-
-def source_hash(module: str) -> str | None:
-    """A digest of a package's Python files: cut-cross-entropy's registry and git releases share version numbers."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    digest = hashlib.sha256()
-    for path in sorted(Path(spec.submodule_search_locations[0]).rglob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def revision() -> str | None:
@@ -77,17 +62,14 @@ def header(run: str, device: str, profile: str, seed: int) -> Header:
     cuda = device == "cuda"
     about = About(
         versions=versions(),
-        source_hash=source_hash("cut_cross_entropy"),
         device=device,
         device_name=torch.cuda.get_device_name(0) if cuda else platform.processor() or platform.machine(),
         driver=torch.version.cuda if cuda else None,
-        float32_matmul_precision="highest",
         products=products(device).described(),
         triton="compiled" if cuda else "interpreted",
         profile=profile,
         seed=seed,
         git=revision(),
-        rollouts=recording.description(),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=" ".join(["parity", *sys.argv[1:]]) + elsewhere(),
     )

@@ -162,10 +162,8 @@ class Watch:
         if clock.passed > HALTED and child.stopped:
             yield from self.lost(worker, "the process was stopped by a signal")
         elif message := clock.over(limit):
-            deadline = worker.plan.get("deadline")
-            late = deadline is not None and time.time() > deadline  # what hangs now is waited for once
             message += gpu.where(child.process, worker.said)
-            yield from self.lost(worker, message, "timed-out", THRICE if clock.asleep or late else 1)
+            yield from self.lost(worker, message, "timed-out", THRICE if clock.asleep else 1)
 
     def deal(self, worker: Worker) -> None:
         """The next shard for a worker that has none."""

@@ -267,7 +267,7 @@ class Watch(TrainerCallback):
         named, tokens, strips, none = tuple[str, ...](), list[dict[str, Any]](), list[str](), "no known cause"
         try:
             tokens = farthest(found, at.rows, self._decoded)
-            strips = watched.strips(at.rows.back(found.each), ~at.rows.picked.cpu())
+            strips = watched.token_signs(at.rows.back(found.each).nan_to_num(0.0), ~at.rows.picked.cpu())
             old = [weights for _, weights in reversed(self._old)]
             named = tuple(causes.explanations(found, at.rows, *at.facts(what, found.own, old)))
         except Exception as error:

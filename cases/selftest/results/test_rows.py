@@ -134,13 +134,6 @@ def test_a_cut_within_a_character(tmp_path):
     assert read(path)[0].interrupted is True
 
 
-def test_a_last_line_without_its_break_counts(tmp_path):
-    path = tmp_path / "results.ndjson"
-    write(path, HEADER, ROW)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert read(path) == (HEADER, [ROW])
-
-
 def test_append_goes_on_after_a_kill(tmp_path):
     path = tmp_path / "results.ndjson"
     write(path, HEADER, ROW, replace(ROW, case="policy-2"))

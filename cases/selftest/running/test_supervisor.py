@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from cases.selftest.results.runs import ledger_of
 from cases.selftest.running.test_child import running
 from fixtures import warm
 from parity import data
-from parity.case.case import Case
-from parity.decoding import save_json
 from parity.process import SCRATCH, scratch_folder
 from parity.running import shard_queue, supervisor
-from parity.running.plan import Event, Judged, Lost, Shard, ShardDone, Sought, Started
+from parity.running.plan import Event, Judged, Lost, Shard, Sought, Started
 from parity.running.shard_queue import ShardQueue
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -97,21 +94,6 @@ def nothing_twice(events):
     told = [e.row for e in events if isinstance(e, Judged) and not e.row.minimised]
     keys = [(row.case, row.implementation, row.quantity) for row in told]
     assert len(keys) == len(set(keys)), "a row stands twice"
-
-
-@pytest.mark.parametrize(("deadline", "waits"), [(None, 2), (0.0, 1)])
-def test_past_the_time_of_a_run_what_hangs_is_waited_for_once(tmp_path, deadline, waits):
-    plan = plan_of(tmp_path, ["fixtures/kernels.py:spins"]) | {"deadline": deadline}
-    plan |= {"ledger": str(tmp_path / "ledger.toml"), "frozen": ["1.json", "2.json"]}
-    about = {"implementations": ["own"], "verdicts": ["disagree"]}
-    ledger_of(tmp_path / "ledger.toml", *({"id": f"entry-{n}", "case": f"{n}.json"} | about for n in (1, 2)))
-    for seed in (1, 2):
-        save_json(tmp_path / f"{seed}.json", {"case": Case("logprobs", seed, "fp32", {"V": 5}).to_json(), "fast": True})
-    shard = Shard(family="logprobs", kind="frozen", count=2, seed=1, exclude=REFERENCE)
-    events = [event for _, event in supervisor.run([plan], ShardQueue([shard]), 3.0, 120.0)]
-    assert [r.verdict for r in rows_of(events, "spins")] == ["timed-out"] * waits
-    (done,) = (e for e in events if isinstance(e, ShardDone))
-    assert done.cases == 2 and 100 < done.memory < 100_000
 
 
 def test_one_that_is_killed_from_outside_has_a_second_chance(tmp_path):

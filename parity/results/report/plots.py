@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from parity.results.report.findings import Finding, ImplementationCase, about_run, headroom
-from parity.results.row import TOKENS, Row
+from parity.results.row import Row
+from parity.results.watched import TOKENS
 
 WIDTH, HEIGHT, EDGE = 180, 80, 6
 ENOUGH = 8  # tokens that show where the errors are

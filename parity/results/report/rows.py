@@ -140,14 +140,6 @@ def read(path: str | Path) -> tuple[Header, list[Row]]:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     *lines, rest = content.split(b"\n")
-    cut = False
-    if rest.strip():
-        try:
-            json_of(rest, str(path))
-        except UsageError:
-            cut = True
-        else:  # complete but for its line break
-            lines.append(rest)
     if not lines:
         raise UsageError(f"{path}: no header row; the run that wrote it ended before it began")
     first, where = json_of(lines[0], f"{path} line 1"), f"{path} line 1"
@@ -160,7 +152,7 @@ def read(path: str | Path) -> tuple[Header, list[Row]]:
     for number, line in enumerate(lines[1:], 2):
         if line.strip():
             _take(line, f"{path} line {number}", header, rows, cases)
-    if cut or (header.header.ends is True and header.end is UNSET):
+    if rest.strip() or (header.header.ends is True and header.end is UNSET):
         header.interrupted = True
     return header, rows
 

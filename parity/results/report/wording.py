@@ -94,11 +94,9 @@ def about(summary: Summary) -> str:
     """Profile, seed, device, revision and time of the run, as far as the header tells."""
     h = summary.header
     facts = {"run": summary.run, "profile": h.profile, "seed": h.seed, "device": h.device, "": h.device_name}
-    facts |= {"driver": h.driver, "float32 matmul": h.float32_matmul_precision, "Triton": h.triton, "revision": h.git}
+    facts |= {"driver": h.driver, "Triton": h.triton, "revision": h.git}
     parts = [f"{k} {v}".strip() for k, v in facts.items() if v not in (None, "")]
     parts += [] if h.seconds is UNSET else [f"{h.seconds:,} s"]
-    if h.rollouts and any(line.family == "policy" for line in summary.lines):
-        parts.append(f"importance ratios generated, and from {'; '.join(h.rollouts)}")
     return " · ".join(parts)
 
 
