@@ -4,7 +4,9 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from parity.errors import UsageError
 from parity.process import installed
 from parity.results.ledger import SEVERITIES, Entry, Ledger
 from parity.results.report.findings import Finding
@@ -16,17 +18,19 @@ OTHER = "unranked"  # severity of entries that have none: a user's own, and thos
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Versions of the libraries, and the entries of the ledger that hold with them, seen or not, most severe first."""
+    """Versions of the libraries, and the entries of the ledger that hold with them, seen or not, most severe first.
+    `unread`: the ledger of the run that is not on this machine, so that only what the run met is known."""
 
     versions: Mapping[str, str]
     entries: Sequence[Entry]
+    unread: str = ""
 
     @classmethod
-    def of(cls, entries: Iterable[Entry], versions: Mapping[str, str] | None = None) -> "Stack":
+    def of(cls, entries: Iterable[Entry], versions: Mapping[str, str] | None = None, unread: str = "") -> "Stack":
         """Entries in any order; conventions come last."""
         order = [*(name for name in SEVERITIES if name != "convention"), OTHER, "convention"]
         ranked = sorted(entries, key=lambda e: (order.index(e.severity or OTHER), e.user.rank, e.id))
-        return cls({name: version for name in LIBRARIES if (version := (versions or {}).get(name))}, ranked)
+        return cls({name: version for name in LIBRARIES if (version := (versions or {}).get(name))}, ranked, unread)
 
     @classmethod
     def here(cls, ledger: Ledger) -> "Stack":
@@ -36,15 +40,18 @@ class Stack:
 
     @classmethod
     def of_run(cls, about: About, found: Iterable[Finding]) -> "Stack":
-        """The one of a run: what its ledger, or without that the shipped one, knows of its versions, and whatever else of it
-        the run saw again."""
-        path = Path(name) if about.asked and (name := about.asked.ledger) else None
-        ledger = Ledger.known(path if path and path.exists() else None)
-        known = {e.id: e for e in (*Ledger.older(ledger.path), *ledger.entries)}
+        """The one of a run: what its ledger knows of its versions, and whatever else the run saw again."""
+        known: dict[str, Entry] = {}
+        path, unread = about.asked.ledger if about.asked else None, ""
+        try:
+            ledger = Ledger.known(Path(path) if path else None)
+            known = {e.id: e for e in (*Ledger.older(ledger.path), *ledger.entries)}
+        except UsageError:  # of another machine
+            unread = str(path)
         entries = [e for e in known.values() if e.in_force(about.versions) and not e.user.part_of]
-        seen = [known[f.known] for f in found if f.known in known]
+        seen = [known.get(f.known) or _unread(f.known, f) for f in found if f.known]
         entries += [known.get(e.user.part_of, e) for e in seen]
-        return cls.of({e.id: e for e in entries}.values(), about.versions)
+        return cls.of({e.id: e for e in entries}.values(), about.versions, unread)
 
     @property
     def named(self) -> str:
@@ -61,10 +68,19 @@ class Stack:
 
     @property
     def defects(self) -> str:
-        """`4 high, 16 medium known defects`; conventions are none."""
+        """`4 high, 16 medium known defects`; conventions are none, and what cannot be read is said."""
         counts = {name: len(found) for name, found in self.by_severity.items() if name != "convention"}
         counted = ", ".join(f"{n} {severity}" for severity, n in counts.items()) or "no"
-        return f"{counted} known defect{'' if sum(counts.values()) == 1 else 's'}"
+        said = f"{counted} known defect{'' if sum(counts.values()) == 1 else 's'}"
+        return f"{said} that the run met ({self.unread} cannot be read here)" if self.unread else said
+
+
+def _unread(id: str, finding: Finding) -> Entry:
+    """An entry of which a run's rows have the id, and this machine's ledger nothing."""
+    lead, quantities = finding.lead, finding.roots or ("*",)
+    reason = lead.message or f"wrong in {', '.join(quantities)}"
+    its: dict[str, Any] = {"family": lead.family, "case": lead.case, "quantities": quantities, "reason": reason}
+    return Entry(id=id, implementations=(lead.implementation,), date="-", **its)
 
 
 def where(entry: Entry) -> str:
