@@ -2,13 +2,14 @@
 
 import contextlib
 import datetime
+import math
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -19,10 +20,10 @@ from parity.results.report.rows import read
 from parity.results.report.summary import summarise
 from parity.results.report.wording import count, title
 from parity.results.row import Header, Row
-from parity.running import outcome
+from parity.running import child, outcome
+from parity.running.child import LimitExceeded
 
 COMMAND = (sys.executable, "-P", "-m", "parity")
-GRACE = 10.0  # seconds to end in after SIGTERM
 SHARE_OF_RUN = 0.8  # of the time of `parity run`; the rest is for its environment and its report
 TAIL = 24  # lines of its output that a step's place in the report shows
 
@@ -67,24 +68,10 @@ def run(name: str, words: Sequence[str], log: Path, limit: float) -> CommandOutc
     begun = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p and Path(p).is_dir())}
-    with log.open("wb") as out, stopping():
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
-        code: int | None = None
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(max(limit, 1.0))
-        finally:
-            if code is None:
-                _end(process)
+    code: int | None = None
+    with log.open("wb") as out, stopping(), contextlib.suppress(LimitExceeded):
+        how: Any = {"stdout": out, "stderr": subprocess.STDOUT, "env": env}
+        code = child.run(command, cpu=math.inf, clock=max(limit, 1.0), **how).returncode
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said, seconds = " ".join(words if tests else ["parity", *words]), time.monotonic() - begun
     return CommandOutcome(name, said, code, seconds, "\n".join(lines[-TAIL:]))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Its whole session, in order if that takes no more than `GRACE`."""
-    for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
