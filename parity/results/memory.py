@@ -139,12 +139,8 @@ def of(
 
 
 def keep(run: Run, folder: Path) -> None:
-    """Write a run's file: complete or not at all, and once: a run that is kept again replaces its file. Raises
-    UsageError when the folder cannot be written."""
-    try:
-        save_json(folder / f"{run.started:%Y%m%dT%H%M%S}-{run.id}.json", run)
-    except OSError as error:
-        raise UsageError(f"{folder}: the run cannot be kept: {error}") from None
+    """Write a run's file: complete or not at all, and once: a run that is kept again replaces its file."""
+    save_json(folder / f"{run.started:%Y%m%dT%H%M%S}-{run.id}.json", run)
 
 
 def runs(folder: Path, say: Callable[[str], object] = print) -> list[Run]:

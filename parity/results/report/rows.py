@@ -28,16 +28,12 @@ OF_JUDGED = ("against", "recipe", "recipe_measured")  # fields of a row that was
 @contextlib.contextmanager
 def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Record], None]]:
     """Open a results file; the function it returns writes a record, the header first. A comparison is in the file when
-    the next record is not a row of it. Folders are made. An existing file is replaced, or with `append` continued, less
-    a last line that was left half written. Raises UsageError when the file cannot be written; ValueError: from the
-    function, for a row that holds NaN or an infinity (rows hold null there)."""
+    the next record is not a row of it. Folders are made. An existing file is replaced, or with `append` continued. Raises
+    UsageError when the file cannot be written; ValueError: from the function, for a row that holds NaN or an infinity
+    (rows hold null there)."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if append:
-            with contextlib.suppress(FileNotFoundError), open(path, "r+b") as before:
-                content = before.read()
-                before.truncate(content.rfind(b"\n") + 1)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC)
         file = os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
     except OSError as error:
@@ -79,11 +75,7 @@ class _Comparisons:
         begins = any(case.get(name) != self._case.get(name) for name in ("case", "shard", "frozen"))
         other = {} if begins else {n: getattr(row, n) for n in OF_CASE if case.get(n) != self._case.get(n)}
         comparison = {"case": row.case} | {name: data.pop(name) for name in OF_COMPARISON if name in data} | other
-        try:
-            begin, _, quantity = _text(case), _text(comparison), _text(data)
-        except ValueError as error:
-            who = " ".join(filter(None, [row.case, row.implementation, row.quantity]))
-            raise ValueError(f"row {who} is not strict JSON ({error}); write null for what is not finite") from None
+        begin, _, quantity = _text(case), _text(comparison), _text(data)
         if begins or comparison != self._last:
             self.end()
             self._last = comparison
