@@ -140,16 +140,3 @@ def named(name: str) -> Recording:
     if name not in shipped():
         raise UsageError(f"recording {name!r} is unknown, choose from {', '.join(shipped())}")
     return load(data.rollouts_dir() / name)
-
-
-def description() -> list[str]:
-    """The shipped recordings for a report: a line for each engine on a device, with how many of which models."""
-    groups: dict[str, list[Recording]] = {}
-    for one in map(named, shipped()):
-        groups.setdefault(f"{one.facts['engine']} on {one.facts.get('device', 'an unknown device')}", []).append(one)
-    out = []
-    for engine, found in groups.items():
-        kinds = [sorted({str(r.facts[name]) for r in found}) for name in ("model", "dtype", "temperature", "top_p")]
-        of = [", ".join(values) for values in kinds]
-        out.append(f"{len(found)} recordings by {engine}: {of[0]}; {of[1]}; temperature {of[2]}; top-p {of[3]}")
-    return out

@@ -55,8 +55,12 @@ def diagnose(console: Console) -> bool:
         can.append(f"in Triton's interpreter (no CUDA device): {', '.join(interpreted)}")
     part("implementations", *can)
     engine = vllm_engine.distribution() or "no vLLM; pip install .[vllm] on a GPU box, make rollouts without one"
-    none = ["none recorded: importance ratios are generated, not a sampler's own"]
-    part("rollouts", *(recording.description() or none), f"engine here: {engine}")
+    kept = [recording.named(name) for name in recording.shipped()]
+    by = ", ".join(sorted({str(one.facts["engine"]) for one in kept}))
+    part(
+        "rollouts",
+        f"{len(kept)} recordings by {by or 'nobody: importance ratios are generated'}; engine here: {engine}",
+    )
     for tool, purpose in TOOLS.items():
         found = shutil.which(tool) or importlib.util.find_spec(tool)
         part(tool, f"{'found' if found else f'missing: install {tool}'}; for {purpose}")

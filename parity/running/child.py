@@ -77,9 +77,6 @@ class Child:
         env = {**(os.environ if env is None else env), WATCHED: f"{theirs}:{nonce}:{os.getpid()}"}
         try:
             self.process = subprocess.Popen(list(command), env=env, pass_fds=[theirs, *pass_fds], **popen)
-        except BaseException:
-            self.channel.close()
-            raise
         finally:
             os.close(theirs)
         self._head = f"{nonce} {self.process.pid} ".encode()
