@@ -14,7 +14,7 @@ from parity.trainers import check
 from parity.trainers.checks import losses
 from parity.trainers.definitions import formulas, training_step
 from parity.trainers.definitions.formulas import MIXED, Loss, pairs_of
-from parity.trainers.rig import drive
+from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Window
 
 PLAIN = {"beta": 0.5, "smoothing": 0.0, "divergence": "reverse_kl", "alpha": 0.5, "ld_alpha": 1.0, "tau": 0.05}
@@ -94,7 +94,7 @@ def test_what_lies_behind_the_shorter_completion_is_weighted():
 
 def test_prompts_take_the_completion_of_the_sequence_before():
     window = [([1, 2, 10], 2), ([3, 20, 21], 1), ([4, 5, 6, 30], 3)]
-    assert formulas.mismatched(window) == [([1, 2, 30], 2), ([3, 10], 1), ([4, 5, 6, 20, 21], 3)]
+    assert stored_window.mismatched(window) == [([1, 2, 30], 2), ([3, 10], 1), ([4, 5, 6, 20, 21], 3)]
 
 
 def test_kto_by_hand():
@@ -114,7 +114,7 @@ def test_the_kl_of_other_prompts_is_a_mean_and_not_negative(monkeypatch, ratios,
     given = SimpleNamespace(ratios=torch.tensor(ratios, dtype=torch.float64))
     monkeypatch.setattr(loss, "scored", lambda model, window: asked.append(window) or given)
     assert float(formulas.kl_of_others(loss, None)) == expected
-    assert asked == [formulas.mismatched(loss.window.sequences)]
+    assert asked == [stored_window.mismatched(loss.window.sequences)]
 
 
 def test_every_loss_type_of_the_installed_trainers_has_a_definition():

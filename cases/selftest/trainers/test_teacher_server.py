@@ -35,6 +35,6 @@ def test_an_accumulated_sum_is_red(monkeypatch):
         return original(self, model, inputs, *args, **kwargs) * 2
 
     monkeypatch.setattr(kind, "compute_loss", summed)
-    got = outcome(beta=0.5, split="1x2")
+    got = outcome(beta=0.3, split="1x2")
     assert got["gradient"].verdict == "disagree"
     assert "is 2 times the definition's" in got["gradient"].message

@@ -17,7 +17,7 @@ def test_the_cut_by_hand():
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
 def test_some_of_the_window_is_cut_and_all_of_it_can_be_scored(mode, side):
     whole = Window.of("dpo-trainer")
-    window, cut = (w.pair()[side] for w in (whole, truncation.Cut("dpo-trainer", whole.rows, mode)))
+    window, cut = (w.pair()[side] for w in (whole, truncation.Cut("dpo-trainer", whole.rows, mode=mode)))
     assert 0 < sum(a != b for a, b in zip(window, cut, strict=True)) < len(window)
     assert all(0 < start < len(tokens) for tokens, start in cut)
 

@@ -30,14 +30,16 @@ COMMON = {"lmbda": 0.0, "temperature": 1.0, "max_length": 32}
 SAMPLES = {"ragged": ((2, 5), (4, 2)), "equal": ((3, 5), (3, 2))}
 """Tokens of prompt and completion, by what the prompts are; ragged ones shift the offsets within a batch."""
 SETTINGS = {
-    "beta": Setting(1.0, "teacher's weight in the divergence: 0 forward KL, 1 reverse KL", (0.0, 0.5, 1.0)),
+    "beta": Setting(1.0, "teacher's weight in the divergence: 0 forward KL, 1 reverse KL", (0.0, 0.3, 0.5, 1.0)),
     "split": Setting("2x1", "batch x accumulation", ("1x2", "2x1")),
 }
 RAGGED = SETTINGS | {"prompts": Setting("equal", "lengths of the prompts", tuple(SAMPLES))}
 LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
-SHORT: list[CheckCase] = [("server-distillation-trainer", s) for s in ({"beta": 0.0}, LEAKED)]
-SHORT_GKD: list[CheckCase] = [("gkd-trainer", {**LEAKED, "prompts": "ragged"})]
+SHORT: list[CheckCase] = [("server-distillation-trainer", s) for s in ({"beta": 0.3}, LEAKED)]
+SHORT_GKD: list[CheckCase] = [
+    ("gkd-trainer", {"beta": beta, "split": "1x2", "prompts": "ragged"}) for beta in (1.0, 0.3)
+]
 
 
 SERVER, GKD = "server-distillation-trainer", "gkd-trainer"

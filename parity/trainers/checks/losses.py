@@ -147,7 +147,7 @@ def _options(call: CheckCall) -> dict[str, Any]:
     )
     mixed = MIXED.get(s.loss)
     out = {"beta": s.beta, "loss_type": list(mixed) if mixed else s.loss}
-    out |= {"loss_weights": list(mixed.values())} if mixed else {}
+    out |= {"loss_weights": list(mixed.values())} if mixed and set(mixed.values()) != {1.0} else {}
     out |= {field: getattr(s, name) for name, field in fields.items() if name not in ("divergence", "whole")}
     out |= {"completion_only_loss": False} if s.whole else {}
     out |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}

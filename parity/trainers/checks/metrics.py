@@ -1,5 +1,6 @@
 """Metrics that a trainer logs for one batch, compared with what their names and TRL's documentation say."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -11,13 +12,13 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.policy_losses import divergence as k3
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared, tells
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import LOSSES, Loss, kl_of_others, log_odds
-from parity.trainers.definitions.scored import completion_logps
+from parity.trainers.definitions.scored import completion_logps, logits
 from parity.trainers.definitions.training_step import logged, measured
-from parity.trainers.rig import drive, recorder, stored_window
-from parity.trainers.rig.stored_window import Window
+from parity.trainers.rig import drive, models, recorder, stored_window
+from parity.trainers.rig.stored_window import Sample, Window
 from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import SPECS
 from parity.upstream import trl
@@ -26,10 +27,14 @@ MODELS = ("llama", "qwen2", "gemma2")
 SETTINGS = {
     "model": Setting("llama", "tiny model; KTO's estimate of the KL is 0 for qwen2", MODELS),
     "beta": Setting(0.3, "beta of the config", (0.3, 0.04)),
+    "whole": Setting(False, "SFT: completion_only_loss is off, prompts are trained on", (False, True)),
 }
 PR: tuple[tuple[str, Mapping[str, Any]], ...] = (("online-dpo-trainer", {}), ("grpo-trainer", {"beta": 0.04}))
-COUNTED = ("rewards/accuracies", "completions/mean_length", "reward", "objective/scores")
+COUNTED = "rewards/accuracies reward objective/scores objective/scores_margin mean_token_accuracy num_tokens".split()
 """Metrics that are a count, or made of what is exact in float32."""
+
+GUESSED = ("sft-trainer", "dpo-trainer")
+"""Trainers that log a share of tokens that are the likeliest: random words are none."""
 
 Values = dict[str, Tensor]
 TRAINERS = tuple(t for t in SPECS if t in LOSSES and SPECS[t].given != "teacher_model")
@@ -44,18 +49,27 @@ def define(window: Window, s: SimpleNamespace, model: Any) -> Values:
     same name are of the completions. Nothing installed says which is meant.
     """
     spec, loss = window.spec, Loss(window, s)
+    seen = {"num_tokens": torch.tensor(float(sum(len(tokens) for tokens, _ in window.expected)))}
     if spec.paired or spec.data == "labels":
-        return _of_sides(loss, model)
-    batch = loss.scored(model)
+        return seen | _of_sides(loss, model)
     if not spec.grouped:
-        return {"entropy": batch.entropy}
+        batch = loss.scored(model, [(tokens, 1 if s.whole else start) for tokens, start in window.sequences])
+        return seen | {"entropy": batch.entropy, "mean_token_accuracy": torch.cat(batch.likeliest).double().mean()}
+    batch = loss.scored(model)
     d = torch.cat(batch.base.tokens) - torch.cat(batch.tokens)
-    return {
-        "kl": -d.mean() if spec.baseline == "others" else k3(d, None).mean(),
-        "entropy": batch.entropy,
-        "reward": stored_window.rewards(batch.window).mean(),
-        "completions/mean_length": batch.lengths.mean(),
-    }
+    kl = -d.mean() if spec.baseline == "others" else k3(d, None).mean()
+    return seen | {"kl": kl, "entropy": batch.entropy} | _of_generation(window, batch.lengths)
+
+
+def _of_generation(window: Window, lengths: Tensor) -> Values:
+    """Rewards, over all completions; tokens of completions, of all and of those that end."""
+    r, ended = stored_window.rewards(window.sequences), torch.tensor([row.ended for row in window.rows])
+    out = {"reward": r.mean(), "reward_std": r.std(), "frac_reward_zero_std": (r.std(1) == 0).double().mean()}
+    out |= {"rewards/reward/mean": r.mean(), "rewards/reward/std": r.std()}
+    for name, own in (("", lengths), ("_terminated", lengths[ended])):
+        sizes = {"mean": own.mean(), "min": own.min(), "max": own.max()}
+        out |= {f"completions/{which}{name}_length": size for which, size in sizes.items()}
+    return out | {"completions/clipped_ratio": 1 - ended.double().mean()}
 
 
 def _of_sides(loss: Loss, model: Any) -> Values:
@@ -81,13 +95,15 @@ def _of_sides(loss: Loss, model: Any) -> Values:
         scores, kl = stored_window.rewards(batch.window).flatten(), batch.ratios
         out |= {"objective/kl": kl.mean(), "objective/non_score_reward": -beta * kl.mean()}
         out |= {"objective/rlhf_reward": (scores - beta * kl).mean(), "objective/entropy": -batch.sums.mean()}
-        return out | {"objective/scores": scores.mean()}
+        apart = scores[chosen].mean() - scores[~chosen].mean()
+        return out | {"objective/scores": scores.mean(), "objective/scores_margin": apart}
     if spec.given:
         out |= {"entropy": batch.entropy}
         for name, side in (("chosen", chosen), ("rejected", ~chosen)):  # the vocabulary's mean, then that of all tokens
             kept = [z.mean(-1) for z, there in zip(batch.logits, side, strict=True) if there]
             out |= {f"logits/{name}": torch.cat(kept).mean()}
-        return out | ({} if spec.paired else {"kl": kl_of_others(loss, model)})
+        right = torch.cat(batch.likeliest[: len(sides[0])]).double().mean()
+        return out | ({"mean_token_accuracy": right} if spec.paired else {"kl": kl_of_others(loss, model)})
     if spec.loss == "orpo":
         odds = log_odds(batch)
         odds = odds[chosen] - odds[~chosen]
@@ -95,6 +111,20 @@ def _of_sides(loss: Loss, model: Any) -> Values:
         out |= {"log_odds_chosen": odds.mean(), "log_odds_ratio": torch.nn.functional.logsigmoid(odds).mean()}
         return out | {"nll_loss": -torch.cat(whole).mean()}
     return out | {"nll_loss": -torch.cat(batch.tokens[: len(sides[0])]).mean()}
+
+
+def guessed(window: Window, model: Any) -> list[Sample]:
+    """The rows with the likeliest word at the end of each completion, before its <eos>."""
+    rows, first = list(window.rows), models.BOS + 1
+    for name, side in zip(("completion", "other"), window.pair(), strict=True):
+        with torch.no_grad():
+            found = [first + int(z[-3, first:].argmax()) for z in logits(model, [tokens for tokens, _ in side])]
+        texts = [
+            [*getattr(row, name).split()[:-1], models.tokenizer().decode(n)] for row, n in zip(rows, found, strict=True)
+        ]
+        changes: list[dict[str, Any]] = [{name: " ".join(text)} for text in texts]
+        rows = [dataclasses.replace(row, **change) for row, change in zip(rows, changes, strict=True)]
+    return rows
 
 
 def _in_pr(case: CheckCase) -> bool:
@@ -107,6 +137,8 @@ def cases(seed: int) -> Iterator[CheckCase]:
         for model in MODELS:
             yield trainer, {"model": model}
         yield trainer, {"beta": 0.04}
+        if SPECS[trainer].data == "completions":
+            yield trainer, {"whole": True}
 
 
 @check("metrics", TRAINERS, SETTINGS, cases, pr=PR, covered=_in_pr, paths=EVERY_PATH)
@@ -114,14 +146,22 @@ def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings
     more = {**recorder.LOGGED, "beta": s.beta, **({"loss_type": "kto"} if call.spec.data == "labels" else {})}
+    more |= {"completion_only_loss": False} if s.whole else {}
     settings = twin(trainer, model=s.model, beta=s.beta)
-    run = Run(trainer, settings, call.path, plain=True, **more)
-    yield run.all_there()
-    log, policy = drive.logged(run.built), functools.partial(stored_window.policy, s.model, torch.float64)
+    policy = functools.partial(stored_window.policy, s.model, torch.float64)
+    rows = guessed(Window.of(trainer), policy()) if trainer in GUESSED else None
+    run = Run(trainer, settings, call.path, rows, plain=True, **more)
+    there = run.all_there()
+    if not s.whole:  # else its sequences count from their first token on
+        yield there
+    log = drive.logged(run.built)
     defined = functools.partial(define, run.window, s)
     truth = shared(call, "logged", lambda: measured(policy(), defined, COUNTED))
     if not trl.mentions("mean_logits", trl.class_named(call.trainer)):  # other releases say nowhere which mean is meant
         log = {name: value for name, value in log.items() if not name.startswith("logits/")}
     if not truth.exact.keys() & log.keys():
         raise Unsupported(f"{call.trainer} of the installed version logs none of {', '.join(truth.exact)}")
+    if trainer in GUESSED:
+        right = float(truth.exact["mean_token_accuracy"])
+        yield tells("likeliest", right > 0, f"{right} of the tokens are the likeliest", right)
     yield from logged(truth, log)

@@ -65,6 +65,10 @@ def step_one(call: CheckCall) -> Iterator[Quantity]:
         first = next(iter(step.lost), "")
         message = f"{first} lost its own checkpointing function during the step"
         yield holds("checkpointing", not step.lost, message, value=float(len(step.lost)), exact=0.0)
+    rewards = [step.log.get(f"rewards/{side}") for side in recorder.SIDES]
+    if "rewards/accuracies" in step.log and rewards == [0.0, 0.0]:
+        share = float(step.log["rewards/accuracies"])
+        yield holds("accuracy", share == 0.0, "pairs of equal rewards count as right", value=share, exact=0.0)
     norm = step.log.get("grad_norm")
     finite = norm is not None and math.isfinite(float(norm))
     yield holds("grad_norm", finite, f"grad_norm is {norm}", value=None if norm is None else float(norm))

@@ -26,11 +26,18 @@ from parity.upstream import trl
 
 STORED = tuple(t for t in JUDGED if SPECS[t].generates != "method")
 GROUPED = tuple(t for t in JUDGED if SPECS[t].grouped)
+TOKENS = tuple(t for t in GROUPED if SPECS[t].clips != "sequences")
 END = models.VOCABULARY - 1
 """Another token that ends a completion, in none of them."""
 PARTS = "steps_per_generation"
 CLIPPED = {"epsilon": 0.2, "epsilon_high": 0.28}
 """Bounds that some ratios are beyond."""
+QUANTILE = "top_entropy_quantile"
+OF_SEQUENCES = {"importance_sampling_level": "sequence", "epsilon_high": 0.08, "delta": 1.1} | {
+    "use_bias_correction_kl": True,
+    "off_policy_mask_threshold": 0.02,
+}
+"""The settings of GRPO's ratio that no other case has, each of them with an effect."""
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05}
 """An entropy coefficient that begins at 0.1 and moves by 0.05 a step: up below the target, down above it."""
 TWO_STEPS = {"max_steps": 2, "learning_rate": 0.05}
@@ -85,12 +92,16 @@ class WindowRun(Run):
 
 
 def _evaluation(run: WindowRun) -> Iterator[Quantity]:
-    """The loss that evaluation reports on the window is the loss that training takes its gradient of."""
+    """The loss that evaluation reports on the window is the loss that training takes its gradient of, before an accumulated
+    step that changes nothing and behind it."""
     if "answer_input_ids" in getattr(run.built.eval_dataset, "column_names", ()):
         raise Unsupported("KTO of the installed version puts <bos> before each prompt")
-    with trl.quiet():
-        found = float(run.built.evaluate()["eval_loss"])
-    yield window_loss(by_definition(run.trainer, run.s), found, "evaluation loss")
+    step = by_definition(run.trainer, run.s)
+    for name in ("evaluation loss", "evaluation loss behind a step"):
+        with trl.quiet():
+            found = float(run.built.evaluate()["eval_loss"])
+        yield window_loss(step, found, name)
+        _ = run.steps
 
 
 def _last(run: WindowRun, *sizes: int) -> Iterator[Quantity]:
@@ -156,11 +167,20 @@ def _clipped(run: WindowRun) -> Iterator[Quantity]:
     twin_runs.hand_old(run.built, {tuple(t): lp for (t, _), lp in zip(window, loss.old([]), strict=True)})
     yield run.all_there()
     model = stored_window.policy(run.s.model, torch.float64)
+    yield from first_step(exact_step(model, loss), run.steps)
+    if "importance_sampling_level" in run.kind.own:  # whole completions are clipped
+        return
     counts = measured(model, functools.partial(beyond, loss), beyond(loss, model))
     share = {side: float(counts.exact[f"clip_ratio/{side}_mean"]) for side in ("low", "high")}
     yield tells("beyond", all(0 < x < 0.5 for x in share.values()), f"{share}")
-    yield from first_step(exact_step(model, loss), run.steps)
     yield from logged(counts, drive.logged(run.built), "the share of what is beyond the bound")
+
+
+def _bounded(run: WindowRun) -> Iterator[Quantity]:
+    """reward_clip_range: rewards are limited, then the KL is taken off."""
+    earned = stored_window.rewards(run.window.sequences).clamp(*run.kind.own["reward_clip_range"])
+    policy = stored_window.policy(run.s.model, torch.float64)
+    yield from first_step(exact_step(policy, Loss(run.window, run.s, earned=earned)), run.steps)
 
 
 def _misaligned(run: WindowRun) -> Iterator[Quantity]:
@@ -188,7 +208,7 @@ class Kind:
 
 
 WINDOWS = {
-    "evaluation": Kind(_evaluation, JUDGED, config=EVALUATED),
+    "evaluation": Kind(_evaluation, JUDGED, "2x4", config=EVALUATED),
     "incomplete": Kind(lambda run: _last(run, 4, 1), STORED, "1x4", config=EPOCH, count=5),
     "uneven": Kind(lambda run: _last(run, 4, 3), STORED, "2x2", config=EPOCH, count=7),
     "second": Kind(lambda run: iter([run.gradient("gradient of step 2", 1, count=4)]), STORED, "2x2", config=TWO_STEPS),
@@ -196,7 +216,10 @@ WINDOWS = {
     "ends": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), ended=(0, 6)),
     "controlled": Kind(_controlled, ("grpo-trainer",), "2x2", config=EVALUATED, own=ADAPTIVE),
     "generation": Kind(_generation, GROUPED, "2x2", config=TWO_STEPS, own={PARTS: 4}, losses=GRPO_TYPES),
-    "clipped": Kind(_clipped, GROUPED, config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
+    "clipped": Kind(_clipped, ("grpo-trainer", "rloo-trainer"), config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
+    "entropies": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | {QUANTILE: 0.6}, losses=("dapo",)),
+    "sequence": Kind(_clipped, ("grpo-trainer",), beta=0.04, own=OF_SEQUENCES),
+    "bounded": Kind(_bounded, ("rloo-trainer",), beta=0.04, own={"reward_clip_range": (0.25, 0.75)}),
     "misaligned": Kind(_misaligned, GROUPED, "2x3", config=TWO_STEPS | EPOCH, own={PARTS: 2}, losses=GRPO_TYPES),
 }
 """Kind -> window. Incomplete: five sequences in windows of four. Uneven: seven, two by two: the last micro-batch holds one."""

@@ -6,6 +6,7 @@ eight sequences of unequal lengths that go in through a dataset and come out of 
 processes, ranks with unequal token counts, it has the same gradients too, reduced by DDP or FSDP2.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from parity.trainers.definitions.training_step import AutocastRounding, exact_st
 from parity.trainers.rig import drawn, drive, ranks, stored_window
 from parity.trainers.rig.ranks import Rank
 from parity.trainers.rig.stored_window import Window
-from parity.trainers.rig.twin_runs import Run
+from parity.trainers.rig.twin_runs import PADDINGS, WHOLE, Run
 from parity.trainers.specs import JUDGED, SPECS, TWINS
 
 SPLITS = ("8x1", "4x2", "2x4", "1x8")
@@ -48,7 +49,7 @@ SETTINGS = {
 }
 OWN = frozenset(name for spec in SPECS.values() for name in spec.own)
 """The settings that not every trainer has."""
-TOLD = ("model", "loss", "beta", "tools", "teacher", "precision")
+TOLD = ("model", "loss", "beta", "tools", "teacher", "precision", "whole")
 """Settings of a twin that change its loss, or how it is rounded."""
 RANKS = 2
 LOSS = "dapo"
@@ -68,6 +69,7 @@ def twin(trainer: str, **given: Any) -> SimpleNamespace:
     s, spec = SimpleNamespace(**defaults(SETTINGS) | given), SPECS[trainer]
     s.loss = s.loss if "loss" in spec.own else spec.loss
     s.beta = s.beta if spec.beta is None else spec.beta
+    s.whole = WHOLE.items() <= PADDINGS.get(s.padding, {}).items()
     return s
 
 
@@ -108,6 +110,7 @@ def twins(call: CheckCall) -> Iterator[Quantity]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s = twin(call.case.family, **vars(call.settings))
     run = Run(call.case.family, s, call.path)
+    run.window = dataclasses.replace(run.window, whole=s.whole)
     yield run.all_there()
     yield from first_step(by_definition(run.trainer, s), run.steps)
 

@@ -38,7 +38,8 @@ MAX_LENGTH = 10
 """At it four of the window's eight sequences are too long, every prompt keeps a token of its completion at either end."""
 MODES_OF_TRUNCATION = ("keep_start", "keep_end")
 MODE = Setting("keep_start", "truncation_mode; KTO and later releases keep the start", MODES_OF_TRUNCATION)
-CUT = {"mode": MODE, "split": SPLIT}
+KL = Setting(False, "KTO with its own loss, which estimates a KL to the reference", (False, True))
+CUT = {"mode": MODE, "split": SPLIT, "kl": KL}
 CUT_IN_PR: list[CheckCase] = [("dpo-trainer", {})]
 EXPERTS, BALANCED = "qwen3_moe", "router_aux_loss_coef"
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -75,7 +76,7 @@ def adapter_cases(seed: int) -> Iterator[CheckCase]:
     {
         "adapter": Setting("new", "; ".join(f"{k}: {v}" for k, v in ADAPTERS.items()), tuple(ADAPTERS)),
         "precomputed": Setting(False, "precompute_ref_log_probs, DPO and KTO", (False, True)),
-        "kl": Setting(False, "KTO with its own loss, which estimates a KL to the reference", (False, True)),
+        "kl": KL,
     },
     adapter_cases,
     pr=[
@@ -91,8 +92,7 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
     trainer, s = call.case.family, call.settings
     if s.adapter == "existing" and trainer not in REFERRED:
         raise Unsupported(f"{trainer} has no reference: an existing adapter is a new one to it")
-    if s.kl and call.spec.data != "labels":
-        raise Unsupported(f"{trainer} estimates no KL")
+    _estimates(call)
     more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
     more |= {"loss_type": "kto"} if s.kl else {}
     drive.needs(call.trainer, *more)
@@ -110,25 +110,35 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
     yield from judged(call, run, loss, stored_window.adapted(base, stored_window.TRAINED, **saved).train())
 
 
+def _estimates(call: CheckCall) -> None:
+    """Raises Unsupported where a KL is asked for that the trainer does not estimate."""
+    if call.settings.kl and call.spec.data != "labels":
+        raise Unsupported(f"{call.case.family} estimates no KL")
+
+
 def truncation_cases(seed: int) -> Iterator[CheckCase]:
     for trainer in having("max_length"):
         for mode in MODES_OF_TRUNCATION if trainer in having("truncation_mode") else ("keep_start",):
-            yield from ((trainer, {"mode": mode, "split": split}) for split in ("8x1", "1x8"))
+            own = {"kl": True} if SPECS[trainer].data == "labels" else {"split": "8x1"}
+            yield from ((trainer, {"mode": mode, **cut}) for cut in (own, {"split": "1x8"}))
 
 
 @check("truncation", having("max_length"), CUT, truncation_cases, pr=CUT_IN_PR, covered=always, paths=EVERY_PATH)
 def truncation(call: CheckCall) -> Iterator[Quantity]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
+    _estimates(call)
     s, known = call.settings, trl.fields(drive.config(call.trainer))
-    limits: dict[str, Any] = {"max_length": MAX_LENGTH}
+    limits: dict[str, Any] = {"max_length": MAX_LENGTH} | ({"loss_type": "kto"} if s.kl else {})
     if "truncation_mode" in known or s.mode != "keep_start":
         drive.needs(call.trainer, "truncation_mode")
         limits["truncation_mode"] = s.mode
-    run = Run(call.case.family, twin(call.case.family, split=s.split), call.path, plain=True, **limits)
+    settings = twin(call.case.family, split=s.split)
+    run = Run(call.case.family, settings, call.path, plain=True, **limits)
     whole = sorted(run.window.expected)
-    run.window = Cut(run.trainer, run.window.rows, s.mode)
+    run.window = Cut(run.trainer, run.window.rows, mode=s.mode)
     late = sorted(recorder.sequences_of(run.steps.batches)) == whole  # DPO up to 1.3 cuts behind where a batch is seen
-    yield from judged(call, run, Loss(run.window, run.s), there=not late)
+    told = SimpleNamespace(**vars(settings) | ({"loss": "kto"} if s.kl else {}))
+    yield from judged(call, run, Loss(run.window, told), there=not late)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +147,10 @@ class Cut(Window):
 
     def _of(self, name: str) -> Sequences:
         return cut(super()._of(name), self.mode)
+
+    @functools.cached_property
+    def mismatched(self) -> Sequences:
+        return cut(stored_window.mismatched(super()._of("completion")), self.mode)
 
 
 def cut(window: Sequences, mode: str) -> Sequences:

@@ -44,8 +44,8 @@ OPTIONS = {
 """Setting of a loss -> the field of the trainer's config, and its values."""
 PLAIN = {"beta": 0.0, "tools": False} | {name: setting.default for name, (_, setting) in OPTIONS.items()}
 """Settings of a loss that are not told."""
-MIXED = {"mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}}
-"""Name of ours -> loss types of DPOTrainer and their weights; MPO (arXiv 2411.10442, equation 2)."""
+MIXED = {"mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}, "sum": {"sigmoid": 1.0, "bco_pair": 1.0}}
+"""Name of ours -> loss types of DPOTrainer and their weights; MPO (arXiv 2411.10442, equation 2); two without weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,14 +182,7 @@ def kto(a: Loss, model: Any) -> Tensor:
 def kl_of_others(a: Loss, model: Any) -> Tensor:
     """KTO's z: max(0, mean of log π - log π_ref over completions beside another prompt), without gradient."""
     with torch.no_grad():
-        return a.scored(model, mismatched(a.window.sequences)).ratios.mean().clamp(min=0)
-
-
-def mismatched(window: Sequences) -> Sequences:
-    """Each prompt with the completion of the sequence before it, the first with that of the last."""
-    completions = [tokens[start:] for tokens, start in window]
-    shifted = completions[-1:] + completions[:-1]
-    return [(tokens[:start] + c, start) for (tokens, start), c in zip(window, shifted, strict=True)]
+        return a.scored(model, a.window.mismatched).ratios.mean().clamp(min=0)
 
 
 def rloo(a: Loss, model: Any) -> Tensor:
@@ -210,19 +203,31 @@ def rloo(a: Loss, model: Any) -> Tensor:
 def gmpo(a: Loss, model: Any) -> Tensor:
     """-mean of A·exp(mean over the tokens of d), d = log π/π_old, at most ε_high for A > 0, at least -ε for the others.
     arXiv 2507.20673, equation 4; plus β times GRPO's KL, its mean over each completion. One all of whose tokens are a
-    tool's has ratio 1."""
+    tool's has ratio 1. top_entropy_quantile: the mean of d is over the tokens with the highest entropies of the window."""
     scored, (low, high) = a.scored(model), a.clip(0.4)
     old = a.old(scored.tokens)
     base = scored.base.tokens if a.s.beta else old
     terms = []
-    every = zip(scored.tokens, old, base, a.of_window(advantages(a.whole)), scored.completions, strict=True)
-    for t, o, ref, sign, ids in every:
-        kept = a.counted(ids).to(t)
-        count = kept.sum().clamp(min=1.0)
+    counted = [a.counted(ids) for ids in scored.completions]
+    every = zip(scored.tokens, old, base, a.of_window(advantages(a.whole)), counted, uncertain(a, scored), strict=True)
+    for t, o, ref, sign, own, kept in every:
         d = torch.where(sign > 0, (t - o).clamp(max=high), (t - o).clamp(min=-low))
-        kl = k3(ref - t, None)
-        terms.append(-sign * ((d * kept).sum() / count).exp() + a.s.beta * (kl * kept).sum() / count)
+        terms.append(-sign * _mean(d, own & kept).exp() + a.s.beta * _mean(k3(ref - t, None), own))
     return torch.stack(terms).mean()
+
+
+def _mean(x: Tensor, kept: Tensor) -> Tensor:
+    return (x * kept).sum() / kept.to(x).sum().clamp(min=1.0)
+
+
+def uncertain(a: Loss, scored: Scored) -> list[Tensor]:
+    """Whether the entropy of each token is among the share `top_entropy_quantile` of the highest of the window, (T_i,)."""
+    if "top_entropy_quantile" not in a.policy:
+        return [torch.ones_like(c, dtype=torch.bool) for c in scored.completions]
+    with torch.no_grad():
+        entropies = [-(table.exp() * table).sum(-1) for table in scored.tables]
+        least = torch.cat(entropies).quantile(1 - a.policy["top_entropy_quantile"])
+    return [h >= least for h in entropies]
 
 
 def beyond(a: Loss, model: Any) -> dict[str, Tensor]:
@@ -269,6 +274,8 @@ def grpo(a: Loss, model: Any) -> Tensor:
     if a.s.tools:
         kept = tensors["mask"].bool() & a.counted(tensors["ids"])
         tensors |= {"mask": kept.double(), "num_items_in_batch": torch.tensor(float(kept.sum()))}
+    if "top_entropy_quantile" in a.policy:
+        tensors["top_entropy_quantile"] = torch.tensor(a.policy["top_entropy_quantile"])
     if a.ratio is not None:
         with torch.no_grad():
             found = padded(completion_logps(model, window))

@@ -54,6 +54,11 @@ class Scored:
         return [table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) for table, tokens in pairs]
 
     @functools.cached_property
+    def likeliest(self) -> list[Tensor]:
+        """Whether each token is the likeliest of the vocabulary, (T_i,)."""
+        return [table.argmax(-1) == tokens for table, tokens in zip(self.tables, self.completions, strict=True)]
+
+    @functools.cached_property
     def sums(self) -> Tensor:
         """log π of each completion, (N,)."""
         return torch.stack([t.sum() for t in self.tokens])

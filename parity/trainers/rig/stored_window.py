@@ -103,12 +103,20 @@ def ids(text: str) -> list[int]:
     return found
 
 
+def mismatched(window: Sequences) -> Sequences:
+    """Each prompt with the completion of the sequence before it, the first with that of the last."""
+    completions = [tokens[start:] for tokens, start in window]
+    shifted = completions[-1:] + completions[:-1]
+    return [(tokens[:start] + c, start) for (tokens, start), c in zip(window, shifted, strict=True)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
     """The rows of a trainer's window as it gets them."""
 
     trainer: str
     rows: Sequence[Sample]
+    whole: bool = False  # every token but the first is in the loss
 
     @classmethod
     def of(cls, trainer: str, given: Sequence[Sample] | None = None) -> "Window":
@@ -127,6 +135,11 @@ class Window:
     def sequences(self) -> Sequences:
         """Prompt and completion of each row."""
         return self._of("completion")
+
+    @functools.cached_property
+    def mismatched(self) -> Sequences:
+        """Each prompt with the completion of the sequence before it, the first with that of the last."""
+        return mismatched(self.sequences)
 
     @property
     def expected(self) -> Sequences:
@@ -153,7 +166,7 @@ class Window:
         for row in self.rows:
             end = [row.end] if row.ended or self.spec.generates != "method" else []
             prompt, completion = ids(row.prompt), (ids(getattr(row, name)) + end)[: row.limit]
-            start = len(prompt) + (0 if row.counted else len(completion))
+            start = 1 if self.whole else len(prompt) + (0 if row.counted else len(completion))
             first = [models.BOS] if self.spec.begun else []
             out.append((first + prompt + completion, len(first) + start))
         return out

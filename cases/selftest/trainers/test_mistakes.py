@@ -1,0 +1,94 @@
+"""Mistakes that once got past every check of their trainer: each is caught, by the case and the quantity that can see it."""
+
+import dataclasses
+
+import pytest
+import torch
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from cases.selftest.mutants.trainers import EDITS, mutated, released
+from cases.selftest.trainers.asked import disagreeing, verdicts
+from parity.trainers.checks.twin_windows import OF_SEQUENCES
+from parity.trainers.rig import drive
+
+METRICS, SEQUENCE = {"check": "metrics"}, {"check": "windows", "kind": "sequence"}
+ENTROPIES = {"check": "windows", "kind": "entropies", "loss": "dapo"}
+CASES = {
+    "grpo-trainer.reward-std": (METRICS, "reward_std"),
+    "grpo-trainer.terminated": (METRICS, "completions/min_terminated_length"),
+    "grpo-trainer.kl-weight-detached": (SEQUENCE, "gradient"),
+    "grpo-trainer.padding": (ENTROPIES, "gradient"),
+    "gmpo-trainer.quantile": ({"check": "windows", "kind": "entropies"}, "gradient"),
+    "rloo-trainer.clip-range": ({"check": "windows", "kind": "bounded"}, "gradient"),
+    "dpo-trainer.ties": ({"check": "step-one"}, "accuracy"),
+    "dpo-trainer.accuracy": (METRICS, "mean_token_accuracy"),
+    "dpo-trainer.weights": ({"check": "losses", "loss": "sum"}, "loss"),
+    "sft-trainer.seen": (METRICS, "num_tokens"),
+    "sft-trainer.first": (METRICS | {"whole": True}, "mean_token_accuracy"),
+}
+
+
+@pytest.mark.parametrize("mistake", CASES)
+def test_the_mistake_is_seen(mistake):
+    (family, name), (asked, quantity) = mistake.split("."), CASES[mistake]
+    assert disagreeing(verdicts(family, **asked)) == set()
+    with drive.using(mutated(family, next(e for e in EDITS[family] if e.name == name))):
+        assert quantity in disagreeing(verdicts(family, **asked))
+
+
+@pytest.mark.parametrize("setting", OF_SEQUENCES)
+def test_every_setting_of_the_ratio_has_an_effect(setting):
+    """A trainer that ignores one of them is seen."""
+
+    class Ignoring(released("grpo-trainer")):
+        def __init__(self, *given, args, **more):
+            setattr(args, setting, {"importance_sampling_level": "token", "use_bias_correction_kl": False}.get(setting))
+            super().__init__(*given, args=args, **more)
+
+    with drive.using(Ignoring):
+        assert "loss" in disagreeing(verdicts("grpo-trainer", **SEQUENCE))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "asked"),
+    [("gkd-trainer", {"check": "ragged-control", "beta": 0.3}), ("distillation-trainer", {"check": "twins"})],
+)
+def test_student_and_teacher_exchanged_in_the_mixture_are_seen(trainer, asked):
+    """At beta 0.5 they stand alike."""
+
+    class Exchanged(released(trainer)):
+        def __init__(self, *given, **more):
+            super().__init__(*given, **more)
+            self.beta = 1 - self.beta
+
+    assert disagreeing(verdicts(trainer, **asked)) == set()
+    with drive.using(Exchanged):
+        assert disagreeing(verdicts(trainer, **asked)) == {"loss", "gradient"}
+
+
+def test_sequences_of_the_kl_that_are_not_cut_are_seen(monkeypatch):
+    asked = {"check": "truncation", "kl": True}
+    assert disagreeing(verdicts("kto-trainer", **asked)) == set()
+    call = DataCollatorForUnpairedPreference.torch_call
+
+    def uncut(self, examples):
+        whole = call(dataclasses.replace(self, max_length=None), examples)
+        return call(self, examples) | {name: x for name, x in whole.items() if name.startswith("KL_")}
+
+    monkeypatch.setattr(DataCollatorForUnpairedPreference, "torch_call", uncut)
+    assert disagreeing(verdicts("kto-trainer", **asked)) == {"loss", "gradient"}
+
+
+@pytest.mark.parametrize("padding", ["none", "packed"])
+def test_a_first_token_that_is_predicted_from_the_sequence_before_it_is_seen(padding, monkeypatch):
+    asked = {"check": "twins", "padding": padding, "split": "2x4"}
+    assert disagreeing(verdicts("sft-trainer", **asked)) == set()
+    call = DataCollatorForLanguageModeling.torch_call
+
+    def unmasked(self, examples):
+        out = call(self, examples)
+        return out | {"labels": torch.where(out["position_ids"] == 0, out["input_ids"], out["labels"])}
+
+    monkeypatch.setattr(DataCollatorForLanguageModeling, "torch_call", unmasked)
+    assert {"loss", "gradient"} <= disagreeing(verdicts("sft-trainer", **asked))
