@@ -92,7 +92,7 @@ _offer(
         | _nll(s)
         | {
             "use_ref_model": (s.reference == "head", NEEDED),
-            "average_log_prob": (s.average, NEEDED),
+            "average_log_prob": (s.average, False),
             "loss_type": (s.loss_type, "sigmoid"),
             "label_smoothing": (s.smoothing, 0.0),
             "discopop_tau": (s.tau, 0.05),
@@ -106,7 +106,7 @@ _offer(
 )
 _offer(
     "LigerFusedLinearCPOLoss",
-    lambda s: _common(s) | _nll(s) | {"average_log_prob": (s.average, NEEDED), "label_smoothing": (s.smoothing, 0.0)},
+    lambda s: _common(s) | _nll(s) | {"average_log_prob": (s.average, False), "label_smoothing": (s.smoothing, 0.0)},
     _method("cpo"),
     only("no such loss type", lambda s: s.loss_type == "sigmoid"),
 )
@@ -124,7 +124,7 @@ _offer(
 )
 _offer(
     "LigerFusedLinearKTOLoss",
-    lambda s: _common(s) | {"use_ref_model": (s.reference == "head", NEEDED), "average_log_prob": (s.average, NEEDED)},
+    lambda s: _common(s) | {"use_ref_model": (s.reference == "head", NEEDED), "average_log_prob": (s.average, False)},
     _method("kto"),
     only("no such loss type", lambda s: s.loss_type == "kto"),
     only("no weights of the labels", lambda s: s.desirable == s.undesirable == 1.0),

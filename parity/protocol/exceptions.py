@@ -24,6 +24,8 @@ FIXES = f"{OWN}{os.sep}fixes{os.sep}"
 """Our corrected losses stand beside the libraries: what they refuse, their adapters did not."""
 PROTOCOL = f"{OWN}{os.sep}protocol{os.sep}"
 """What fails below it, in no adapter, is a backward pass."""
+CHECKED = "Expected dtype"
+"""Begins the error of Triton's own check of a function's operands, which its compiler makes as its interpreter does."""
 REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, KeyError)
 
 
@@ -74,7 +76,8 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     message = f"{type(error).__name__}: {_first_line(error)}"
     ours = [i for i, f in enumerate(files) if f.startswith(OWN)]
     theirs = [i for i, f in enumerate(files) if is_library(f)]
-    raised = bool(theirs) and theirs[-1] == len(files) - 1 and (implementation.is_trainer or _on_purpose(error))
+    lenient = implementation.is_trainer and not isinstance(error, TypeError)  # which is of the code, not of its data
+    raised = bool(theirs) and theirs[-1] == len(files) - 1 and (lenient or _on_purpose(error))
     if lacking := _not_installed(error):
         return Outcome("unsupported", message=f"needs {lacking}, which is not installed")
     if files[-1].startswith(FIXES) and isinstance(error, REFUSALS) and _on_purpose(error):
@@ -93,7 +96,7 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
         return Outcome("unsupported", message=f"{importing[-1].f_globals['__name__']} does not import here: {message}")
     interpreted = implementation.interpreted or type(error).__name__ == "InterpreterError"  # in a trainer's fused path
     in_triton = interpreted and any("triton" in Path(f).parts for f in files[-4:])
-    if in_triton and os.environ.get("TRITON_INTERPRET") == "1":
+    if in_triton and os.environ.get("TRITON_INTERPRET") == "1" and CHECKED not in message:
         return Outcome("unsupported", message=f"Triton's interpreter: {message}")
     if ours and (not theirs or theirs[-1] < ours[-1]) and not files[ours[-1]].startswith(PROTOCOL):
         said = f"the adapter {implementation.id} does not fit this version: {message}"

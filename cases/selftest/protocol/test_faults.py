@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import sys
 
 import pytest
 import torch
@@ -76,6 +77,20 @@ def test_a_library_that_does_not_import_here_is_said_once_and_is_no_crash(tmp_pa
     assert outcome.message.startswith("needs_a_gpu does not import here: AttributeError")
     outcome = call.guarded(implementation, lambda: importlib.import_module("imports_later").wrong())
     assert outcome.verdict == "crashed"
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [("{}['x']", "refused"), ("loss(mask=1, **{'mask': 2})", "crashed"), ("1 / None", "crashed")],
+)
+def test_a_type_error_of_a_trainer_is_no_refusal(line, verdict, tmp_path, monkeypatch):
+    """TRL 0.19.0's DPO on Liger with an adapter, 0.23.0's dft in evaluation. Another format of the data is a refusal."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "some_trainer.py").write_text(f"def loss(mask):\n    return mask\n\n\ndef step():\n    {line}\n")
+    trainer = next(i for i in load().values() if i.is_trainer)
+    monkeypatch.delitem(sys.modules, "some_trainer", raising=False)
+    outcome = call.guarded(trainer, lambda: importlib.import_module("some_trainer").step())
+    assert outcome.verdict == verdict, outcome
 
 
 def test_what_torchs_compiler_says_names_the_cache_that_a_kill_may_have_broken(monkeypatch):

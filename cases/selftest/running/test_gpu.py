@@ -114,6 +114,13 @@ def test_the_interpreter_fails_in_the_fused_path_of_a_trainer(interprets, monkey
     assert outcome.verdict == ("unsupported" if interprets == "1" else "crashed"), outcome
 
 
+def test_a_dtype_that_triton_itself_refuses_is_no_limit_of_its_interpreter(monkeypatch):
+    """Liger's kl_div up to 0.8.2 in 16 bits: tl.exp takes float32 and float64 alone, compiled too."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    line = """raise InterpreterError(repr(ValueError("Expected dtype ['fp32', 'fp64'] but got fp16")))"""
+    assert called_in_the_interpreter(line, interpreted=True).verdict == "crashed"
+
+
 @pytest.mark.parametrize("interprets", ["1", "0"])
 def test_what_the_interpreter_lacks_is_told_by_its_switch(interprets, monkeypatch):
     """Not by whether there is a GPU: a box with one runs `--device cpu` in the interpreter."""

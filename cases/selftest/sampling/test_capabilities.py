@@ -11,7 +11,7 @@ from parity.case.case import Case, covering
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, streams
 from parity.errors import HarnessError
-from parity.implementations.implementation import Implementation, fitting, only, require, taking
+from parity.implementations.implementation import Implementation, fitting, found_at, only, require, taking
 from parity.protocol.call import execute
 from parity.registry import load, loss_families, loss_family, run_case, select
 from parity.results.ledger import Ledger
@@ -65,6 +65,25 @@ def test_a_setting_that_the_installed_function_lacks_is_refused_before_the_call_
     assert [(r.verdict, r.message) for r in rows] == [("unsupported", "no bias parameter in the installed version")]
     with pytest.raises(HarnessError, match="declared as taken"):
         taking(loss, {"bias": (1, None)})
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_a_release_that_does_not_say_mean_or_sum_is_taken_for_the_definition(average, monkeypatch):
+    """Liger's DPO up to 0.5.8 takes means, and was refused for want of the parameter."""
+    import liger_kernel.chunked_loss as module
+
+    newer = module.LigerFusedLinearDPOLoss
+
+    class Older(newer):
+        def __init__(self, ignore_index, beta, compute_nll_loss, compiled, use_ref_model, chunk_size=1):
+            super().__init__(ignore_index, beta, 1.0, compute_nll_loss, compiled, use_ref_model, True, chunk_size)
+
+    monkeypatch.setattr(module, "LigerFusedLinearDPOLoss", Older)
+    found_at.cache_clear()
+    case = Case("preference", 3, "fp32", {"average": average})
+    row = next(iter(run_case(case, [load()["liger.FusedLinearDPOLoss"]], thorough=False)))
+    found_at.cache_clear()
+    assert row.verdict == ("unsupported" if average else "disagree"), row.message
 
 
 MANY = {"beta": 0.5, "softcap": 5.0, "bias": "random", "temperature": 0.7, "layouts": "mixed", "ignored": "some"}

@@ -18,8 +18,8 @@ def column(*values):
     return torch.tensor(values, dtype=torch.float64)[:, None]
 
 
-def by_definition(trainer, x, weights, **settings):
-    return advantages.definition(call(trainer, "advantages", **settings), x, weights).exact["advantages"].tolist()
+def by_definition(trainer, x, weights, quantity="advantages", **settings):
+    return advantages.definition(call(trainer, "advantages", **settings), x, weights).exact[quantity].tolist()
 
 
 def test_grpo_advantages_by_hand():
@@ -41,14 +41,15 @@ def test_weights_leave_out_what_a_function_does_not_score():
     x = torch.tensor([[1.0, 2.0], [NAN, 2.0], [1.0, NAN], [NAN, NAN]], dtype=torch.float64)
     exact = by_definition("grpo-trainer", x, [1.0, -0.5], scale_rewards="none")
     assert exact == [0.0, -1.0, 1.0, 0.0]  # sums 0, -1, 1 and none: their mean is 0
+    assert by_definition("grpo-trainer", x + 2, [1.0, -0.5], "reward") == pytest.approx(2 / 3)  # of 1, -2 and 3
 
 
 @pytest.mark.parametrize("trainer", ["grpo-trainer", "rloo-trainer"])
 def test_the_trainers_own_advantages_agree_and_a_wrong_one_does_not(trainer, monkeypatch):
     asked = call(trainer, "advantages", rewards="none")
-    (result,) = map(judge, advantages.advantages(asked))
-    assert result.agrees
+    result, reward = map(judge, advantages.advantages(asked))
+    assert result.agrees and reward.agrees
     given = advantages._asked
-    monkeypatch.setattr(advantages, "_asked", lambda *args: given(*args) * (1 + 1e-4))
-    (result,) = map(judge, advantages.advantages(asked))
-    assert not result.agrees and "instead of" in result.message
+    monkeypatch.setattr(advantages, "_asked", lambda *args: [x * (1 + 1e-4) for x in given(*args)])
+    result, reward = map(judge, advantages.advantages(asked))
+    assert not result.agrees and "instead of" in result.message and not reward.agrees

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cases.selftest.mutants import trainers as mutants
 from cases.selftest.trainers.asked import disagreeing, rows, verdicts
 from parity.families.preference_losses import CPO, DPO, unpaired
 from parity.trainers import check
@@ -115,6 +116,15 @@ def test_the_kl_of_other_prompts_is_a_mean_and_not_negative(monkeypatch, ratios,
     monkeypatch.setattr(loss, "scored", lambda model, window: asked.append(window) or given)
     assert float(formulas.kl_of_others(loss, None)) == expected
     assert asked == [stored_window.mismatched(loss.window.sequences)]
+
+
+def test_a_likelihood_that_leaves_out_a_word_with_id_0_is_told():
+    """TRL's DPO up to 0.28 ignores label 0, which most vocabularies have."""
+    asked = {"check": "losses", "loss": "sft"}
+    (edit,) = (e for e in mutants.EDITS["dpo-trainer"] if e.name == "first-id")
+    with drive.using(mutants.mutated("dpo-trainer", edit)):
+        assert disagreeing(verdicts("dpo-trainer", **asked)) == set()
+        assert disagreeing(verdicts("dpo-trainer", **asked, zero=True)) == {"loss", "gradient"}
 
 
 def test_every_loss_type_of_the_installed_trainers_has_a_definition():

@@ -53,18 +53,19 @@ def cases(seed: int) -> Iterator[CheckCase]:
 def advantages(call: CheckCall) -> Iterator[Quantity]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
     rewards, weights = table(call.settings.rewards)
-    found = _asked(call, rewards, weights)
+    found, logged = _asked(call, rewards, weights)
     oracle = definition(call, rewards, weights)
     exact = oracle.exact["advantages"]
     i = int((found.double() - exact).abs().nan_to_num(math.inf).argmax())
     message = f"completion {i % GROUP} of group {i // GROUP}: {float(found[i]):.6g} instead of {float(exact[i]):.6g}"
     yield Quantity("advantages", found, Entry(oracle, "advantages"), message)
+    yield Quantity("reward", torch.tensor(logged), Entry(oracle, "reward"), "the logged mean of the weighted rewards")
 
 
 def definition(call: CheckCall, rewards: Tensor, weights: list[float]) -> Oracle:
     """The advantages (completions,) of rewards (completions, functions), NaN where a function does not score. The reward
     less the mean of its group, over a standard deviation + 1e-4; or less the mean of the group's others. 0 for a
-    completion without a reward, and for one alone in its group."""
+    completion without a reward, and for one alone in its group. `reward`: the mean of those that have one."""
     s, by = call.settings, ~rewards.isnan()
     seen = by.any(1).view(-1, 1 if s.rewards == "group-of-one" else GROUP)
     seen = seen & (seen.shape[1] > 1)
@@ -77,7 +78,7 @@ def definition(call: CheckCall, rewards: Tensor, weights: list[float]) -> Oracle
             found = x - _mean(x, seen, 1)
             if s.scale_rewards != "none":
                 found = found / _spread(x, seen, 1 if s.scale_rewards == "group" else (0, 1))
-        return {"advantages": torch.where(seen, found, 0.0).flatten()}
+        return {"advantages": torch.where(seen, found, 0.0).flatten(), "reward": x.sum() / by.any(1).sum()}
 
     return Problem(define, {"rewards": rewards.nan_to_num(0.0).float()}, {}, ()).oracle
 
@@ -100,8 +101,8 @@ def table(name: str) -> tuple[Tensor, list[float]]:
     return out, [1.0, -0.5][: out.shape[1]]
 
 
-def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> Tensor:
-    """What the trainer makes of the table, on completions that it generated."""
+def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tensor, float]:
+    """What the trainer makes of the table, on completions that it generated, and the `reward` that it logs."""
     s, known = call.settings, trl.fields(drive.config(call.trainer))
     alone = s.rewards == "group-of-one"
     wanted: dict[str, Any] = {"beta": 0.0, "num_generations": GROUP, "per_device_train_batch_size": 2 * GROUP}
@@ -125,7 +126,7 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> Tensor:
     trainer.model.train(not alone)
     with trl.quiet(), drive.seeded():
         out = trainer._generate_and_score_completions(batch)
-    return out["advantages"].detach().cpu()
+    return out["advantages"].detach().cpu(), trainer._metrics["eval" if alone else "train"]["reward"][-1]
 
 
 def _mean(x: Tensor, seen: Tensor, dim: int | tuple[int, ...]) -> Tensor:

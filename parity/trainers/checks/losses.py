@@ -11,9 +11,10 @@ import torch
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.preference_losses import CPO, DPO, ONLINE, SCORED
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, tells
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, shared, tells
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import MIXED, OPTIONS, Loss, kl_of_others
+from parity.trainers.definitions.training_step import exact_step, window_loss
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
@@ -34,9 +35,12 @@ SETTINGS = {
     "beta": Setting(0.3, "beta of the config", (0.3, 0.05)),
     **{name: setting for name, (_, setting) in OPTIONS.items()},
     "split": Setting("8x1", "batch x accumulation; without it where `twins` has the trainer", ("8x1", "2x4")),
+    "zero": Setting(False, "a word of a chosen completion has id 0, and padding another", (False, True)),
     "even": Setting(False, "chosen sequences of one length: a micro-batch's mean is that of all", (False, True)),
     "model": Setting("llama", "tiny model; KTO's KL is positive for llama, negative for qwen2", ("llama", "qwen2")),
 }
+UNKNOWN = "unknown"
+"""No word of the tokenizer: id 0."""
 PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("dpo-trainer", {"loss": "robust", "smoothing": 0.1, "divergence": "js_divergence"}),
     ("dpo-trainer", {"loss": "aot", "ld_alpha": 0.4}),
@@ -63,11 +67,12 @@ HONOURED: dict[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ...]] = {
         _with(*(loss for loss in DPO if loss != "sft"), ld_alpha=0.4),
         _with("robust", "aot", "aot_unpaired", smoothing=0.1),
         _with("discopop", tau=0.5),
+        _with("sft", "mpo", zero=True),
         *(_with(*SCORED, divergence=name) for name in ("forward_kl", "js_divergence", "alpha_divergence")),
         _with("sigmoid", divergence="alpha_divergence", alpha=0.3),
     ),
     "kto-trainer": (_with(desirable=0.7, undesirable=1.3), _with(model="qwen2"), _with(precomputed=True)),
-    "sft-trainer": (_with(whole=True), _with("nll", smoothing=0.1)),
+    "sft-trainer": (_with(whole=True), _with("nll", smoothing=0.1), _with("nll", smoothing=0.1, split="2x4")),
     "online-dpo-trainer": (_with(penalty=2.0),),
     "cpo-trainer": (
         _with(split="2x4"),
@@ -102,6 +107,8 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
         raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")
     if s.even and not any("even" in settings for _, settings in HONOURED[trainer]):
         raise Unsupported("only CPO's and ORPO's likelihood is a mean over the tokens of a micro-batch")
+    if s.zero and not call.spec.paired:
+        raise Unsupported("only a paired trainer's likelihood is its own")
     rows = [dataclasses.replace(r, limit=6 if s.penalty else None) for r in Window.of(trainer).rows]
     if s.even:  # every completion cut or repeated to the length of the first
         length = len(rows[0].completion.split())
@@ -110,10 +117,17 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
             dataclasses.replace(r, prompt=rows[0].prompt, completion=" ".join(w))
             for r, w in zip(rows, words, strict=True)
         ]
-    settings = twin(trainer, model=s.model, split=s.split)
-    run = Run(trainer, settings, call.path, rows, plain=True, **_options(call))
+    if s.zero:  # as a vocabulary's first word
+        rows[0] = dataclasses.replace(rows[0], completion=f"{rows[0].completion} {UNKNOWN}")
+    settings = twin(trainer, model=s.model, split=s.split, pad="<eos>" if s.zero else "<pad>")
+    run = Run(trainer, settings, call.path, rows, plain=True, per_device_eval_batch_size=len(rows), **_options(call))
     loss = Loss(run.window, s)
+    step = shared(call, "step", lambda: exact_step(stored_window.policy(s.model, torch.float64), loss))
     yield from judged(call, run, loss, there=not s.whole)  # else its sequences count from their first token on
+    if call.spec.data == "completions":  # whose loss types are functions of their own
+        with trl.quiet():
+            found = float(run.built.evaluate()["eval_loss"])
+        yield window_loss(step, found, "evaluation loss")
     if s.loss == "kto":
         z = float(kl_of_others(loss, stored_window.policy(s.model, torch.float64)))
         yield tells("estimate", (z > 0) is (s.model == "llama"), f"{z:.3g}", z)

@@ -54,11 +54,11 @@ class WindowRun(Run):
         s = twin(call.case.family, loss=call.settings.loss, split=kind.split, beta=kind.beta)
         rows = Window.of(call.case.family).rows[: kind.count]
         self.every = [dataclasses.replace(r, end=END) if i in kind.ended else r for i, r in enumerate(rows)]
-        rows, ends = self.every, (models.EOS, END) if kind.ended else ()
+        rows, ends = self.every, functools.partial(_ends, (models.EOS, END)) if kind.ended else None
         if kind.truncated:  # no end, not in the loss; all others end
             whole = [i not in kind.truncated for i in range(len(rows))]
             rows = [dataclasses.replace(r, counted=w, ended=w) for r, w in zip(rows, whole, strict=True)]
-        super().__init__(call.case.family, s, call.path, rows, plain=True, ends=ends, **kind.config, **kind.own)
+        super().__init__(call.case.family, s, call.path, rows, plain=True, changed=ends, **kind.config, **kind.own)
 
     def build(self, **more: Any) -> Any:
         drive.needs(self.call.trainer, *self.kind.own)
@@ -89,6 +89,11 @@ class WindowRun(Run):
     def sizes(self, *expected: int) -> Quantity:
         sizes = tuple(len(self.there(i).rows) for i in range(len(self.steps.gradients)))
         return holds("windows", sizes == expected, f"windows of {sizes} sequences instead of {expected}", gate="exact")
+
+
+def _ends(tokens: tuple[int, ...], policy: Any) -> None:
+    """The tokens end a completion."""
+    policy.generation_config.eos_token_id = list(tokens)
 
 
 def _evaluation(run: WindowRun) -> Iterator[Quantity]:

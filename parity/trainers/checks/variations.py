@@ -165,16 +165,26 @@ def cut(window: Sequences, mode: str) -> Sequences:
 @check(
     "experts",
     having(BALANCED),
-    {"coefficient": Setting(0.5, f"{BALANCED} of the trainer's config", (0.5, 0.0)), "split": SPLIT},
+    {
+        "coefficient": Setting(0.5, f"{BALANCED}; older releases: the model's", (0.5, 0.0)),
+        "split": SPLIT,
+    },
     lambda seed: [(t, s) for t in having(BALANCED) for s in ({}, {"split": "4x2"}, {"coefficient": 0.0})],
     pr=[(trainer, {"split": "4x2"}) for trainer in having(BALANCED)],
 )
 def experts(call: CheckCall) -> Iterator[Quantity]:
     """Loss and gradients are those of the trainer's loss plus coefficient times the mean over micro-batches of the balance."""
     s = call.settings
-    drive.needs(call.trainer, BALANCED)
-    settings = twin(call.case.family, model=EXPERTS, split=s.split)
-    run = Run(call.case.family, settings, call.path, plain=True, **{BALANCED: s.coefficient})
+    of_model = BALANCED not in trl.fields(drive.config(call.trainer))  # in older releases
+    if of_model and not trl.mentions("aux_loss_enabled", trl.class_named(call.trainer)):
+        raise Unsupported(f"{call.trainer} of the installed version has no {BALANCED}")
+    settings, given = twin(call.case.family, model=EXPERTS, split=s.split), {BALANCED: s.coefficient}
+
+    def switched_on(policy: Any) -> None:
+        policy.config.update(given | {"output_router_logits": True})
+
+    more: dict[str, Any] = {"changed": switched_on} if of_model else given
+    run = Run(call.case.family, settings, call.path, plain=True, **more)
     loss = Loss(run.window, settings)
 
     def define(model: Any) -> Tensor:

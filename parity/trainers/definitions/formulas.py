@@ -44,8 +44,13 @@ OPTIONS = {
 """Setting of a loss -> the field of the trainer's config, and its values."""
 PLAIN = {"beta": 0.0, "tools": False} | {name: setting.default for name, (_, setting) in OPTIONS.items()}
 """Settings of a loss that are not told."""
-MIXED = {"mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}, "sum": {"sigmoid": 1.0, "bco_pair": 1.0}}
-"""Name of ours -> loss types of DPOTrainer and their weights; MPO (arXiv 2411.10442, equation 2); two without weights."""
+MIXED = {
+    "mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0},
+    "sum": {"sigmoid": 1.0, "bco_pair": 1.0},
+    "sigmoid_ipo": {"sigmoid": 0.7, "ipo": 0.3},
+}
+"""Name of ours -> loss types of DPOTrainer and their weights; MPO (arXiv 2411.10442, equation 2); two without weights; a loss of
+means beside another."""
 
 
 @dataclasses.dataclass(frozen=True)

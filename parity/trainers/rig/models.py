@@ -259,7 +259,8 @@ def _uncapped(model: Any) -> float:
 
 @functools.cache
 def tokenizer(pad: str = "<pad>") -> Any:
-    """Words w3 … w55 besides <pad>, <eos> and <bos>, split at spaces, with a chat template; `pad` fills rows up."""
+    """Words w3 … w63 besides <pad>, <eos> and <bos>, split at spaces, with a chat template; `pad` fills rows up. Any
+    other word has the id of `<pad>`."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace

@@ -51,12 +51,12 @@ def build(
     path: str = "released",
     rows: Sequence[Sample] | None = None,
     adapter: Callable[[], tuple[Any, Any]] | None = None,
-    ends: Sequence[int] = (),
+    changed: Callable[[Any], Any] | None = None,
     **more: Any,
 ) -> Any:
     """The trainer over the window or some rows, on a path of `check.PATHS`; `more` goes to its config.
 
-    `adapter`: gives a model and its peft_config, and the LoRA is trained; `ends`: the tokens that end a completion.
+    `adapter`: gives a model and its peft_config, and the LoRA is trained; `changed`: changes the policy first.
 
     "fused" and "fixed" take the version's fused path; "fixed" goes without where there is none, or where no fix of ours
     replaces it. Raises Unsupported when the installed version lacks the trainer or what the twin needs of its config.
@@ -71,8 +71,8 @@ def build(
                 raise
     masked = {} if all(r.counted for r in window.rows) else {"mask_truncated_completions": True}
     policy, peft_config = adapter() if adapter else (stored_window.policy(s.model), None)
-    if ends:
-        policy.generation_config.eos_token_id = list(ends)
+    if changed is not None:
+        changed(policy)
     conversing = spec.given == "teacher_model" and not hasattr(drive.trl_class(spec.upstream), "_generate_single_turn")
     data = stored_window.dataset(window.rows, "messages") if conversing else window.dataset()
     given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
