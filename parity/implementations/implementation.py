@@ -177,6 +177,16 @@ def says(module: str, text: str) -> bool:
     return found is not None and found.origin is not None and text in Path(found.origin).read_text(encoding="utf-8")
 
 
+def refused(module: str, text: str, holds: Callable[[Any], bool]) -> Limit:
+    """The limit that something must hold of the settings where an installed module has the text of an error about it."""
+    return only(f"it refuses: {text}", lambda s: holds(s) or not says(module, text))
+
+
+def known_loss_type(module: str, text: str = "Unknown loss type") -> Limit:
+    """The limit that an installed module which refuses unknown loss types names that of the case."""
+    return refused(module, text, lambda s: says(module, f'"{s.loss_type}"'))
+
+
 ONE_DTYPE = only("hidden states and head of one dtype only", lambda s: s.head_dtype == "same" or s.dtype == "fp32")
 
 

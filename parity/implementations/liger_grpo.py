@@ -7,7 +7,17 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.policy_losses import CLIPPED, WINDOW_NORMALISED
 from parity.implementations import plain
-from parity.implementations.implementation import Limit, Outputs, accepted, fitting, implementation, only, says, taking
+from parity.implementations.implementation import (
+    Limit,
+    Outputs,
+    accepted,
+    fitting,
+    implementation,
+    known_loss_type,
+    only,
+    refused,
+    taking,
+)
 from parity.implementations.liger import NO_SCALE, NO_SOFTCAP, chunked, streams_vocabulary
 from parity.judge.recipe import Recipe
 
@@ -26,6 +36,10 @@ COMMON = (
 """What neither loss has a parameter for: the trainer around it would have to do it."""
 NEEDED = "a release must have it"
 """Default of a parameter that a release must have: its value stands for nothing else."""
+ONE_DTYPE = only(
+    "hidden states and head of one dtype only before 0.8",
+    lambda s: streams_vocabulary() or s.context == "autocast" or s.head_dtype == "same" or s.dtype == "fp32",
+)
 KERNEL_LOSS = "liger_kernel.transformers.grpo_loss:triton_grpo_loss"
 
 
@@ -46,14 +60,10 @@ def _windowed(s: Any) -> bool:
 
 
 def _token_level(module: str) -> Limit:
-    refused = "Sequence-level importance sampling is not supported"
-    return only(
-        "sequence level with this loss type is refused",
-        lambda s: (
-            s.importance_sampling_level == "token"
-            or s.loss_type not in ("cispo", "sapo", "vespo")
-            or not says(module, refused)
-        ),
+    return refused(
+        module,
+        "Sequence-level importance sampling is not supported",
+        lambda s: s.importance_sampling_level == "token" or s.loss_type not in ("cispo", "sapo", "vespo"),
     )
 
 
@@ -112,6 +122,7 @@ def _fused_loss(x: Inputs, compiled: bool = False) -> Outputs:
 
 
 FUSED_LOSS = "liger_kernel.chunked_loss.grpo_loss:LigerFusedLinearGRPOLoss"
+FUSED_REJECTS = tuple(limit("liger_kernel.chunked_loss.grpo_loss") for limit in (_token_level, known_loss_type))
 FUSED: dict[str, Any] = {
     "family": "policy",
     "role": "candidate",
@@ -124,14 +135,11 @@ FUSED: dict[str, Any] = {
         *COMMON,
         NO_SOFTCAP,
         NO_SCALE,
-        only(
-            "hidden states and head of one dtype only before 0.8",
-            lambda s: streams_vocabulary() or s.context == "autocast" or s.head_dtype == "same" or s.dtype == "fp32",
-        ),
+        ONE_DTYPE,
         fitting(FUSED_LOSS, _options),
         fitting(f"{FUSED_LOSS}.forward", _tensors),
     ),
-    "rejects": (_token_level("liger_kernel.chunked_loss.grpo_loss"),),
+    "rejects": FUSED_REJECTS,
 }
 
 
@@ -166,12 +174,11 @@ def fused_compiled(x: Inputs) -> Outputs:
     limits=(*COMMON, fitting(KERNEL_LOSS, _options), fitting(KERNEL_LOSS, _tensors)),
     rejects=(
         _token_level("liger_kernel.ops.grpo_loss"),
-        only(
-            "it asserts contiguous tensors",
-            lambda s: (
-                s.layouts in ("contiguous", "flat")
-                or not says("liger_kernel.ops.grpo_loss", "completion_ids.is_contiguous()")
-            ),
+        known_loss_type("liger_kernel.ops.grpo_loss", "Unknown loss_type"),
+        refused(
+            "liger_kernel.ops.grpo_loss",
+            "completion_ids.is_contiguous()",
+            lambda s: s.layouts in ("contiguous", "flat"),
         ),
     ),
 )

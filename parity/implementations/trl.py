@@ -14,6 +14,7 @@ from parity.implementations.implementation import (
     Outputs,
     accepted,
     by_token,
+    found_at,
     implementation,
     lacking,
     only,
@@ -26,6 +27,10 @@ offer = functools.partial(implementation, family="logprobs", library="trl", outp
 """The decorator of this file."""
 DEFAULT_CHUNK = 32768
 CHUNKED = "trl.kernels.chunked_logprob"
+NO_ENTROPY = only(
+    "no entropy in the installed version",
+    lambda s: s.entropy == "none" or found_at("trl.trainer.utils:entropy_from_logits") is not None,
+)
 UNIGNORED = only("no ignore_index: the caller masks", lambda s: s.ignored == "none")
 
 
@@ -62,7 +67,7 @@ def _kernel(x: Inputs) -> Recipe:
     recipe=_stored,
     contexts=EVERY_CONTEXT,
     sources=("trl.trainer.utils.selective_log_softmax", "trl.trainer.utils.entropy_from_logits"),
-    limits=(UNIGNORED,),
+    limits=(UNIGNORED, NO_ENTROPY),
 )
 def selective_log_softmax(x: Inputs) -> Outputs:
     """`selective_log_softmax(logits, ids)` on materialised logits, as the trainer does without a fused head."""

@@ -18,21 +18,44 @@ from parity.families.policy_losses import WINDOW_NORMALISED
 from parity.families.policy_settings import OF_LOSS
 from parity.families.policy_settings import SETTINGS as DEFAULTS
 from parity.implementations import plain
-from parity.implementations.implementation import REGISTRY, Implementation, Limit, Outputs, implementation, only, says
+from parity.implementations.implementation import (
+    REGISTRY,
+    Implementation,
+    Limit,
+    Outputs,
+    implementation,
+    known_loss_type,
+    only,
+    refused,
+)
+from parity.implementations.liger_grpo import FUSED_REJECTS, ONE_DTYPE
 from parity.implementations.trl import tiles
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.judge.recipe import Recipe
 from parity.upstream import trl
 
 SETTINGS = (*OF_LOSS, "epsilon", "epsilon_high", "beta", "top_entropy_quantile")
+GRPO = "trl.trainer.grpo_trainer"
+
+
+def _no_adapter(s: Any) -> bool:
+    return bool(s.head != "lora")
+
+
 REJECTS = (
-    only(
-        "an adapter on the head is refused",
-        lambda s: (
-            s.head != "lora"
-            or not says("trl.trainer.grpo_trainer", "Applying a PEFT adapter to `lm_head` is not supported")
-        ),
-    ),
+    refused(GRPO, "Applying a PEFT adapter to `lm_head` is not supported", _no_adapter),
+    known_loss_type(GRPO),
+)
+LIGER_REJECTS = (
+    *REJECTS,
+    refused(GRPO, "only supports `bnpo` for now", lambda s: s.loss_type == "bnpo"),
+    refused(GRPO, "Liger loss is not supported with a PEFT model", _no_adapter),
+    refused(GRPO, "incompatible with applying a PEFT adapter to `lm_head`", _no_adapter),
+    refused(GRPO, "only support token-level importance sampling", lambda s: s.importance_sampling_level == "token"),
+    refused(GRPO, "support masking token positions based on entropy", lambda s: not s.entropy_quantile),
+    refused(GRPO, "Entropy bonus is not supported with Liger", lambda s: s.entropy_coef == 0.0),
+    refused(GRPO, "not support off-policy sequence masking", lambda s: s.off_policy_mask_threshold is None),
+    refused("trl.trainer.grpo_config", "does not support two-sided GRPO loss", lambda s: s.delta is None),
 )
 METRICS = {
     "kl": ("kl",),
@@ -248,11 +271,13 @@ implementation(
     outputs=frozenset({"kl", "clip_ratio"}),
     contexts=frozenset({"plain"}),
     extends="" if trl.since("1.14") else "liger.FusedLinearGRPOLoss",
+    rejects=LIGER_REJECTS if trl.since("1.14") else (*LIGER_REJECTS, *FUSED_REJECTS),
     limits=(
         only(
             f"this version of TRL has no Liger path ({'removed in 1.15' if trl.since('1.15') else 'it came later'})",
             lambda s: any(hasattr(trl.class_named("GRPOTrainer"), n) for n in ("compute_liger_loss", "_chunked_logps")),
         ),
+        *(() if trl.since("1.14") else (ONE_DTYPE,)),
         *_limits(liger=True),
     ),
     sources=("trl.trainer.grpo_trainer.GRPOTrainer.compute_liger_loss",),

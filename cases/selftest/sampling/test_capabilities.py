@@ -11,6 +11,8 @@ from parity.case.case import Case, covering
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, streams
 from parity.errors import HarnessError
+from parity.implementations import implementation as implementation_module
+from parity.implementations import trl as trl_module
 from parity.implementations.implementation import Implementation, fitting, found_at, only, require, taking
 from parity.protocol.call import execute
 from parity.registry import load, loss_families, loss_family, run_case, select
@@ -103,6 +105,49 @@ def test_what_is_refused_goes_back_and_the_rest_stays(name, kept):
     assert {k for k, v in near.settings.items() if MANY.get(k) == v} == kept
     rows = list(run_case(near, [chosen], thorough=False))
     assert rows and not {row.verdict for row in rows} & {"unsupported", "refused"}
+
+
+OLDER = {
+    "trl.trainer.grpo_config": "Liger loss does not support two-sided GRPO loss yet.",
+    "trl.trainer.grpo_trainer": """
+        Liger Kernels don't currently support masking token positions based on entropy.
+        Liger Kernels currently only support token-level importance sampling.
+        if self.loss_type == "grpo" or self.loss_type in ["bnpo", "dr_grpo"]:
+        raise ValueError(f"Unknown loss type: {self.loss_type}")""",
+}
+"""What the source of TRL 0.22 says, by module."""
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("trl.GRPOTrainer", {"loss_type": "luspo"}),
+        ("trl.GRPOTrainer.liger", {"loss_type": "dapo"}),
+        ("trl.GRPOTrainer.liger", {"delta": 3.0}),
+        ("trl.GRPOTrainer.liger", {"importance_sampling_level": "sequence"}),
+        ("trl.GRPOTrainer.liger", {"entropy_quantile": True}),
+    ],
+)
+def test_what_an_older_release_refuses_within_the_call_is_known_before_it(name, refused, monkeypatch):
+    monkeypatch.setattr(implementation_module, "says", lambda module, text: text in OLDER.get(module, ""))
+    trainer = dataclasses.replace(load()[name], limits=())
+    kept = {"temperature": 0.7, "epsilon": 0.1}
+    case = Case("policy", 3, "fp32", kept | refused)
+    assert refusal(trainer, case, "cpu").startswith("it refuses: ")
+    assert nearest(trainer, case, "cpu").settings == kept
+    drawn = drawn_of(loss_family("policy"), 100)
+    own = [case for case in drawn if refusal(trainer, case, "cpu") is None]
+    moved = [near for _, near in besides(trainer, drawn, lambda case: True, 60, "cpu")]
+    assert len(own) + len(moved) >= 60
+    assert {near.settings.get("loss_type", "grpo") for near in [*own, *moved]} == {"grpo", "bnpo", "dr_grpo"}
+
+
+def test_a_release_without_an_entropy_gets_log_probs_without(monkeypatch):
+    monkeypatch.setattr(trl_module, "found_at", lambda path: None)
+    near = nearest(
+        load()["trl.selective_log_softmax"], Case("logprobs", 3, "fp32", {"entropy": "value", "V": 9}), "cpu"
+    )
+    assert near.settings == {"V": 9}
 
 
 @pytest.mark.parametrize(
