@@ -1,0 +1,92 @@
+"""Every field that TRL's configs have beside transformers' is moved by a case of some check, or nobody's, or open: named below.
+
+A field that a new release brings fails here until a case moves it or it stands in a list.
+"""
+
+import dataclasses
+from collections import defaultdict
+
+import pytest
+import transformers
+
+from parity.errors import Unsupported
+from parity.registry import load
+from parity.trainers import catalogue
+from parity.upstream import trl
+
+WORDS = str.split
+NOBODYS = {
+    "how completions are generated, not what is made of them": WORDS(
+        """cache_implementation ds3_gather_for_generation generation_kwargs min_p repetition_penalty top_k top_p
+        transformers_continuous_batching_config use_transformers_continuous_batching use_transformers_paged use_vllm
+        max_tool_calling_iterations chat_template_kwargs reward_model_path"""
+    ),
+    "what is loaded and tokenised": WORDS(
+        """model_init_kwargs trust_remote_code teacher_model_name_or_path teacher_model_init_kwargs teacher_model_revision
+        dataset_num_proc dataset_kwargs dataset_text_field chat_template_path eos_token pad_token padding_value
+        is_encoder_decoder"""
+    ),
+    "what is printed": WORDS(
+        """log_completions log_completions_hub_repo log_multimodal log_unique_prompts num_completions_to_print
+        generate_during_eval"""
+    ),
+    "in which order samples come": WORDS("shuffle_dataset"),
+    "an older name": WORDS("vllm_importance_sampling_cap"),
+    "family policy moves it, in the config of the trainer whose loss it asks": WORDS(
+        """delta epsilon epsilon_high importance_sampling_level off_policy_mask_threshold sapo_temperature_neg
+        sapo_temperature_pos top_entropy_quantile vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos"""
+    ),
+    "family divergence moves it, as an argument": WORDS("loss_add_tail loss_top_k reverse_kl_top_1_mode"),
+}
+"""Why no check moves them -> fields, of any trainer, beside those of vLLM's server and engine."""
+INHERITED = {"GMPOConfig": "GRPOConfig", "GKDConfig": "SFTConfig"}
+"""Config -> the one whose fields it has too: they are asked of the other trainer."""
+OPEN = {
+    "GRPOConfig": """cast_lm_head_to_fp32 entropy_coef_max entropy_coef_min generation_batch_size multi_objective_aggregation
+        num_iterations ref_model_mixup_alpha ref_model_sync_steps sync_ref_model""",
+    "RLOOConfig": """generation_batch_size num_iterations ref_model_mixup_alpha ref_model_sync_steps reward_clip_range
+        sync_ref_model""",
+    "OnlineDPOConfig": "disable_dropout reward_weights",
+    "DPOConfig": """activation_offloading disable_dropout padding_free precompute_ref_batch_size ref_model_mixup_alpha
+        ref_model_sync_steps sync_ref_model""",
+    "KTOConfig": """activation_offloading disable_dropout precompute_ref_batch_size ref_model_mixup_alpha ref_model_sync_steps
+        sync_ref_model""",
+    "SFTConfig": "activation_offloading assistant_only_loss eval_packing packing_strategy",
+    "DistillationConfig": "temperature",
+    "ServerDistillationConfig": "pad_to_multiple_of temperature",
+    "GKDConfig": "disable_dropout seq_kd",
+    "CPOConfig": "disable_dropout max_completion_length",
+    "ORPOConfig": "disable_dropout max_completion_length",
+    "GMPOConfig": "",
+}
+"""Config -> fields that change numbers and that no check looks at yet."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_field_of_a_config_is_moved_or_named(monkeypatch):
+    asked, configs = defaultdict(lambda: defaultdict(set)), {}
+    original = trl.configured
+
+    def configured(config, device, wanted, needed=()):
+        made = original(config, device, wanted, needed)
+        configs[config.__name__] = config
+        for name in wanted:
+            asked[config.__name__][name].add(repr(getattr(made, name, None)))
+        raise Unsupported("the fields are known")
+
+    monkeypatch.setattr(trl, "configured", configured)
+    for implementation in load().values():
+        if implementation.is_trainer and not implementation.id.endswith("fixed"):
+            for case in catalogue.cases(implementation.family, "nightly", 0):
+                if case.settings["check"] != "processes":
+                    list(catalogue.rows(case, [implementation]))
+
+    theirs = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
+    known = {name for names in NOBODYS.values() for name in names}
+    for name, config in configs.items():
+        own = {f.name: f.default for f in dataclasses.fields(config) if f.name not in theirs}
+        moved = {f for f, default in own.items() if asked[name][f] - {repr(default)}}
+        there = own.keys() - (configs[INHERITED[name]].__dataclass_fields__.keys() if name in INHERITED else set())
+        left = {f for f in there - moved - known if not f.startswith("vllm_")}
+        assert left == set(OPEN[name].split()), name
