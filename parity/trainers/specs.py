@@ -59,8 +59,8 @@ SPECS = {
         baseline="group",
         scored=True,
         twins=({"loss": "dapo", "beta": 0.04}, {"loss": "grpo"}),
-        own=("loss", "beta", "tools"),
-        has=("mask_truncated_completions", "router_aux_loss_coef"),
+        own=("loss", "beta", "tools", "cast_lm_head_to_fp32"),
+        has=("mask_truncated_completions", "router_aux_loss_coef", "sync_ref_model"),
     ),
     "rloo-trainer": TrainerSpec(
         "RLOOTrainer",
@@ -70,7 +70,7 @@ SPECS = {
         clips="sequences",
         twins=({"beta": 0.04}, {}),
         own=("beta",),
-        has=("mask_truncated_completions", "router_aux_loss_coef"),
+        has=("mask_truncated_completions", "router_aux_loss_coef", "sync_ref_model"),
     ),
     "async-grpo-trainer": TrainerSpec("AsyncGRPOTrainer", scored=True),
     "online-dpo-trainer": TrainerSpec(
@@ -83,7 +83,7 @@ SPECS = {
         beta=0.3,
         options=WHOLE,
         twins=({},),
-        has=("precompute_ref_log_probs", "router_aux_loss_coef", "max_length", "truncation_mode"),
+        has=("precompute_ref_log_probs", "router_aux_loss_coef", "max_length", "truncation_mode", "sync_ref_model"),
     ),
     "kto-trainer": TrainerSpec(
         "KTOTrainer",
@@ -93,7 +93,7 @@ SPECS = {
         options=WHOLE | {"loss_type": "apo_zero_unpaired"},
         loss="apo_zero_unpaired",
         twins=({},),
-        has=("precompute_ref_log_probs", "router_aux_loss_coef", "max_length"),
+        has=("precompute_ref_log_probs", "router_aux_loss_coef", "max_length", "sync_ref_model"),
     ),
     "sft-trainer": TrainerSpec(
         "SFTTrainer",
@@ -110,7 +110,7 @@ SPECS = {
         beta=0.3,  # at 0.5 student and teacher stand alike in the mixture
         options={"num_generations": 1, "loss_top_k": 0},  # up to 1.9 prompts are repeated, divergences of one token
         twins=({},),
-        own=("tools", "teacher"),
+        own=("tools", "teacher", "temperature"),
     ),
     "server-distillation-trainer": TrainerSpec("ServerDistillationTrainer"),
     "gkd-trainer": TrainerSpec("GKDTrainer"),

@@ -30,7 +30,10 @@ NOBODYS = {
         """log_completions log_completions_hub_repo log_multimodal log_unique_prompts num_completions_to_print
         generate_during_eval"""
     ),
-    "in which order samples come": WORDS("shuffle_dataset"),
+    "in which order samples come": WORDS("shuffle_dataset generation_batch_size"),
+    "needs an accelerator": WORDS("activation_offloading"),
+    "random": WORDS("disable_dropout"),
+    "how many references are computed at once": WORDS("precompute_ref_batch_size"),
     "an older name": WORDS("vllm_importance_sampling_cap"),
     "family policy moves it, in the config of the trainer whose loss it asks": WORDS(
         """delta epsilon epsilon_high importance_sampling_level off_policy_mask_threshold sapo_temperature_neg
@@ -42,21 +45,17 @@ NOBODYS = {
 INHERITED = {"GMPOConfig": "GRPOConfig", "GKDConfig": "SFTConfig"}
 """Config -> the one whose fields it has too: they are asked of the other trainer."""
 OPEN = {
-    "GRPOConfig": """cast_lm_head_to_fp32 entropy_coef_max entropy_coef_min generation_batch_size multi_objective_aggregation
-        num_iterations ref_model_mixup_alpha ref_model_sync_steps sync_ref_model""",
-    "RLOOConfig": """generation_batch_size num_iterations ref_model_mixup_alpha ref_model_sync_steps reward_clip_range
-        sync_ref_model""",
-    "OnlineDPOConfig": "disable_dropout reward_weights",
-    "DPOConfig": """activation_offloading disable_dropout padding_free precompute_ref_batch_size ref_model_mixup_alpha
-        ref_model_sync_steps sync_ref_model""",
-    "KTOConfig": """activation_offloading disable_dropout precompute_ref_batch_size ref_model_mixup_alpha ref_model_sync_steps
-        sync_ref_model""",
-    "SFTConfig": "activation_offloading assistant_only_loss eval_packing packing_strategy",
-    "DistillationConfig": "temperature",
+    "GRPOConfig": "entropy_coef_max entropy_coef_min multi_objective_aggregation",
+    "RLOOConfig": "",
+    "OnlineDPOConfig": "reward_weights",
+    "DPOConfig": "padding_free",
+    "KTOConfig": "",
+    "SFTConfig": "assistant_only_loss eval_packing packing_strategy",
+    "DistillationConfig": "",
     "ServerDistillationConfig": "pad_to_multiple_of temperature",
-    "GKDConfig": "disable_dropout seq_kd",
-    "CPOConfig": "disable_dropout max_completion_length",
-    "ORPOConfig": "disable_dropout max_completion_length",
+    "GKDConfig": "seq_kd",
+    "CPOConfig": "max_completion_length",
+    "ORPOConfig": "max_completion_length",
     "GMPOConfig": "",
 }
 """Config -> fields that change numbers and that no check looks at yet."""

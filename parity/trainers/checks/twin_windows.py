@@ -3,6 +3,7 @@
 `WINDOWS` is the table of them: each has a setup, the trainers that have it, and a function that says what is judged.
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,8 @@ GROUPED = tuple(t for t in JUDGED if SPECS[t].grouped)
 TOKENS = tuple(t for t in GROUPED if SPECS[t].clips != "sequences")
 END = models.VOCABULARY - 1
 """Another token that ends a completion, in none of them."""
-PARTS = "steps_per_generation"
+PARTS, AGAIN = "steps_per_generation", "num_iterations"
+SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3}
 CLIPPED = {"epsilon": 0.2, "epsilon_high": 0.28}
 """Bounds that some ratios are beyond."""
 QUANTILE = "top_entropy_quantile"
@@ -158,10 +160,22 @@ def _controlled(run: WindowRun) -> Iterator[Quantity]:
 
 
 def _generation(run: WindowRun) -> Iterator[Quantity]:
-    """Two steps on one generation: the second one's ratios are to the policy that generated, not to the last one."""
-    generation = Generation(run.window.sequences, stored_window.policy(run.s.model, torch.float64), steps=2)
+    """Two steps on one generation, each on its half or both on the whole: the second one's ratios are to the policy that
+    generated, not to the last one."""
+    steps = 1 if AGAIN in run.kind.own else 2
+    generation = Generation(run.window.sequences, stored_window.policy(run.s.model, torch.float64), steps)
     for number in range(len(run.steps.gradients)):
-        yield run.gradient(f"gradient of step {number + 1}", number, generation=generation)
+        count = len(run.window.rows) // steps
+        yield run.gradient(f"gradient of step {number + 1}", number, count=count, generation=generation)
+
+
+def _synced(run: WindowRun) -> Iterator[Quantity]:
+    """sync_ref_model: behind a step the reference is α times the policy and 1 - α times itself (arXiv 2404.09656, equation 2)."""
+    share, now = run.kind.own["ref_model_mixup_alpha"], run.steps.parameters[1]
+    reference = copy.deepcopy(stored_window.reference(run.s.model))
+    for name, parameter in reference.named_parameters():
+        parameter.mul_(1 - share).add_(now[name].double(), alpha=share)
+    yield run.gradient("gradient of step 2", 1, count=4, reference=reference)
 
 
 def _clipped(run: WindowRun) -> Iterator[Quantity]:
@@ -221,6 +235,8 @@ WINDOWS = {
     "ends": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), ended=(0, 6)),
     "controlled": Kind(_controlled, ("grpo-trainer",), "2x2", config=EVALUATED, own=ADAPTIVE),
     "generation": Kind(_generation, GROUPED, "2x2", config=TWO_STEPS, own={PARTS: 4}, losses=GRPO_TYPES),
+    "again": Kind(_generation, GROUPED, "4x2", config=TWO_STEPS | {"learning_rate": 0.0005}, own={AGAIN: 2}, losses=("dapo",)),
+    "synced": Kind(_synced, having("sync_ref_model"), "2x2", beta=0.04, config=TWO_STEPS, own=SYNCED),
     "clipped": Kind(_clipped, ("grpo-trainer", "rloo-trainer"), config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
     "entropies": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | {QUANTILE: 0.6}, losses=("dapo",)),
     "sequence": Kind(_clipped, ("grpo-trainer",), beta=0.04, own=OF_SEQUENCES),

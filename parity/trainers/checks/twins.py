@@ -25,7 +25,7 @@ from parity.trainers.definitions.training_step import AutocastRounding, exact_st
 from parity.trainers.rig import drawn, drive, ranks, stored_window
 from parity.trainers.rig.ranks import Rank
 from parity.trainers.rig.stored_window import Window
-from parity.trainers.rig.twin_runs import PADDINGS, WHOLE, Run
+from parity.trainers.rig.twin_runs import HEAD, PADDINGS, WHOLE, Run
 from parity.trainers.specs import JUDGED, SPECS, TWINS
 
 SPLITS = ("8x1", "4x2", "2x4", "1x8")
@@ -45,11 +45,13 @@ SETTINGS = {
     "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
     "tools": Setting(False, "some completion tokens are a tool's: GRPO, GMPO, distillation", (False, True)),
     "teacher": Setting("qwen2", "distillation's; cohere scales its logits", ("qwen2", "cohere")),
+    "temperature": Setting(1.0, "distillation's", (1.0, 0.7)),
+    HEAD: Setting(False, "GRPO: the LM head's weight in float32, which it has here", (False, True)),
     "precision": Setting("fp32", "float32, or autocast to bfloat16", ("fp32", "autocast")),
 }
 OWN = frozenset(name for spec in SPECS.values() for name in spec.own)
 """The settings that not every trainer has."""
-TOLD = ("model", "loss", "beta", "tools", "teacher", "precision", "whole")
+TOLD = ("model", "loss", "beta", "tools", "teacher", "temperature", "precision", "whole")
 """Settings of a twin that change its loss, or how it is rounded."""
 RANKS = 2
 LOSS = "dapo"

@@ -42,7 +42,7 @@ OPTIONS = {
     "precomputed": ("precompute_ref_log_probs", Setting(False, "before training", (False, True))),
 }
 """Setting of a loss -> the field of the trainer's config, and its values."""
-PLAIN = {"beta": 0.0, "tools": False} | {name: setting.default for name, (_, setting) in OPTIONS.items()}
+PLAIN = {"beta": 0.0, "tools": False, "temperature": 1.0} | {name: setting.default for name, (_, setting) in OPTIONS.items()}
 """Settings of a loss that are not told."""
 MIXED = {
     "mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0},
@@ -68,7 +68,7 @@ class Loss:
 
     window: Window  # what it is a mean over
     s: SimpleNamespace  # `loss`, `beta`, `model`, and what else of `PLAIN` is away from it; distillation's `teacher`
-    reference: str = ""  # where it is not the saved model of `s`
+    reference: Any = ""  # where it is not the saved model of `s`
     generation: Generation | None = None  # what it is a part of, where ratios are to another policy than the model
     earned: Tensor | None = None  # rewards, where they are not the window's
     # more settings of family `policy`; `epsilon` and `epsilon_high` of every clipped ratio
@@ -199,7 +199,7 @@ def rloo(a: Loss, model: Any) -> Tensor:
         old = sums(model if a.generation is None else a.generation.old, a.window.sequences)  # a forward pass of its own
         if a.s.beta != 0.0:
             then = old if a.generation is None else sums(a.generation.old, a.whole)
-            r = r - a.s.beta * (then - sums(stored_window.reference(a.reference), a.whole)).view(r.shape)
+            r = r - a.s.beta * (then - a.scored(model, a.whole).base.sums).view(r.shape)
     advantages = a.of_window((r - (r.sum(1, keepdim=True) - r) / (stored_window.GENERATIONS - 1)).flatten())
     ratio, (low, high) = (logps - old).exp(), a.clip(0.2)
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages).mean()
@@ -311,7 +311,7 @@ def padded(pieces: list[Tensor]) -> Tensor:
 
 def distillation(a: Loss, model: Any) -> Tensor:
     """Mean over the completion tokens of the window of the generalised JSD to the teacher; a tool's are left out."""
-    student = Scored(model, a.window.sequences, a.s.teacher)
+    student = Scored(model, a.window.sequences, a.s.teacher, a.s.temperature)
     pairs = zip(jsd(student, a.s.beta), student.completions, strict=True)
     return torch.cat([terms[a.counted(tokens)] for terms, tokens in pairs]).mean()
 

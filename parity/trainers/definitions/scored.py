@@ -29,9 +29,9 @@ def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
 
 class Scored:
     """What is asked of it is computed once, of N sequences with T_i tokens in their completions; vocabulary V.
-    `reference`: the saved model that log-ratios are to."""
+    `reference`: the model that log-ratios are to, or the name of a saved one."""
 
-    def __init__(self, model: Any, window: Sequences, reference: str = "", temperature: float = 1.0):
+    def __init__(self, model: Any, window: Sequences, reference: Any = "", temperature: float = 1.0):
         self.model, self.window, self.reference, self.temperature = model, window, reference, temperature
         self.completions = [torch.tensor(tokens[start:]) for tokens, start in window]
         self.lengths = torch.tensor([len(c) for c in self.completions], dtype=torch.float64)
@@ -71,7 +71,9 @@ class Scored:
     @functools.cached_property
     def base(self) -> "Scored":
         """The same by the reference, which has no gradients."""
-        return Scored(stored_window.reference(self.reference), self.window, temperature=self.temperature)
+        named = isinstance(self.reference, str)
+        model = stored_window.reference(self.reference) if named else self.reference
+        return Scored(model, self.window, temperature=self.temperature)
 
     @functools.cached_property
     def ratios(self) -> Tensor:

@@ -27,13 +27,14 @@ PADDINGS: Mapping[str, Mapping[str, Any]] = {
     "packed": {"packing": True, "max_length": 48, **WHOLE},  # the window fills two rows, no sequence is cut
 }
 """A twin's padding -> fields of the config, without the first of which it would be the same run twice."""
+HEAD = "cast_lm_head_to_fp32"
 
 
 def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     spec = SPECS[trainer]
     out: dict[str, Any] = recorder.plain(s.split) | {
         "beta": s.beta,
-        "temperature": 1.0,
+        "temperature": s.temperature,
         "num_generations": stored_window.GENERATIONS,
         "max_length": 64,
         "use_bias_correction_kl": False,
@@ -42,6 +43,7 @@ def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
         **PADDINGS.get(s.padding, {}),
     }
     out |= {"loss_type": s.loss} if "loss" in spec.own else {}
+    out |= {HEAD: True} if getattr(s, HEAD) else {}
     return out | ({"bf16": True} if s.precision == "autocast" else {})
 
 
@@ -83,7 +85,7 @@ def build(
     if spec.given == "teacher_model":
         given["teacher_model"] = models.model(s.teacher)
     given["processing_class"] = tokenizer = models.tokenizer(s.pad)
-    needed = (*itertools.islice(PADDINGS.get(s.padding, ()), 1), *masked)
+    needed = (*itertools.islice(PADDINGS.get(s.padding, ()), 1), *masked, *((HEAD,) if getattr(s, HEAD) else ()))
     side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
     try:
         out = drive.build(spec.upstream, policy, {**options(trainer, s), **switches, **masked, **more}, needed, **given)
