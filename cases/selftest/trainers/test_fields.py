@@ -45,7 +45,7 @@ NOBODYS = {
 INHERITED = {"GMPOConfig": "GRPOConfig", "GKDConfig": "SFTConfig"}
 """Config -> the one whose fields it has too: they are asked of the other trainer."""
 OPEN = {
-    "GRPOConfig": "entropy_coef_max entropy_coef_min multi_objective_aggregation",
+    "GRPOConfig": "entropy_coef_max entropy_coef_min",
     "RLOOConfig": "",
     "OnlineDPOConfig": "reward_weights",
     "DPOConfig": "padding_free",

@@ -20,6 +20,10 @@ CASES = {
     "grpo-trainer.kl-weight-detached": (SEQUENCE, "gradient"),
     "grpo-trainer.padding": (ENTROPIES, "gradient"),
     "grpo-trainer.iterations": ({"check": "windows", "kind": "again", "loss": "dapo"}, "gradient of step 2"),
+    "grpo-trainer.aggregated": (
+        {"check": "advantages", "rewards": "weighted", "multi_objective_aggregation": "normalize_then_sum"},
+        "advantages",
+    ),
     "dpo-trainer.sync": ({"check": "windows", "kind": "synced"}, "gradient of step 2"),
     "distillation-trainer.temperature": ({"check": "twins", "temperature": 0.7}, "loss"),
     "gmpo-trainer.quantile": ({"check": "windows", "kind": "entropies"}, "gradient"),

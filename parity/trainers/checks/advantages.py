@@ -24,6 +24,7 @@ EPSILON = 1e-4
 """What TRL adds to a standard deviation."""
 GROUP = 4
 NOBODY = math.nan
+AGGREGATION, LATE = "multi_objective_aggregation", "normalize_then_sum"
 REWARDS: dict[str, str] = {
     "spread": "every completion scored, one function",
     "equal": "a group without spread beside one with it",
@@ -37,6 +38,7 @@ REWARDS: dict[str, str] = {
 SETTINGS = {
     "rewards": Setting("spread", "; ".join(f"{k}: {v}" for k, v in REWARDS.items()), tuple(REWARDS)),
     "scale_rewards": Setting("group", "GRPO: by what spread rewards are divided", ("group", "batch", "none")),
+    AGGREGATION: Setting("sum_then_normalize", "GRPO: of several functions", ("sum_then_normalize", LATE)),
     "normalize": Setting(False, "RLOO: normalize_advantages", (False, True)),
 }
 PR = [("grpo-trainer", {"rewards": "weighted"})]
@@ -46,6 +48,7 @@ BOTH = ("grpo-trainer", "rloo-trainer")
 def cases(seed: int) -> Iterator[CheckCase]:
     for rewards in REWARDS:
         yield from (("grpo-trainer", {"rewards": rewards, "scale_rewards": s}) for s in ("group", "batch", "none"))
+        yield "grpo-trainer", {"rewards": rewards, AGGREGATION: LATE}
         yield from (("rloo-trainer", {"rewards": rewards, "normalize": normalize}) for normalize in (False, True))
 
 
@@ -65,7 +68,8 @@ def advantages(call: CheckCall) -> Iterator[Quantity]:
 def definition(call: CheckCall, rewards: Tensor, weights: list[float]) -> Oracle:
     """The advantages (completions,) of rewards (completions, functions), NaN where a function does not score. The reward
     less the mean of its group, over a standard deviation + 1e-4; or less the mean of the group's others. 0 for a
-    completion without a reward, and for one alone in its group. `reward`: the mean of those that have one."""
+    completion without a reward, and for one alone in its group. `normalize_then_sum`: each function's by itself in its group,
+    and their weighted sum in the batch (GDPO, arXiv 2601.05242). `reward`: the mean of those that have one."""
     s, by = call.settings, ~rewards.isnan()
     seen = by.any(1).view(-1, 1 if s.rewards == "group-of-one" else GROUP)
     seen = seen & (seen.shape[1] > 1)
@@ -74,6 +78,11 @@ def definition(call: CheckCall, rewards: Tensor, weights: list[float]) -> Oracle
         x = torch.where(by, rewards * torch.tensor(weights), 0.0).sum(1).view(seen.shape)
         if call.spec.baseline != "group":
             found = _of_others(x, seen, s.normalize)
+        elif getattr(s, AGGREGATION) == LATE:
+            own, there = rewards.view(*seen.shape, -1), by.view(*seen.shape, -1)
+            each = (own - _mean(own, there, 1)) / _spread(own, there, 1)
+            whole = torch.where(there, each * torch.tensor(weights), 0.0).sum(-1)
+            found = (whole - _mean(whole, seen, (0, 1))) / _spread(whole, seen, (0, 1))
         else:
             found = x - _mean(x, seen, 1)
             if s.scale_rewards != "none":
@@ -113,6 +122,7 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tens
     wanted |= {"scale_rewards": s.scale_rewards == "group" if switched else s.scale_rewards}
     wanted |= {"normalize_advantages": s.normalize}
     needed: dict[str, Any] = {"num_generations_eval": 1} if alone else {}
+    needed |= {AGGREGATION: LATE} if getattr(s, AGGREGATION) == LATE else {}
 
     def returning(column: list[float]) -> Callable[..., list[float | None]]:
         given = [None if math.isnan(r) and s.rewards != "nan" else r for r in column]
