@@ -1,8 +1,11 @@
 """Liger's log-probs: chunked selective log-prob, fused linear cross entropy, cross entropy. Its GRPO losses: liger_grpo.py."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
+
+import torch
 
 from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
@@ -89,11 +92,10 @@ def chunked_selective_logprob(x: Inputs) -> Outputs:
     return {"logps": by_token(logps, x)}
 
 
-@offer(
-    "liger.fused_linear_cross_entropy",
-    recipe=_fused,
-    sources=("liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction",),
-    limits=(
+LINEAR: dict[str, Any] = KERNEL | {
+    "recipe": _fused,
+    "sources": ("liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction",),
+    "limits": (
         ONE_DTYPE,
         fitting(
             "liger_kernel.transformers.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyLoss",
@@ -102,16 +104,42 @@ def chunked_selective_logprob(x: Inputs) -> Outputs:
         FOLDED,
         UNBIASED,
     ),
-    **KERNEL,
-)
-def fused_linear_cross_entropy(x: Inputs) -> Outputs:
-    """Minus `LigerFusedLinearCrossEntropyLoss(reduction="none")`."""
+}
+
+
+ONE_BY_ONE = only("a call for each of at most 8 positions, counted ones", lambda s: s.B * s.T <= 8 and s.ignored == "none")
+
+
+def _one_by_one(x: Inputs) -> Recipe:
+    """As `_fused`, a call for each position."""
+    recipe, calls = _fused(x), x.settings.B * x.settings.T
+    return dataclasses.replace(recipe, partials=calls * recipe.partials)
+
+
+def _linear(x: Inputs, reduction: str) -> Any:
+    """`LigerFusedLinearCrossEntropyLoss` of hidden states, as a function of labels (B·T,)."""
     import liger_kernel.transformers.fused_linear_cross_entropy as module
 
     kind = accepted(module, "LigerFusedLinearCrossEntropyLoss")
-    loss = kind(reduction="none", ignore_index=IGNORE_INDEX, **taking(kind, {"softcap": (x.settings.softcap, None)}))
-    nll = loss(x.weight, plain.folded(x).flatten(0, 1), x.ids.flatten().long(), x.bias)
-    return {"logps": by_token(-nll, x)}
+    loss = kind(reduction=reduction, ignore_index=IGNORE_INDEX, **taking(kind, {"softcap": (x.settings.softcap, None)}))
+    return lambda ids: loss(x.weight, plain.folded(x).flatten(0, 1), ids, x.bias)
+
+
+@offer("liger.fused_linear_cross_entropy", **LINEAR)
+def fused_linear_cross_entropy(x: Inputs) -> Outputs:
+    """Minus `LigerFusedLinearCrossEntropyLoss(reduction="none")`."""
+    return {"logps": by_token(-_linear(x, "none")(x.ids.flatten().long()), x)}
+
+
+@offer(
+    "liger.fused_linear_cross_entropy.mean",
+    **LINEAR | {"recipe": _one_by_one, "limits": (*LINEAR["limits"], ONE_BY_ONE)},
+)
+def mean_cross_entropy(x: Inputs) -> Outputs:
+    """Minus `LigerFusedLinearCrossEntropyLoss(reduction="mean")` where all labels but one are ignored, for each in turn."""
+    loss, ids = _linear(x, "mean"), x.ids.flatten().long()
+    alone = [ids.where(torch.arange(len(ids), device=ids.device) == i, IGNORE_INDEX) for i in range(len(ids))]
+    return {"logps": by_token(-torch.stack([loss(labels) for labels in alone]), x)}
 
 
 @offer("liger.cross_entropy", recipe=_kernel, sources=(SOURCE,), **KERNEL)

@@ -161,18 +161,16 @@ def fused_compiled(x: Inputs) -> Outputs:
     return _fused_loss(x, compiled=True)
 
 
-@implementation(
-    "liger.triton_grpo_loss",
-    family="policy",
-    role="candidate",
-    library="liger-kernel",
-    recipe=_kernel,
-    outputs=frozenset({"kl", "clip_ratio"}),
-    interpreted=True,
-    every=4,
-    sources=("liger_kernel.ops.grpo_loss.GrpoLossFunction",),
-    limits=(*COMMON, fitting(KERNEL_LOSS, _options), fitting(KERNEL_LOSS, _tensors)),
-    rejects=(
+TRITON: dict[str, Any] = {
+    "family": "policy",
+    "role": "candidate",
+    "library": "liger-kernel",
+    "recipe": _kernel,
+    "interpreted": True,
+    "every": 4,
+    "sources": ("liger_kernel.ops.grpo_loss.GrpoLossFunction",),
+    "limits": (*COMMON, fitting(KERNEL_LOSS, _options), fitting(KERNEL_LOSS, _tensors)),
+    "rejects": (
         _token_level("liger_kernel.ops.grpo_loss"),
         known_loss_type("liger_kernel.ops.grpo_loss", "Unknown loss_type"),
         refused(
@@ -181,24 +179,45 @@ def fused_compiled(x: Inputs) -> Outputs:
             lambda s: s.layouts in ("contiguous", "flat"),
         ),
     ),
-)
-def triton_grpo_loss(x: Inputs) -> Outputs:
-    """`triton_grpo_loss(reduce=True, inplace=False)` on materialised logits, which have one position more. A release
-    without `reduce` returns a loss for each token; its caller averages it over all of them."""
+}
+MEANS = ("grpo", "bnpo", "dr_grpo")
+"""Loss types whose mean needs nothing but the mask."""
+
+
+def _triton(x: Inputs, **reduces: Any) -> Any:
+    """`triton_grpo_loss(inplace=False)` on materialised logits, which have one position more."""
     import liger_kernel.transformers.grpo_loss as module
 
-    function = accepted(module, "triton_grpo_loss")
-    reduces = taking(function, {"reduce": (True, True)})
-    s = x.settings
+    function, s = accepted(module, "triton_grpo_loss"), x.settings
     z = plain.logits(x)
     z = torch.cat([z, torch.zeros_like(z[:, :1])], 1)
     tensors = _tensors(s, x.importance_sampling_ratio, x.num_items_in_batch)
-    options = reduces | taking(function, _options(s) | tensors)
+    options = taking(function, _options(s) | tensors | reduces)
     options |= {"temperature": s.temperature, "inplace": False}
     options |= {"eps_low": s.epsilon, "eps_high": s.epsilon if s.epsilon_high is None else s.epsilon_high}
-    out, *metrics = function(z, x.old_logps, x.ref_logps, x.ids.long(), x.advantages, x.mask, **options)
-    if reduces:
+    return function(z, x.old_logps, x.ref_logps, x.ids.long(), x.advantages, x.mask, **options)
+
+
+@implementation("liger.triton_grpo_loss", outputs=frozenset({"kl", "clip_ratio"}), **TRITON)
+def triton_grpo_loss(x: Inputs) -> Outputs:
+    """`triton_grpo_loss(reduce=True)`. A release without `reduce` returns a loss for each token; its caller averages it over
+    all of them."""
+    out, *metrics = _triton(x, reduce=(True, True))
+    if len(metrics) == 1 and isinstance(metrics[0], list):
         metrics = metrics[0]
     else:
         out, *metrics = ((v * x.mask).sum() / x.mask.sum() for v in (out, *metrics) if v is not None)
     return {"loss": out} | _metrics(x, metrics)
+
+
+@implementation(
+    "liger.triton_grpo_loss.unreduced",
+    **TRITON | {"limits": (*TRITON["limits"], only(f"its caller takes the mean of {', '.join(MEANS)}", lambda s: s.loss_type in MEANS))},
+)
+def unreduced_triton_grpo_loss(x: Inputs) -> Outputs:
+    """`triton_grpo_loss(reduce=False)`, 0 at padding, and the mean of it by the loss type's definition."""
+    out, s = _triton(x)[0].float(), x.settings
+    counts = x.mask.sum(-1)
+    if s.loss_type == "grpo":
+        return {"loss": (out.sum(-1) / counts.clamp(min=1)).mean()}
+    return {"loss": out.sum() / (out.shape[0] * s.max_completion_length if s.loss_type == "dr_grpo" else counts.sum())}

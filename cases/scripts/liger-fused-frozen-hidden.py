@@ -1,8 +1,15 @@
-# liger-kernel 0.8.5: the fused linear cross entropy gives a head no gradient where the hidden states ask for none
+# liger-kernel 0.8.5: the fused linear cross entropy gives an LM head no gradient where the hidden states ask for none
 # all gradients are taken in the forward pass, and only where the hidden states require one: a frozen body with a trained head learns nothing.
-import torch
-from setup_kernels import device, functional
+import os
 
+import torch
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+from liger_kernel.transformers import functional
+
+torch.manual_seed(0)
 hidden, head = torch.randn(8, 16, device=device), torch.randn(32, 16, device=device)
 target = torch.arange(8, device=device)
 print("| hidden states | gradient of the head, norm | plain cross entropy |\n|---|---|---|")
