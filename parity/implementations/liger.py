@@ -107,7 +107,9 @@ LINEAR: dict[str, Any] = KERNEL | {
 }
 
 
-ONE_BY_ONE = only("a call for each of at most 8 positions, counted ones", lambda s: s.B * s.T <= 8 and s.ignored == "none")
+ONE_BY_ONE = only(
+    "a call for each of at most 8 positions, counted ones", lambda s: s.B * s.T <= 8 and s.ignored == "none"
+)
 
 
 def _one_by_one(x: Inputs) -> Recipe:

@@ -182,6 +182,7 @@ TRITON: dict[str, Any] = {
 }
 MEANS = ("grpo", "bnpo", "dr_grpo")
 """Loss types whose mean needs nothing but the mask."""
+CALLERS = only(f"its caller takes the mean of {', '.join(MEANS)}", lambda s: s.loss_type in MEANS)
 
 
 def _triton(x: Inputs, **reduces: Any) -> Any:
@@ -212,7 +213,7 @@ def triton_grpo_loss(x: Inputs) -> Outputs:
 
 @implementation(
     "liger.triton_grpo_loss.unreduced",
-    **TRITON | {"limits": (*TRITON["limits"], only(f"its caller takes the mean of {', '.join(MEANS)}", lambda s: s.loss_type in MEANS))},
+    **TRITON | {"limits": (*TRITON["limits"], CALLERS)},
 )
 def unreduced_triton_grpo_loss(x: Inputs) -> Outputs:
     """`triton_grpo_loss(reduce=False)`, 0 at padding, and the mean of it by the loss type's definition."""

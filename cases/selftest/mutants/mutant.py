@@ -17,8 +17,6 @@ from parity.registry import NAMES
 
 FAMILIES = NAMES
 """Loss families; the mutants of each are a module here."""
-TRAINERS = tuple(f"{name}-trainer" for name in ("sft", "dpo", "kto", "grpo", "rloo", "online-dpo", "distillation"))
-"""Trainers with mutants, see `trainers.py`."""
 
 
 @dataclasses.dataclass(frozen=True)

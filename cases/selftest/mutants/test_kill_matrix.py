@@ -6,7 +6,7 @@ import pytest
 
 from cases.selftest.mutants import trainers
 from cases.selftest.mutants.matrix import PROFILE, stream_fates
-from cases.selftest.mutants.mutant import FAMILIES, TRAINERS, controls, mutants
+from cases.selftest.mutants.mutant import FAMILIES, controls, mutants
 from cases.selftest.slow import HOURS, number
 from parity.case.profiles import cases_drawn
 
@@ -24,7 +24,7 @@ def test_losses(family, seed, device, record_property):
     told(stream_fates(family, seed, budget, mutants(family), controls(family), device), record_property)
 
 
-@pytest.mark.parametrize("family", TRAINERS)
+@pytest.mark.parametrize("family", trainers.EDITS)
 def test_trainers(family, device, record_property):
     """The cases of a trainer are listed, not drawn: one seed is all there is to see."""
     told(trainers.fates(family, FIRST, number("CASES", 10**9), device), record_property)

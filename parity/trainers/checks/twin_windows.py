@@ -235,7 +235,9 @@ WINDOWS = {
     "ends": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), ended=(0, 6)),
     "controlled": Kind(_controlled, ("grpo-trainer",), "2x2", config=EVALUATED, own=ADAPTIVE),
     "generation": Kind(_generation, GROUPED, "2x2", config=TWO_STEPS, own={PARTS: 4}, losses=GRPO_TYPES),
-    "again": Kind(_generation, GROUPED, "4x2", config=TWO_STEPS | {"learning_rate": 0.0005}, own={AGAIN: 2}, losses=("dapo",)),
+    "again": Kind(
+        _generation, GROUPED, "4x2", config=TWO_STEPS | {"learning_rate": 0.0005}, own={AGAIN: 2}, losses=("dapo",)
+    ),
     "synced": Kind(_synced, having("sync_ref_model"), "2x2", beta=0.04, config=TWO_STEPS, own=SYNCED),
     "clipped": Kind(_clipped, ("grpo-trainer", "rloo-trainer"), config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
     "entropies": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | {QUANTILE: 0.6}, losses=("dapo",)),

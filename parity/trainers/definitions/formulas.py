@@ -42,7 +42,9 @@ OPTIONS = {
     "precomputed": ("precompute_ref_log_probs", Setting(False, "before training", (False, True))),
 }
 """Setting of a loss -> the field of the trainer's config, and its values."""
-PLAIN = {"beta": 0.0, "tools": False, "temperature": 1.0} | {name: setting.default for name, (_, setting) in OPTIONS.items()}
+PLAIN = {"beta": 0.0, "tools": False, "temperature": 1.0} | {
+    name: setting.default for name, (_, setting) in OPTIONS.items()
+}
 """Settings of a loss that are not told."""
 MIXED = {
     "mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0},
