@@ -52,7 +52,7 @@ OPEN = {
     "KTOConfig": "",
     "SFTConfig": "assistant_only_loss eval_packing packing_strategy",
     "DistillationConfig": "",
-    "ServerDistillationConfig": "pad_to_multiple_of temperature",
+    "ServerDistillationConfig": "pad_to_multiple_of",
     "GKDConfig": "seq_kd",
     "CPOConfig": "max_completion_length",
     "ORPOConfig": "max_completion_length",

@@ -26,19 +26,21 @@ from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import Sample
 
 ARCHITECTURE, TEACHER = "llama", "qwen2"
-COMMON = {"lmbda": 0.0, "temperature": 1.0, "max_length": 32}
+COMMON = {"lmbda": 0.0, "max_length": 32}
 SAMPLES = {"ragged": ((2, 5), (4, 2)), "equal": ((3, 5), (3, 2))}
 """Tokens of prompt and completion, by what the prompts are; ragged ones shift the offsets within a batch."""
 SETTINGS = {
     "beta": Setting(1.0, "teacher's weight in the divergence: 0 forward KL, 1 reverse KL", (0.0, 0.3, 0.5, 1.0)),
     "split": Setting("2x1", "batch x accumulation", ("1x2", "2x1")),
+    "temperature": Setting(1.0, "of student and teacher; GKD: of sampling alone", (1.0, 0.7)),
 }
 RAGGED = SETTINGS | {"prompts": Setting("equal", "lengths of the prompts", tuple(SAMPLES))}
 LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
-SHORT: list[CheckCase] = [("server-distillation-trainer", s) for s in ({"beta": 0.3}, LEAKED)]
+SHORT: list[CheckCase] = [("server-distillation-trainer", s) for s in ({"beta": 0.3, "temperature": 0.7}, LEAKED)]
 SHORT_GKD: list[CheckCase] = [
-    ("gkd-trainer", {"beta": beta, "split": "1x2", "prompts": "ragged"}) for beta in (1.0, 0.3)
+    ("gkd-trainer", {**LEAKED, "prompts": "ragged"}),
+    ("gkd-trainer", {"beta": 0.3, "temperature": 0.7, "split": "1x2", "prompts": "ragged"}),
 ]
 
 
@@ -53,12 +55,12 @@ def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     s = call.settings
     teacher = Teacher(models.model(TEACHER).eval())
     with patches.mask_teacher_padding() if call.path == "fixed" else contextlib.nullcontext():
-        steps = recorder.train(served(teacher, s.split, s.beta))
+        steps = recorder.train(served(teacher, s.split, s.beta, s.temperature))
     window = [recorder.sequences_of([batch]) for batch in steps.batches]
     yield holds("sequences", sorted(len(t) for b in window for t, _ in b) == [6, 7], f"the window holds {window}")
 
     def terms(model: Any, batch: Sequences) -> list[Tensor]:
-        pairs = zip(Scored(model, batch).tables, batch, strict=True)
+        pairs = zip(Scored(model, batch, temperature=s.temperature).tables, batch, strict=True)
         return [_sparse(logps, teacher.answers[tuple(ids)], torch.tensor(ids[n:]), s.beta) for logps, (ids, n) in pairs]
 
     definition = functools.partial(_averaged, window, True, terms)  # the server path's own normaliser
@@ -128,10 +130,11 @@ def samples(prompts: str = "ragged") -> list[Sample]:
     ]
 
 
-def served(teacher: Teacher, split: str, beta: float) -> Any:
+def served(teacher: Teacher, split: str, beta: float, temperature: float = 1.0) -> Any:
     """A trainer over a tiny student; `split` is "batch x accumulation"."""
     name = upstream()
-    wanted = recorder.plain(split) | COMMON | {"beta": beta, "num_generations": 1, "loss_top_k": 1}
+    wanted = recorder.plain(split) | COMMON | {"beta": beta, "temperature": temperature}
+    wanted |= {"num_generations": 1, "loss_top_k": 1}
     wanted |= {"teacher_model_server_url": "http://127.0.0.1", "use_teacher_server": True}
     generates = hasattr(drive.trl_class(name), "_generate_single_turn")
     data = stored_window.dataset(samples(), "prompts" if generates else "turns")
@@ -155,7 +158,7 @@ def control_cases(seed: int) -> Iterator[CheckCase]:
 def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
     s = call.settings
-    wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta}
+    wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta, "temperature": s.temperature}
     data = stored_window.dataset(samples(s.prompts), "turns")
     given = {"teacher_model": models.model(TEACHER), "train_dataset": data}
     trainer = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
