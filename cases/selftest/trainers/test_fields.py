@@ -47,7 +47,7 @@ INHERITED = {"GMPOConfig": "GRPOConfig", "GKDConfig": "SFTConfig"}
 OPEN = {
     "GRPOConfig": "entropy_coef_max entropy_coef_min",
     "RLOOConfig": "",
-    "OnlineDPOConfig": "reward_weights",
+    "OnlineDPOConfig": "",
     "DPOConfig": "padding_free",
     "KTOConfig": "",
     "SFTConfig": "assistant_only_loss eval_packing packing_strategy",

@@ -24,6 +24,7 @@ CASES = {
         {"check": "advantages", "rewards": "weighted", "multi_objective_aggregation": "normalize_then_sum"},
         "advantages",
     ),
+    "online-dpo-trainer.weighted": ({"check": "losses", "weight": -1.0}, "loss"),
     "dpo-trainer.sync": ({"check": "windows", "kind": "synced"}, "gradient of step 2"),
     "distillation-trainer.temperature": ({"check": "twins", "temperature": 0.7}, "loss"),
     "gmpo-trainer.quantile": ({"check": "windows", "kind": "entropies"}, "gradient"),

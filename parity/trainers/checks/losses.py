@@ -73,7 +73,7 @@ HONOURED: dict[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ...]] = {
     ),
     "kto-trainer": (_with(desirable=0.7, undesirable=1.3), _with(model="qwen2"), _with(precomputed=True)),
     "sft-trainer": (_with(whole=True), _with("nll", smoothing=0.1), _with("nll", smoothing=0.1, split="2x4")),
-    "online-dpo-trainer": (_with(penalty=2.0),),
+    "online-dpo-trainer": (_with(penalty=2.0), _with(weight=-1.0)),
     "cpo-trainer": (
         _with(split="2x4"),
         _with(split="2x4", even=True),
@@ -162,9 +162,10 @@ def _options(call: CheckCall) -> dict[str, Any]:
     mixed = MIXED.get(s.loss)
     out = {"beta": s.beta, "loss_type": list(mixed) if mixed else s.loss}
     out |= {"loss_weights": list(mixed.values())} if mixed and set(mixed.values()) != {1.0} else {}
-    out |= {field: getattr(s, name) for name, field in fields.items() if name not in ("divergence", "whole")}
+    out |= {field: getattr(s, name) for name, field in fields.items() if name not in ("divergence", "weight", "whole")}
     out |= {"completion_only_loss": False} if s.whole else {}
     out |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
+    out |= {"reward_weights": [s.weight]} if s.weight != 1.0 else {}
     out |= {"missing_eos_penalty": s.penalty or None}
     if "f_divergence_type" in known:
         out["f_divergence_type"] = offered(call.trainer, "f_divergence_type", s.divergence)

@@ -28,6 +28,7 @@ from parity.trainers.rig.stored_window import Sequences, Window
 OPTIONS = {
     "smoothing": ("label_smoothing", Setting(0.0, "SFT: label_smoothing_factor", (0.0, 0.1))),
     "penalty": ("missing_eos_penalty", Setting(0.0, "completions are cut off after six tokens", (0.0, 2.0))),
+    "weight": ("reward_weights", Setting(1.0, "online DPO: of its reward function", (1.0, -1.0))),
     "divergence": ("f_divergence_type", Setting("reverse_kl", "f-DPO", DIVERGENCES)),
     "alpha": ("f_alpha_divergence_coef", Setting(0.5, "of alpha_divergence", (0.5, 0.3))),
     "ld_alpha": ("ld_alpha", Setting(1.0, "weight of the tokens behind the shorter one's length", (1.0, 0.4))),
@@ -90,7 +91,7 @@ class Loss:
         return Scored(model, self.window.sequences if window is None else window, self.reference)
 
     def sides(self, model: Any) -> list[Scored]:
-        return [self.scored(model, side) for side in self.window.pair(self.s.penalty)]
+        return [self.scored(model, side) for side in self.window.pair(self.s.penalty, self.s.weight)]
 
     def clip(self, default: float) -> tuple[float, float]:
         return self.policy.get("epsilon", default), self.policy.get("epsilon_high", default)

@@ -146,14 +146,17 @@ class Window:
         """What must reach the loss, each sequence once."""
         return self.sequences + self._of("other") if self.spec.paired else self.sequences
 
-    def pair(self, penalty: float = 0.0) -> tuple[Sequences, Sequences]:
-        """The chosen and the rejected sequences: the dataset's, or those of the higher and the lower reward. `penalty`:
-        what a generated completion without an end loses."""
+    def pair(self, penalty: float = 0.0, weight: float = 1.0) -> tuple[Sequences, Sequences]:
+        """The chosen and the rejected sequences: the dataset's, or those of the higher and the lower reward, which is
+        multiplied by `weight`. `penalty`: what a generated completion without an end loses."""
         sides = self.sequences, self._of("other")
         if not self.spec.generates:
             return sides
         earned = [
-            [x - penalty * (ids[-1] != models.EOS) for x, (ids, _) in zip(reward(_texts(side)), side, strict=True)]
+            [
+                weight * x - penalty * (ids[-1] != models.EOS)
+                for x, (ids, _) in zip(reward(_texts(side)), side, strict=True)
+            ]
             for side in sides
         ]
         keep = [a >= b for a, b in zip(*earned, strict=True)]
