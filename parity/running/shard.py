@@ -144,13 +144,17 @@ class Session:
 
     def _drawn(self, case: Case, shard: Shard) -> None:
         for one in (case, *second_pass(case, self.device, not self.profile.derandomised)):
-            chosen = [i for i in self._of(one) if selected(i, one, self.profile.cost, self.device)]
-            takes = any(i.role != "reference" and refusal(i, one, self.device) is None for i in chosen)
-            alone = all(i.role == "reference" for i in self._of(one))  # nothing else is asked for
-            if takes or alone:
+            if chosen := self._given(one):
                 thorough = functools.partial(repeated, case=one, one_in=self.profile.thorough, device=self.device)
                 for row in self._judged(one, chosen, shard, thorough):
                     self.emit(Judged(row))
+
+    def _given(self, case: Case) -> list[Implementation]:
+        """Who gets a drawn case: none where candidates are asked for and none of them takes it."""
+        chosen = [i for i in self._of(case) if selected(i, case, self.profile.cost, self.device)]
+        takes = any(i.role != "reference" and refusal(i, case, self.device) is None for i in chosen)
+        alone = all(i.role == "reference" for i in self._of(case))  # nothing else is asked for
+        return chosen if takes or alone else []
 
     def _besides(self, shard: Shard) -> bool:
         """What an implementation gets besides its draws; whether the time was enough."""
@@ -161,8 +165,8 @@ class Session:
         counts = streams(cases_drawn(shard.family, self.profile_name), self.device)
         keyed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
         drawn = [case for stream in keyed for _, case in stream]
-        gets = functools.partial(selected, own, cost=self.profile.cost, device=self.device)
-        for _, case in besides(own, drawn, gets, self.profile.least, self.device, self.profile.cost == 1):
+        least, every_pair = self.profile.least, self.profile.cost == 1
+        for _, case in besides(own, drawn, lambda case: own in self._given(case), least, self.device, every_pair):
             if self.deadline is not None and time.time() > self.deadline:
                 return False
             references = [r for r in self._of(case) if r.role == "reference" and r is not own]

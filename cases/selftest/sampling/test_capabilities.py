@@ -225,6 +225,22 @@ def test_all_pairs_that_are_taken_are_met_and_nothing_else_is_tried(tmp_path, mo
     assert 0 < len(added) < 12
 
 
+def test_a_draw_that_no_candidate_takes_was_not_given_to_the_reference(tmp_path, monkeypatch):
+    """On TRL 0.22 a run of the reference beside candidates that the release lacks compared nothing."""
+    monkeypatch.setattr(shard_module, "cases_drawn", lambda family, profile: 20)
+    events: list = []
+    absent = dataclasses.replace(NARROW, limits=(only("not in this release", lambda s: False),))
+    both = [load()["trl.selective_log_softmax"], absent]
+    profile = dataclasses.replace(PROFILES["pr"], least=5)
+    own = Session(both, "pr", profile, DTYPES, "cpu", Ledger((), tmp_path), tmp_path, events.append)
+    for index, of in enumerate(streams(20, "cpu")):
+        own.run(Shard(family="logprobs", kind="drawn", seed=1, count=of, index=index, of=of))
+    assert not any(isinstance(e, Judged) for e in events)
+    own.run(Shard(family="logprobs", kind="besides", seed=1, count=1, implementation=both[0].id))
+    drawn = {case.id for stream in own.streams.values() for _, case in stream.first(10)}
+    assert len(drawn & {e.row.case for e in events if isinstance(e, Judged)}) >= 5
+
+
 def test_an_implementation_gets_at_least_so_many_and_no_more_than_it_needs():
     drawn = drawn_of(loss_family("logprobs"), 120)
     every = besides(NARROW, drawn, lambda case: True, 30, "cpu")
