@@ -36,7 +36,7 @@ COMMON = (
 """What neither loss has a parameter for: the trainer around it would have to do it."""
 NEEDED = "a release must have it"
 """Default of a parameter that a release must have: its value stands for nothing else."""
-ONE_DTYPE = only(
+ONE_DTYPE_BEFORE_08 = only(
     "hidden states and head of one dtype only before 0.8",
     lambda s: streams_vocabulary() or s.context == "autocast" or s.head_dtype == "same" or s.dtype == "fp32",
 )
@@ -135,7 +135,7 @@ FUSED: dict[str, Any] = {
         *COMMON,
         NO_SOFTCAP,
         NO_SCALE,
-        ONE_DTYPE,
+        ONE_DTYPE_BEFORE_08,
         fitting(FUSED_LOSS, _options),
         fitting(f"{FUSED_LOSS}.forward", _tensors),
     ),
@@ -204,7 +204,7 @@ def triton_grpo_loss(x: Inputs) -> Outputs:
     """`triton_grpo_loss(reduce=True)`. A release without `reduce` returns a loss for each token; its caller averages it over
     all of them."""
     out, *metrics = _triton(x, reduce=(True, True))
-    if len(metrics) == 1 and isinstance(metrics[0], list):
+    if isinstance(metrics[0], list):
         metrics = metrics[0]
     else:
         out, *metrics = ((v * x.mask).sum() / x.mask.sum() for v in (out, *metrics) if v is not None)

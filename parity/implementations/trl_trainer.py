@@ -28,7 +28,7 @@ from parity.implementations.implementation import (
     only,
     refused,
 )
-from parity.implementations.liger_grpo import FUSED_REJECTS, ONE_DTYPE
+from parity.implementations.liger_grpo import FUSED_REJECTS, ONE_DTYPE_BEFORE_08
 from parity.implementations.trl import tiles
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.judge.recipe import Recipe
@@ -277,7 +277,7 @@ implementation(
             f"this version of TRL has no Liger path ({'removed in 1.15' if trl.since('1.15') else 'it came later'})",
             lambda s: any(hasattr(trl.class_named("GRPOTrainer"), n) for n in ("compute_liger_loss", "_chunked_logps")),
         ),
-        *(() if trl.since("1.14") else (ONE_DTYPE,)),
+        *(() if trl.since("1.14") else (ONE_DTYPE_BEFORE_08,)),
         *_limits(liger=True),
     ),
     sources=("trl.trainer.grpo_trainer.GRPOTrainer.compute_liger_loss",),

@@ -165,8 +165,12 @@ class Session:
         counts = streams(cases_drawn(shard.family, self.profile_name), self.device)
         keyed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
         drawn = [case for stream in keyed for _, case in stream]
-        least, every_pair = self.profile.least, self.profile.cost == 1
-        for _, case in besides(own, drawn, lambda case: own in self._given(case), least, self.device, every_pair):
+
+        def gets(case: Case) -> bool:  # of those that it takes: a reference where a candidate takes it too
+            chosen = selected(own, case, self.profile.cost, self.device)
+            return chosen and (own.role != "reference" or own in self._given(case))
+
+        for _, case in besides(own, drawn, gets, self.profile.least, self.device, self.profile.cost == 1):
             if self.deadline is not None and time.time() > self.deadline:
                 return False
             references = [r for r in self._of(case) if r.role == "reference" and r is not own]

@@ -11,13 +11,13 @@ import torch
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.preference_losses import CPO, DPO, ONLINE, SCORED
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, shared, tells
-from parity.trainers.checks.twins import judged, twin
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, tells
+from parity.trainers.checks.twins import judged, step_of, twin
 from parity.trainers.definitions.formulas import MIXED, OPTIONS, Loss, kl_of_others
-from parity.trainers.definitions.training_step import exact_step, window_loss
+from parity.trainers.definitions.training_step import window_loss
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Window
-from parity.trainers.rig.twin_runs import Run
+from parity.trainers.rig.twin_runs import PROMPTS_TOO, Run
 from parity.upstream import trl
 
 OWN = {
@@ -122,12 +122,11 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
     settings = twin(trainer, model=s.model, split=s.split, pad="<eos>" if s.zero else "<pad>")
     run = Run(trainer, settings, call.path, rows, plain=True, per_device_eval_batch_size=len(rows), **_options(call))
     loss = Loss(run.window, s)
-    step = shared(call, "step", lambda: exact_step(stored_window.policy(s.model, torch.float64), loss))
     yield from judged(call, run, loss, there=not s.whole)  # else its sequences count from their first token on
     if call.spec.data == "completions":  # whose loss types are functions of their own
         with trl.quiet():
             found = float(run.built.evaluate()["eval_loss"])
-        yield window_loss(step, found, "evaluation loss")
+        yield window_loss(step_of(call, run, loss), found, "evaluation loss")
     if s.loss == "kto":
         z = float(kl_of_others(loss, stored_window.policy(s.model, torch.float64)))
         yield tells("estimate", (z > 0) is (s.model == "llama"), f"{z:.3g}", z)
@@ -163,7 +162,7 @@ def _options(call: CheckCall) -> dict[str, Any]:
     out = {"beta": s.beta, "loss_type": list(mixed) if mixed else s.loss}
     out |= {"loss_weights": list(mixed.values())} if mixed and set(mixed.values()) != {1.0} else {}
     out |= {field: getattr(s, name) for name, field in fields.items() if name not in ("divergence", "weight", "whole")}
-    out |= {"completion_only_loss": False} if s.whole else {}
+    out |= PROMPTS_TOO if s.whole else {}
     out |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
     out |= {"reward_weights": [s.weight]} if s.weight != 1.0 else {}
     out |= {"missing_eos_penalty": s.penalty or None}

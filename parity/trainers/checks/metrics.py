@@ -19,7 +19,7 @@ from parity.trainers.definitions.scored import completion_logps, logits
 from parity.trainers.definitions.training_step import logged, measured
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Sample, Window
-from parity.trainers.rig.twin_runs import Run
+from parity.trainers.rig.twin_runs import PROMPTS_TOO, Run
 from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
@@ -146,7 +146,7 @@ def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings
     more = {**recorder.LOGGED, "beta": s.beta, **({"loss_type": "kto"} if call.spec.data == "labels" else {})}
-    more |= {"completion_only_loss": False} if s.whole else {}
+    more |= PROMPTS_TOO if s.whole else {}
     settings = twin(trainer, model=s.model, beta=s.beta)
     policy = functools.partial(stored_window.policy, s.model, torch.float64)
     rows = guessed(Window.of(trainer), policy()) if trainer in GUESSED else None

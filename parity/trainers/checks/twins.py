@@ -25,7 +25,7 @@ from parity.trainers.definitions.training_step import AutocastRounding, exact_st
 from parity.trainers.rig import drawn, drive, ranks, stored_window
 from parity.trainers.rig.ranks import Rank
 from parity.trainers.rig.stored_window import Window
-from parity.trainers.rig.twin_runs import HEAD, PADDINGS, WHOLE, Run
+from parity.trainers.rig.twin_runs import HEAD, PADDINGS, PROMPTS_TOO, Run
 from parity.trainers.specs import JUDGED, SPECS, TWINS
 
 SPLITS = ("8x1", "4x2", "2x4", "1x8")
@@ -71,7 +71,7 @@ def twin(trainer: str, **given: Any) -> SimpleNamespace:
     s, spec = SimpleNamespace(**defaults(SETTINGS) | given), SPECS[trainer]
     s.loss = s.loss if "loss" in spec.own else spec.loss
     s.beta = s.beta if spec.beta is None else spec.beta
-    s.whole = WHOLE.items() <= PADDINGS.get(s.padding, {}).items()
+    s.whole = PROMPTS_TOO.items() <= PADDINGS.get(s.padding, {}).items()
     return s
 
 
@@ -134,11 +134,16 @@ def judged(
     """Every sequence is `there`; loss and gradients of the run's step are those of `loss` of its policy, or of `model`."""
     if there:
         yield run.all_there()
+    yield from first_step(step_of(call, run, loss, model), run.steps)
+
+
+def step_of(call: CheckCall, run: Run, loss: Callable[[Any], Tensor], model: Any = None) -> Oracle:
+    """The step by `loss` of the run's policy, or of `model`, made once for every path of a case."""
 
     def step() -> Oracle:
         return exact_step(stored_window.policy(run.s.model, torch.float64) if model is None else model, loss)
 
-    yield from first_step(shared(call, "step", step), run.steps)
+    return shared(call, "step", step)
 
 
 def process_cases(seed: int) -> Iterator[CheckCase]:

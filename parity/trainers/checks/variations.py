@@ -176,8 +176,8 @@ def experts(call: CheckCall) -> Iterator[Quantity]:
     """Loss and gradients are those of the trainer's loss plus coefficient times the mean over micro-batches of the balance."""
     s = call.settings
     of_model = BALANCED not in trl.fields(drive.config(call.trainer))  # in older releases
-    if of_model and not trl.mentions("aux_loss_enabled", trl.class_named(call.trainer)):
-        raise Unsupported(f"{call.trainer} of the installed version has no {BALANCED}")
+    if not trl.mentions("aux_loss_enabled", trl.class_named(call.trainer)):
+        drive.needs(call.trainer, BALANCED)
     settings, given = twin(call.case.family, model=EXPERTS, split=s.split), {BALANCED: s.coefficient}
 
     def switched_on(policy: Any) -> None:

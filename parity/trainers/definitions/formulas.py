@@ -21,7 +21,7 @@ from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.families.policy_losses import divergence as k3
 from parity.families.preference_losses import DIVERGENCES, DPO, ONLINE, Pairs, unpaired
-from parity.trainers.definitions.scored import Scored, completion_logps, rows, sums
+from parity.trainers.definitions.scored import Scored, completion_logps, entropies, rows, sums
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Sequences, Window
 
@@ -233,9 +233,9 @@ def uncertain(a: Loss, scored: Scored) -> list[Tensor]:
     if "top_entropy_quantile" not in a.policy:
         return [torch.ones_like(c, dtype=torch.bool) for c in scored.completions]
     with torch.no_grad():
-        entropies = [-(table.exp() * table).sum(-1) for table in scored.tables]
-        least = torch.cat(entropies).quantile(1 - a.policy["top_entropy_quantile"])
-    return [h >= least for h in entropies]
+        found = [entropies(table) for table in scored.tables]
+        least = torch.cat(found).quantile(1 - a.policy["top_entropy_quantile"])
+    return [h >= least for h in found]
 
 
 def beyond(a: Loss, model: Any) -> dict[str, Tensor]:

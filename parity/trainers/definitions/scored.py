@@ -83,8 +83,12 @@ class Scored:
     @functools.cached_property
     def entropy(self) -> Tensor:
         """The mean over all tokens of -Σ π log π."""
-        table = torch.cat(self.tables)
-        return -(table.exp() * table).sum(-1).mean()
+        return entropies(torch.cat(self.tables)).mean()
+
+
+def entropies(table: Tensor) -> Tensor:
+    """-Σ p log p of each token, (T,), from log p (T, V)."""
+    return -(table.exp() * table).sum(-1)
 
 
 def sums(model: Any, window: Sequences) -> Tensor:

@@ -19,12 +19,12 @@ from parity.trainers.rig.stored_window import Sample, Window
 from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
-WHOLE = {"completion_only_loss": False}
+PROMPTS_TOO = {"completion_only_loss": False}
 """Prompts are trained on too, so that a first token that is predicted from the sequence before it would show."""
 PADDINGS: Mapping[str, Mapping[str, Any]] = {
     "extra": {"pad_to_multiple_of": 16},
-    "none": {"padding_free": True, "max_length": None, **WHOLE},
-    "packed": {"packing": True, "max_length": 48, **WHOLE},  # the window fills two rows, no sequence is cut
+    "none": {"padding_free": True, "max_length": None, **PROMPTS_TOO},
+    "packed": {"packing": True, "max_length": 48, **PROMPTS_TOO},  # the window fills two rows, no sequence is cut
 }
 """A twin's padding -> fields of the config, without the first of which it would be the same run twice."""
 HEAD = "cast_lm_head_to_fp32"
