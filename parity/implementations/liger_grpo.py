@@ -129,7 +129,10 @@ FUSED: dict[str, Any] = {
     "library": "liger-kernel",
     "recipe": _fused,
     "outputs": frozenset({"kl", "clip_ratio"}),
-    "sources": ("liger_kernel.chunked_loss.grpo_loss.LigerFusedLinearGRPOFunction.ppo_loss_fn",),
+    "sources": (
+        "liger_kernel.chunked_loss.grpo_loss.LigerFusedLinearGRPOLoss",
+        "liger_kernel.chunked_loss.grpo_loss.LigerFusedLinearGRPOFunction.ppo_loss_fn",
+    ),
     "limits": (
         fitting(f"{FUSED_LOSS}.forward", lambda s: {"selected_token_ids": ("advantages, not rewards", NEEDED)}),
         *COMMON,

@@ -32,7 +32,7 @@ offer = functools.partial(
     family="logprobs",
     library="torch",
     contexts=EVERY_CONTEXT,
-    sources=("torch.nn.modules.linear_cross_entropy._linear_cross_entropy_batch_chunked_accumulator",),
+    sources=("torch.nn.functional.linear_cross_entropy", "torch.nn.LinearCrossEntropyOptions"),
     limits=(
         ONE_DTYPE,
         NO_SOFTCAP,
