@@ -21,6 +21,9 @@ CONTEXTS: dict[str, tuple[str, ...]] = {
 }
 """Call contexts of a draw; autocast joins them in float32, torch.compile in the long profiles (it takes seconds)."""
 
+FEW = 16
+"""One case in so many has a setting that few functions take."""
+
 
 @st.composite
 def cases(draw: Any, family: Family, dtypes: Sequence[str], profile: str) -> Case:
@@ -30,7 +33,19 @@ def cases(draw: Any, family: Family, dtypes: Sequence[str], profile: str) -> Cas
     if dtype == "fp32":
         contexts += ("autocast",)
     drawn = family.draw(draw, st, dtype, profile, contexts) if family.draw else each_by_itself(draw, family)
-    return family.case(draw(st.integers(0, 1 << 20)), dtype, drawn)
+    number = draw(st.integers(0, 1 << 20))
+    return family.case(number, dtype, with_few(family, number, dtype, drawn))
+
+
+def with_few(family: Family, number: int, dtype: str, drawn: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a case; one in FEW has another value of one that few functions take. By the seed of the case, so that no
+    other case changes."""
+    names = [name for name, setting in family.settings.items() if setting.few]
+    share, rest = zlib.crc32(f"few/{number}".encode()) % FEW, zlib.crc32(f"value/{number}".encode())
+    if not names or share:
+        return drawn
+    values = family.settings[names[rest % len(names)]].few
+    return family.canonical(dtype, drawn | {names[rest % len(names)]: values[rest // len(names) % len(values)]})
 
 
 def each_by_itself(draw: Any, family: Family) -> dict[str, Any]:

@@ -27,6 +27,9 @@ class Setting:
     size: Literal["", "rows", "length", "inner"] = ""
     # values that a drawn case has, where the family has no `draw`; None: its choices, or else its default
     drawn: Sequence[Any] | None = None
+    # values of what few functions take, which one case in many has, see `parity.case.drawing`; an implementation that does
+    # not say so (`Implementation.takes`) refuses others than the default
+    few: Sequence[Any] = ()
 
 
 def defaults(settings: Mapping[str, Setting]) -> dict[str, Any]:

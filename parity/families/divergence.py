@@ -8,8 +8,10 @@ own scale, softcap and the common temperature:
 so beta is the teacher's weight, in TRL 1.16's GKD, GOLD, distillation and server distillation trainers and in
 Liger-Kernel 0.8's chunked and Triton JSD alike. 0·log 0 = 0: a token that both exclude (logit -inf) contributes
 nothing. Summed over the vocabulary; the sum over label positions ≠ -100 is divided by their number, or by
-num_items_in_batch. A sparse teacher gives log-probs of a few tokens (the others -inf): both distributions are then
-completed by a tail bucket log(1 - Σ exp), or renormalised (TRL's server distillation). Inputs: `divergence_inputs`.
+num_items_in_batch. With a hard loss h (Hinton et al., arXiv 1503.02531, section 2) it is (1 - h)·divergence +
+h·Σ -log p₁[label] over the same number, p₁ the student at temperature 1. A sparse teacher gives log-probs of a few tokens
+(the others -inf): both distributions are then completed by a tail bucket log(1 - Σ exp), or renormalised (TRL's server
+distillation). Inputs: `divergence_inputs`.
 """
 
 import functools
@@ -27,7 +29,7 @@ from parity.families import divergence_inputs as inputs_of
 from parity.families import head, stored_tensors
 from parity.families.logprobs import IGNORE_INDEX
 from parity.judge.recipe import LARGEST
-from parity.judge.stages import of_teacher, stored
+from parity.judge.stages import in_dtype, of_teacher, stored
 
 LARGEST_LOG_MASS = -1e-7
 """Ceiling of log Σ exp before the tail is taken, so that the tail stays a probability (TRL's `_add_tail_bucket`)."""
@@ -41,7 +43,8 @@ def oracle(x: Inputs) -> dict[str, torch.Tensor]:
 def _loss(x: Inputs, measure: Any, zero_padded: bool = False) -> dict[str, torch.Tensor]:
     s = x.settings
     ignored = (x.ids == IGNORE_INDEX).flatten()
-    z = head.logits(x)
+    raw = head.of_model(x)
+    z = (stored(raw, "operand") if s.hard_loss else raw) / s.temperature
     if zero_padded:
         z = torch.cat([z, torch.zeros_like(z[..., :1]).expand(*z.shape[:-1], s.extra_vocabulary)], -1)
     logps = stored(torch.log_softmax(z, -1) if zero_padded else head.log_softmax(x, z), "log-probs")
@@ -59,6 +62,12 @@ def _loss(x: Inputs, measure: Any, zero_padded: bool = False) -> dict[str, torch
         terms = terms.masked_fill(ignored.unsqueeze(-1), 0.0)
         if s.beta != 0.0:
             terms = _of_student(terms, z, logps, w, lq, s.beta)
+    if s.hard_loss:
+        with in_dtype("fp32"):
+            own = torch.log_softmax(stored(raw, "operand"), -1)
+        label = x.ids.long().clamp(min=0).reshape(-1, 1).expand(*own.shape[:-1], 1)
+        hard = -own.gather(-1, label).masked_fill(ignored.unsqueeze(-1), 0.0)
+        terms = torch.cat([(1 - s.hard_loss) * terms, s.hard_loss * hard], -1)
     terms = terms / normaliser(x)
     return {"loss": terms.sum((-2, -1)), "_logps": logps, "_terms": terms}
 
@@ -194,7 +203,7 @@ def parameters(x: Inputs) -> set[str]:
     """The tensors, and what moves the value: beta, temperature, softcaps, scales, biases, normaliser, the teacher's kind and
     vocabulary."""
     s = x.settings
-    names = {"beta", "temperature", "softcap", "logit_scale", "extra_vocabulary"}
+    names = {"beta", "temperature", "softcap", "logit_scale", "extra_vocabulary", "hard_loss"}
     names |= {"teacher_softcap", "teacher_logit_scale"} if x.teacher_hidden is not None else set()
     moved = {n for n in names if getattr(s, n) != inputs_of.SETTINGS[n].default}
     optional = ("bias", "teacher_hidden", "teacher_bias", "teacher_logits", "support_logps", "num_items_in_batch")

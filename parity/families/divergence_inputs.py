@@ -38,6 +38,11 @@ SETTINGS = head.SETTINGS | {
     "ignored": Setting("none", "positions with label -100", ("none", "some", "row", "all")),
     "num_items": Setting("none", "divide by the label positions, or by num_items_in_batch", ("none", "given")),
     "other_tokens": Setting(0, "label positions in the other micro-batches of the window"),
+    "hard_loss": Setting(
+        0.0,
+        "weight h of the labels' cross entropy at temperature 1; the divergence has 1 - h",
+        few=(0.5, 0.25, 0.9, 1.0),
+    ),
     "chunk_size": Setting(None, "tokens a chunk, for implementations that chunk; none: their default"),
 }
 
@@ -121,7 +126,7 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     """Settings of a case, with those at their defaults that say nothing beside the others: a sparse teacher has no logits of
     its own."""
     if out["sparse"] != "none":
-        out |= {"extra_vocabulary": 0, "teacher": "head", "num_items": "none"}
+        out |= {"extra_vocabulary": 0, "teacher": "head", "num_items": "none", "hard_loss": 0.0}
         out["sparse"] = "topk" if out["beta"] == 0.0 else out["sparse"]
     silent = {"other_tokens"} if out["num_items"] == "none" else set()
     silent |= {"k", "ragged"} if out["sparse"] != "topk" else set()
@@ -184,6 +189,10 @@ def check(case: Case, s: SimpleNamespace) -> None:
         raise UsageError(f"case {case.id}: beta={s.beta} must lie in [0, 1]")
     if s.sparse == "mixed" and s.beta == 0.0:
         raise UsageError(f"case {case.id}: sparse='mixed' needs beta above 0")
+    if not 0 <= s.hard_loss <= 1 or (s.hard_loss and s.sparse != "none"):
+        raise UsageError(
+            f"case {case.id}: hard_loss={s.hard_loss} must lie in [0, 1], and be 0 beside a sparse teacher"
+        )
     if s.sparse != "none" and (s.extra_vocabulary or s.teacher != "head"):
         raise UsageError(f"case {case.id}: sparse={s.sparse!r} needs teacher='head' and extra_vocabulary=0")
 

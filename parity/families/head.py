@@ -147,6 +147,11 @@ def logits(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
     """z = softcap(scale·(h Wᵀ + b))/τ, shape (…, B·T, V), float64; every leaf may carry leading replica dimensions.
     softcap(z) = c·tanh(z/c). The order scale, softcap, temperature is that of transformers' Gemma-2 and Cohere models
     followed by TRL's sampling temperature."""
+    return of_model(x, of_teacher) / x.settings.temperature
+
+
+def of_model(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
+    """The logits of `logits` as a model returns them, without the temperature."""
     s = x.settings
     plain, biased = ("teacher", "teacher") if of_teacher else ("logits", "biased")
     unbiased = plain if x.bias is None else "unbiased teacher" if of_teacher else "unbiased"
@@ -172,7 +177,7 @@ def logits(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
         z = scaled(z, s.logit_scale)
     if s.softcap is not None:
         z = s.softcap * torch.tanh(z / s.softcap)
-    return z / s.temperature
+    return z
 
 
 def log_softmax(x: Inputs, z: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,7 @@ class Implementation:
     contexts: frozenset[str] = frozenset({"plain"})  # call contexts that it is judged in
     dtypes: frozenset[str] = frozenset({"fp32", "fp16", "bf16"})  # dtypes that it claims
     limits: tuple[Limit, ...] = ()  # what it takes of its family's settings, a `Limit` each
+    takes: frozenset[str] = frozenset()  # settings that few functions take (`Setting.few`), of those that it does
     # what the library itself refuses with an error, a `Limit` each: no draw shows it, frozen cases and audits do
     rejects: tuple[Limit, ...] = ()
     # the names that a user's function takes of its family's (`Family.parameters`); None: any

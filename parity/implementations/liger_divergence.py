@@ -58,6 +58,7 @@ def _chunks(x: Inputs) -> Recipe:
     recipe=_chunks,
     contexts=frozenset({"plain", "autocast", "checkpoint"}),
     sources=("liger_kernel.chunked_loss.jsd_loss.LigerFusedLinearJSDLoss",),
+    takes=frozenset({"hard_loss"}),
     limits=(
         *BARE,
         fitting(
@@ -67,12 +68,13 @@ def _chunks(x: Inputs) -> Recipe:
     ),
 )
 def fused_linear_jsd_loss(x: Inputs) -> Outputs:
-    """`LigerFusedLinearJSDLoss` with the soft loss alone and compiled=False: plain torch in chunks of tokens."""
+    """`LigerFusedLinearJSDLoss(compiled=False)`: plain torch in chunks of tokens."""
     import liger_kernel.chunked_loss.jsd_loss as module
 
     s = x.settings
     kind, chunk = accepted(module, "LigerFusedLinearJSDLoss"), s.chunk_size or 1024
-    options = taking(kind, {"chunk_size": (chunk, chunk)}) | {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
+    options = taking(kind, {"chunk_size": (chunk, chunk)})
+    options |= {"weight_hard_loss": s.hard_loss, "weight_soft_loss": 1 - s.hard_loss}
     options |= {"beta": s.beta, "ignore_index": IGNORE_INDEX, "temperature": s.temperature}
     loss = kind(compiled=False, **options)
     student, teacher = x.hidden.flatten(0, 1), x.teacher_hidden.flatten(0, 1)

@@ -98,7 +98,17 @@ def drawn(request: pytest.FixtureRequest) -> Drawn:
 
 
 def _dimensions(name: str) -> set[str]:
-    return {*family(name).settings, "dtype"}
+    """Those that most functions take: pairs with the others come to who takes them besides the draws."""
+    return {name for name, setting in family(name).settings.items() if not setting.few} | {"dtype"}
+
+
+@pytest.mark.parametrize("name", ["divergence"])
+def test_what_few_functions_take_is_in_a_share_of_the_cases(name: str) -> None:
+    found, few = stream(name), {n: s for n, s in family(name).settings.items() if s.few}
+    having = [case for case in found if few.keys() & case.settings.keys()]
+    assert len(found) / 40 < len(having) < len(found) / 10
+    seen = {(n, case.settings[n]) for case in having for n in few if n in case.settings}
+    assert seen == {(n, value) for n, setting in few.items() for value in setting.few}
 
 
 def test_every_dimension_is_away_from_its_default_often_enough(drawn: Drawn) -> None:

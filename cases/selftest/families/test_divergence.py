@@ -40,6 +40,7 @@ CHOICES = {
     "k": [1, 2, 3],
     "ragged": [False, True],
     "tail": [True, False],
+    "hard_loss": [0.0, 0.0, 0.25, 1.0],
 }
 
 
@@ -50,7 +51,7 @@ def inputs(seed, **fixed):
     if seed % 3 == 0 and "sparse" not in fixed:
         settings |= {"sparse": "topk" if settings["beta"] == 0.0 else choose.choice(["topk", "mixed"])}
     if settings.get("sparse", "none") != "none":
-        settings |= {"teacher": "head", "extra_vocabulary": 0}
+        settings |= {"teacher": "head", "extra_vocabulary": 0, "hard_loss": 0.0}
     return FAMILY.build(FAMILY.case(seed, choose.choice(["fp32", "bf16", "fp16"]), settings))
 
 
@@ -97,6 +98,12 @@ class Written:
             return p + [1 - min(mp.fsum(p), most)], q + [1 - min(mp.fsum(q), most)]
         return [v / mp.fsum(p) for v in p], [v / mp.fsum(q) for v in q]
 
+    def of_label(self, b, t):
+        """The label's cross entropy at temperature 1."""
+        leaf, s = self.leaf, self.s
+        z = self.logits(leaf["hidden"][b][t], leaf["weight"], leaf["bias"], s.logit_scale, s.softcap)
+        return mp.log(mp.fsum(map(mp.exp, z))) - z[int(self.x.ids[b, t])]
+
     def loss(self):
         s, kept = self.s, self.x.ids != IGNORE_INDEX
         beta = mp.mpf(s.beta)
@@ -108,10 +115,13 @@ class Written:
         for b, t in kept.nonzero().tolist():
             p, q = self.pair(b, t)
             if s.beta in (0.0, 1.0):
-                total += kl(p, q) if s.beta else kl(q, p)
+                soft = kl(p, q) if s.beta else kl(q, p)
             else:
                 m = [(1 - beta) * u + beta * v for u, v in zip(p, q, strict=True)]
-                total += beta * kl(q, m) + (1 - beta) * kl(p, m)
+                soft = beta * kl(q, m) + (1 - beta) * kl(p, m)
+            total += (1 - mp.mpf(s.hard_loss)) * soft + (
+                mp.mpf(s.hard_loss) * self.of_label(b, t) if s.hard_loss else 0
+            )
         count = max(int(kept.sum()), 1) if s.num_items == "none" else int(self.x.num_items_in_batch)
         return total / count
 
@@ -188,6 +198,13 @@ def test_temperature_on_paper():
     """Temperature 1/2 squares and renormalises: (3/4, 1/4) becomes (9/10, 1/10)."""
     found = exact(FAMILY, on_paper(0.0, HALF, SKEW, temperature=0.5))["loss"].item()
     assert found == pytest.approx(0.9 * log(1.8) + 0.1 * log(0.2), rel=1e-12)
+
+
+def test_hard_loss_on_paper():
+    """The label has probability 1/2, whatever the temperature."""
+    x = on_paper(0.0, HALF, SKEW, temperature=0.5, hard_loss=0.25)
+    soft = exact(FAMILY, on_paper(0.0, HALF, SKEW, temperature=0.5))["loss"].item()
+    assert exact(FAMILY, x)["loss"].item() == pytest.approx(0.75 * soft + 0.25 * log(2), rel=1e-12)
 
 
 def test_tail_on_paper():

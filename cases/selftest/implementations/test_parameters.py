@@ -35,7 +35,6 @@ OPEN = {
     "cut_cross_entropy.torch_compile.torch_compile_linear_cross_entropy": "reduction shift",
     f"{CHUNKED}.LigerFusedLinearORPOLoss.forward": "nll_target",
     f"{CHUNKED}.grpo_loss.LigerFusedLinearGRPOLoss.forward": "ref_bias ref_input ref_weight",
-    f"{CHUNKED}.jsd_loss.LigerFusedLinearJSDLoss.__init__": "weight_hard_loss weight_soft_loss",
     f"{LIGER}.cross_entropy.LigerCrossEntropyFunction.forward": """label_smoothing lse_square_scale reduction softcap
         weight""",
     f"{LIGER}.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction.forward": """accum_dtype ce_weight
