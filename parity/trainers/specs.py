@@ -107,10 +107,9 @@ SPECS = {
         "DistillationTrainer",
         generates="method",
         given="teacher_model",
-        beta=0.3,  # at 0.5 student and teacher stand alike in the mixture
         options={"num_generations": 1, "loss_top_k": 0},  # up to 1.9 prompts are repeated, divergences of one token
         twins=({},),
-        own=("tools", "teacher", "temperature"),
+        own=("tools", "teacher", "temperature", "mixture"),
     ),
     "server-distillation-trainer": TrainerSpec("ServerDistillationTrainer"),
     "gkd-trainer": TrainerSpec("GKDTrainer"),

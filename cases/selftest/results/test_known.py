@@ -111,3 +111,9 @@ def test_a_ledger_of_another_machine_is_not_a_stack_without_defects(tmp_path):
     about = About(**ABOUT | {"asked": Asked(ledger=str(tmp_path / "mine.toml"))})
     assert "mine.toml cannot be read here" in Stack.of_run(about, []).defects
     assert Stack.of_run(About(**ABOUT), []).defects.endswith("known defects")
+
+
+def test_no_known_failure_of_a_trainer_covers_every_case_of_a_check():
+    """A mistake in the same number would show in no case."""
+    known = [entry for entry in LEDGER.entries if "check" in entry.settings and entry.in_force()]
+    assert [entry.id for entry in known if len(entry.settings) == 1] == []

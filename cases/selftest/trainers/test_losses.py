@@ -95,7 +95,8 @@ def test_what_lies_behind_the_shorter_completion_is_weighted():
 
 def test_prompts_take_the_completion_of_the_sequence_before():
     window = [([1, 2, 10], 2), ([3, 20, 21], 1), ([4, 5, 6, 30], 3)]
-    assert stored_window.mismatched(window) == [([1, 2, 30], 2), ([3, 10], 1), ([4, 5, 6, 20, 21], 3)]
+    assert stored_window.mismatched(window, 3) == [([1, 2, 30], 2), ([3, 10], 1), ([4, 5, 6, 20, 21], 3)]
+    assert stored_window.mismatched(window, 2) == [([1, 2, 20, 21], 2), ([3, 10], 1), ([4, 5, 6, 30], 3)]
 
 
 def test_kto_by_hand():
@@ -108,14 +109,14 @@ def test_kto_by_hand():
     assert found == pytest.approx([0.7 * (1 - sigmoid(0.5)), 1.3 * sigmoid(-1.0)])
 
 
-@pytest.mark.parametrize(("ratios", "expected"), [([3.0, -1.0], 1.0), ([-3.0, 1.0], 0.0)])
+@pytest.mark.parametrize(("ratios", "expected"), [([3.0, -1.0, 2.0], [1, 1, 2]), ([-3.0, 1.0, 2.0], [0, 0, 2])])
 def test_the_kl_of_other_prompts_is_a_mean_and_not_negative(monkeypatch, ratios, expected):
-    loss = Loss(Window.of("kto-trainer"), SimpleNamespace(model="llama"))
+    loss = Loss(Window.of("kto-trainer"), SimpleNamespace(model="llama", split="2x4"))
     asked = []
     given = SimpleNamespace(ratios=torch.tensor(ratios, dtype=torch.float64))
     monkeypatch.setattr(loss, "scored", lambda model, window: asked.append(window) or given)
-    assert float(formulas.kl_of_others(loss, None)) == expected
-    assert asked == [stored_window.mismatched(loss.window.sequences)]
+    assert formulas.kl_of_others(loss, None).tolist() == expected
+    assert asked == [stored_window.mismatched(loss.window.sequences, 2)]
 
 
 def test_a_likelihood_that_leaves_out_a_word_with_id_0_is_told():

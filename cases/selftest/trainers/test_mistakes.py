@@ -1,6 +1,8 @@
 """Mistakes that once got past every check of their trainer: each is caught, by the case and the quantity that can see it."""
 
 import dataclasses
+import inspect
+import textwrap
 
 import pytest
 import torch
@@ -32,6 +34,10 @@ CASES = {
     "dpo-trainer.ties": ({"check": "step-one"}, "accuracy"),
     "dpo-trainer.accuracy": (METRICS, "mean_token_accuracy"),
     "dpo-trainer.weights": ({"check": "losses", "loss": "sum"}, "loss"),
+    "grpo-trainer.evaluation-steps": ({"check": "windows", "kind": "evaluation"}, "evaluation loss"),
+    "grpo-trainer.counted": (METRICS, "eval_num_tokens"),
+    "kto-trainer.beside": ({"check": "losses", "loss": "kto", "split": "2x4"}, "loss"),
+    "online-dpo-trainer.kl": (METRICS | {"brief": True}, "objective/kl"),
     "sft-trainer.seen": (METRICS, "num_tokens"),
     "sft-trainer.first": (METRICS | {"whole": True}, "mean_token_accuracy"),
 }
@@ -73,6 +79,20 @@ def test_student_and_teacher_exchanged_in_the_mixture_are_seen(trainer, asked):
     assert disagreeing(verdicts(trainer, **asked)) == set()
     with drive.using(Exchanged):
         assert disagreeing(verdicts(trainer, **asked)) == {"loss", "gradient"}
+
+
+def test_a_softmax_without_its_derivative_is_seen_at_the_beta_of_trl(monkeypatch):
+    """The reverse KL has a backward pass of its own."""
+    from trl.kernels import chunked_divergence
+
+    asked, backward = {"check": "twins", "mixture": 1.0}, chunked_divergence._backward_tile
+    source = textwrap.dedent(inspect.getsource(backward))
+    assert "log_pt - aux.unsqueeze(-1))" in source
+    made = {}
+    exec(source.replace(" - aux.unsqueeze(-1))", ")"), vars(chunked_divergence), made)
+    assert disagreeing(verdicts("distillation-trainer", **asked)) == set()
+    monkeypatch.setattr(chunked_divergence, "_backward_tile", made["_backward_tile"])
+    assert disagreeing(verdicts("distillation-trainer", **asked)) == {"gradient"}
 
 
 def test_sequences_of_the_kl_that_are_not_cut_are_seen(monkeypatch):

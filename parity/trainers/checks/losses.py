@@ -71,7 +71,12 @@ HONOURED: dict[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ...]] = {
         *(_with(*SCORED, divergence=name) for name in ("forward_kl", "js_divergence", "alpha_divergence")),
         _with("sigmoid", divergence="alpha_divergence", alpha=0.3),
     ),
-    "kto-trainer": (_with(desirable=0.7, undesirable=1.3), _with(model="qwen2"), _with(precomputed=True)),
+    "kto-trainer": (
+        _with(desirable=0.7, undesirable=1.3),
+        _with(model="qwen2"),
+        _with(precomputed=True),
+        _with("kto", split="2x4"),
+    ),
     "sft-trainer": (_with(whole=True), _with("nll", smoothing=0.1), _with("nll", smoothing=0.1, split="2x4")),
     "online-dpo-trainer": (_with(penalty=2.0), _with(weight=-1.0)),
     "cpo-trainer": (
@@ -128,7 +133,7 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
             found = float(run.built.evaluate()["eval_loss"])
         yield window_loss(step_of(call, run, loss), found, "evaluation loss")
     if s.loss == "kto":
-        z = float(kl_of_others(loss, stored_window.policy(s.model, torch.float64)))
+        z = float(kl_of_others(loss, stored_window.policy(s.model, torch.float64)).mean())
         yield tells("estimate", (z > 0) is (s.model == "llama"), f"{z:.3g}", z)
 
 

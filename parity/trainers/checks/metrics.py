@@ -13,6 +13,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.policy_losses import divergence as k3
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared, tells
+from parity.trainers.checks.twin_windows import EVALUATED, begun
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import LOSSES, Loss, kl_of_others, log_odds
 from parity.trainers.definitions.scored import completion_logps, logits
@@ -27,6 +28,7 @@ MODELS = ("llama", "qwen2", "gemma2")
 SETTINGS = {
     "model": Setting("llama", "tiny model; KTO's estimate of the KL is 0 for qwen2", MODELS),
     "beta": Setting(0.3, "beta of the config", (0.3, 0.04)),
+    "brief": Setting(False, "online DPO: completions of two tokens each, so that none is padded", (False, True)),
     "whole": Setting(False, "SFT: completion_only_loss is off, prompts are trained on", (False, True)),
 }
 PR: tuple[tuple[str, Mapping[str, Any]], ...] = (("online-dpo-trainer", {}), ("grpo-trainer", {"beta": 0.04}))
@@ -103,7 +105,7 @@ def _of_sides(loss: Loss, model: Any) -> Values:
             kept = [z.mean(-1) for z, there in zip(batch.logits, side, strict=True) if there]
             out |= {f"logits/{name}": torch.cat(kept).mean()}
         right = torch.cat(batch.likeliest[: len(sides[0])]).double().mean()
-        return out | ({"mean_token_accuracy": right} if spec.paired else {"kl": kl_of_others(loss, model)})
+        return out | ({"mean_token_accuracy": right} if spec.paired else {"kl": kl_of_others(loss, model).mean()})
     if spec.loss == "orpo":
         odds = log_odds(batch)
         odds = odds[chosen] - odds[~chosen]
@@ -139,17 +141,20 @@ def cases(seed: int) -> Iterator[CheckCase]:
         yield trainer, {"beta": 0.04}
         if SPECS[trainer].data == "completions":
             yield trainer, {"whole": True}
+        if SPECS[trainer].generates == "model":
+            yield trainer, {"brief": True}
 
 
 @check("metrics", TRAINERS, SETTINGS, cases, pr=PR, covered=_in_pr, paths=EVERY_PATH)
 def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings
-    more = {**recorder.LOGGED, "beta": s.beta, **({"loss_type": "kto"} if call.spec.data == "labels" else {})}
+    more = {**recorder.LOGGED, **EVALUATED, "beta": s.beta, **({"loss_type": "kto"} if call.spec.data == "labels" else {})}
     more |= PROMPTS_TOO if s.whole else {}
     settings = twin(trainer, model=s.model, beta=s.beta)
     policy = functools.partial(stored_window.policy, s.model, torch.float64)
-    rows = guessed(Window.of(trainer), policy()) if trainer in GUESSED else None
+    rows = guessed(Window.of(trainer), policy()) if trainer in GUESSED else Window.of(trainer).rows
+    rows = [dataclasses.replace(row, limit=2) for row in rows] if s.brief else rows
     run = Run(trainer, settings, call.path, rows, plain=True, **more)
     there = run.all_there()
     if not s.whole:  # else its sequences count from their first token on
@@ -158,10 +163,15 @@ def metrics(call: CheckCall) -> Iterator[Quantity]:
     defined = functools.partial(define, run.window, s)
     truth = shared(call, "logged", lambda: measured(policy(), defined, COUNTED))
     if not trl.mentions("mean_logits", trl.class_named(call.trainer)):  # other releases say nowhere which mean is meant
-        log = {name: value for name, value in log.items() if not name.startswith("logits/")}
+        kept = {name: exact for name, exact in truth.exact.items() if not name.startswith("logits/")}
+        truth = dataclasses.replace(truth, exact=kept)
     if not truth.exact.keys() & log.keys():
         raise Unsupported(f"{call.trainer} of the installed version logs none of {', '.join(truth.exact)}")
     if trainer in GUESSED:
         right = float(truth.exact["mean_token_accuracy"])
         yield tells("likeliest", right > 0, f"{right} of the tokens are the likeliest", right)
     yield from logged(truth, log)
+    if call.spec.generates != "model" and not begun(run.built):  # online DPO does not evaluate
+        with trl.quiet():
+            run.built.evaluate()
+        yield from logged(truth, run.built.state.log_history[-1], of="eval_")

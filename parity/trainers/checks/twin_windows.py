@@ -93,6 +93,11 @@ class WindowRun(Run):
         return holds("windows", sizes == expected, f"windows of {sizes} sequences instead of {expected}", gate="exact")
 
 
+def begun(trainer: Any) -> bool:
+    """Whether <bos> stands before each prompt of evaluation: in KTO's older releases."""
+    return "answer_input_ids" in getattr(trainer.eval_dataset, "column_names", ())
+
+
 def _ends(tokens: tuple[int, ...], policy: Any) -> None:
     """The tokens end a completion."""
     policy.generation_config.eos_token_id = list(tokens)
@@ -101,7 +106,7 @@ def _ends(tokens: tuple[int, ...], policy: Any) -> None:
 def _evaluation(run: WindowRun) -> Iterator[Quantity]:
     """The loss that evaluation reports on the window is the loss that training takes its gradient of, before an accumulated
     step that changes nothing and behind it."""
-    if "answer_input_ids" in getattr(run.built.eval_dataset, "column_names", ()):
+    if begun(run.built):
         raise Unsupported("KTO of the installed version puts <bos> before each prompt")
     step = by_definition(run.trainer, run.s)
     for name in ("evaluation loss", "evaluation loss behind a step"):
@@ -227,7 +232,7 @@ class Kind:
 
 
 WINDOWS = {
-    "evaluation": Kind(_evaluation, JUDGED, "2x4", config=EVALUATED),
+    "evaluation": Kind(_evaluation, JUDGED, "2x4", beta=0.04, config=EVALUATED, losses=GRPO_TYPES),  # else grpo's is 0
     "incomplete": Kind(lambda run: _last(run, 4, 1), STORED, "1x4", config=EPOCH, count=5),
     "uneven": Kind(lambda run: _last(run, 4, 3), STORED, "2x2", config=EPOCH, count=7),
     "second": Kind(lambda run: iter([run.gradient("gradient of step 2", 1, count=4)]), STORED, "2x2", config=TWO_STEPS),

@@ -46,6 +46,8 @@ SETTINGS = {
     "tools": Setting(False, "some completion tokens are a tool's: GRPO, GMPO, distillation", (False, True)),
     "teacher": Setting("qwen2", "distillation's; cohere scales its logits", ("qwen2", "cohere")),
     "temperature": Setting(1.0, "distillation's", (1.0, 0.7)),
+    # at 0.5 student and teacher stand alike in the mixture
+    "mixture": Setting(0.3, "distillation's beta: 0 forward KL; 1 reverse KL, TRL's default", (0.3, 0.0, 1.0)),
     HEAD: Setting(False, "GRPO: the LM head's weight in float32, which it has here", (False, True)),
     "precision": Setting("fp32", "float32, or autocast to bfloat16", ("fp32", "autocast")),
 }
@@ -70,7 +72,7 @@ def twin(trainer: str, **given: Any) -> SimpleNamespace:
     """The settings of a twin that differs in nothing but what is given; loss and beta are the trainer's own where it has such."""
     s, spec = SimpleNamespace(**defaults(SETTINGS) | given), SPECS[trainer]
     s.loss = s.loss if "loss" in spec.own else spec.loss
-    s.beta = s.beta if spec.beta is None else spec.beta
+    s.beta = s.mixture if "mixture" in spec.own else s.beta if spec.beta is None else spec.beta
     s.whole = PROMPTS_TOO.items() <= PADDINGS.get(s.padding, {}).items()
     return s
 

@@ -148,9 +148,8 @@ class Cut(Window):
     def _of(self, name: str) -> Sequences:
         return cut(super()._of(name), self.mode)
 
-    @functools.cached_property
-    def mismatched(self) -> Sequences:
-        return cut(stored_window.mismatched(super()._of("completion")), self.mode)
+    def mismatched(self, batch: int) -> Sequences:
+        return cut(stored_window.mismatched(super()._of("completion"), batch), self.mode)
 
 
 def cut(window: Sequences, mode: str) -> Sequences:

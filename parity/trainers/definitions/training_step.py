@@ -126,9 +126,10 @@ def window_loss(step: Oracle, value: float, quantity: str = "loss") -> Quantity:
     return Quantity(quantity, value, Entry(step, LOSS))
 
 
-def logged(oracle: Oracle, log: Mapping[str, Any], message: str = "") -> Iterator[Quantity]:
-    """The numbers of an oracle that a trainer logged."""
-    yield from (Quantity(name, float(log[name]), Entry(oracle, name), message) for name in oracle.exact if name in log)
+def logged(oracle: Oracle, log: Mapping[str, Any], message: str = "", of: str = "") -> Iterator[Quantity]:
+    """The numbers of an oracle that a trainer logged, their names behind `of`."""
+    there = [name for name in oracle.exact if of + name in log]
+    yield from (Quantity(of + name, float(log[of + name]), Entry(oracle, name), message) for name in there)
 
 
 def gradients(step: Oracle, found: Given, quantity: str = "gradient") -> Quantity:

@@ -103,10 +103,11 @@ def ids(text: str) -> list[int]:
     return found
 
 
-def mismatched(window: Sequences) -> Sequences:
-    """Each prompt with the completion of the sequence before it, the first with that of the last."""
+def mismatched(window: Sequences, batch: int) -> Sequences:
+    """Each prompt with the completion of the sequence before it, the first of each `batch` with that of its last."""
     completions = [tokens[start:] for tokens, start in window]
-    shifted = completions[-1:] + completions[:-1]
+    parts = [completions[i : i + batch] for i in range(0, len(window), batch)]
+    shifted = [completion for part in parts for completion in (*part[-1:], *part[:-1])]
     return [(tokens[:start] + c, start) for (tokens, start), c in zip(window, shifted, strict=True)]
 
 
@@ -136,10 +137,8 @@ class Window:
         """Prompt and completion of each row."""
         return self._of("completion")
 
-    @functools.cached_property
-    def mismatched(self) -> Sequences:
-        """Each prompt with the completion of the sequence before it, the first with that of the last."""
-        return mismatched(self.sequences)
+    def mismatched(self, batch: int) -> Sequences:
+        return mismatched(self.sequences, batch)
 
     @property
     def expected(self) -> Sequences:
