@@ -149,7 +149,12 @@ def cases(seed: int) -> Iterator[CheckCase]:
 def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings
-    more = {**recorder.LOGGED, **EVALUATED, "beta": s.beta, **({"loss_type": "kto"} if call.spec.data == "labels" else {})}
+    more = {
+        **recorder.LOGGED,
+        **EVALUATED,
+        "beta": s.beta,
+        **({"loss_type": "kto"} if call.spec.data == "labels" else {}),
+    }
     more |= PROMPTS_TOO if s.whole else {}
     settings = twin(trainer, model=s.model, beta=s.beta)
     policy = functools.partial(stored_window.policy, s.model, torch.float64)
