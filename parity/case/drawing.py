@@ -41,8 +41,9 @@ def with_few(family: Family, number: int, dtype: str, drawn: dict[str, Any]) -> 
     """Settings of a case; one in FEW has another value of one that few functions take. By the seed of the case, so that no
     other case changes."""
     names = [name for name, setting in family.settings.items() if setting.few]
-    share, rest = zlib.crc32(f"few/{number}".encode()) % FEW, zlib.crc32(f"value/{number}".encode())
-    if not names or share:
+    found = zlib.crc32(f"few/{number}".encode())
+    rest = found >> 8  # the lowest bits decide the share
+    if not names or found % FEW:
         return drawn
     values = family.settings[names[rest % len(names)]].few
     return family.canonical(dtype, drawn | {names[rest % len(names)]: values[rest // len(names) % len(values)]})

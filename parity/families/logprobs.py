@@ -1,6 +1,8 @@
 """Family `logprobs`: selected log-probabilities and entropy from hidden states x LM head.
 
-Definition: logp = z[id] - logsumexp(z), entropy = -Σ p log p, with z of `head.logits`. Positions whose id is -100 are
+Definition: logp = z[id] - L, L = logsumexp(z), entropy = -Σ p log p, with z of `head.logits`. With label smoothing s and a z-loss
+c it is minus that cross entropy: (1 - s)·(z[id] - L) + s·(mean z - L) - c·L² (torch.nn.functional.cross_entropy; PaLM, Chowdhery
+et al. 2022, section 5). Positions whose id is -100 are
 ignored: their value is 0 and they have no gradient (torch.nn.functional.cross_entropy, `ignore_index`).
 """
 
@@ -27,6 +29,8 @@ IGNORE_INDEX = -100
 SETTINGS = head.SETTINGS | {
     "ignored": Setting("none", "positions with id -100", ("none", "some", "row", "all")),
     "chunk_size": Setting(None, "vocabulary entries a chunk, for implementations that chunk; none: their default"),
+    "smoothing": Setting(0.0, "label smoothing s, in [0, 1]", few=(0.1, 0.03, 0.5, 1.0)),
+    "z_loss": Setting(0.0, "coefficient c of the squared log-sum-exp, at least 0", few=(1e-4, 1e-3, 1e-2)),
     "entropy": Setting("none", "entropy asked for: its value, or its gradient too", ("none", "value", "gradient")),
     "rare": Setting(
         None,
@@ -65,8 +69,10 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     block would make it common."""
     if dtype == "fp32":
         out["rare"] = None
+    if out.get("smoothing") and out["bias"] == "banned":  # every token counts: the loss would be infinite
+        out["bias"] = "random"
     if out.get("rare") is not None:
-        moving = ("temperature", "softcap", "logit_scale", "bias", "level", "padded_rows")
+        moving = ("temperature", "softcap", "logit_scale", "bias", "level", "padded_rows", "smoothing", "z_loss")
         out |= {n: SETTINGS[n].default for n in moving}
         out |= {"B": 1, "T": min(out["T"], 4), "V": 2 * RARE_BLOCK, "H": min(out["H"], 16), "targets": "likely"}
         if "weight" not in out["grad"]:
@@ -99,6 +105,12 @@ def build(case: Case) -> Inputs:
     head.check(s, case)
     if s.rare is not None and not s.rare > 0:
         raise UsageError(f"case {case.id}: rare={s.rare!r} must be positive, or null for none")
+    if not (0 <= s.smoothing <= 1 and s.z_loss >= 0):
+        raise UsageError(
+            f"case {case.id}: smoothing={s.smoothing!r} must lie in [0, 1], z_loss={s.z_loss!r} be at least 0"
+        )
+    if s.smoothing and s.bias == "banned":
+        raise UsageError(f"case {case.id}: smoothing={s.smoothing!r} needs a bias without banned tokens")
     if case.tensors:
         return stored_tensors.inputs(FAMILY, case).replace(ignore_index=None)
     tensors = head.build(case, s)
@@ -125,7 +137,12 @@ def oracle(x: Inputs) -> dict[str, torch.Tensor]:
     z = head.logits(x)
     all_logps = head.log_softmax(x, z)
     ignored = x.ids == IGNORE_INDEX
-    out = {"logps": head.selected(x, all_logps).masked_fill(ignored, 0.0)}
+    logps, s = head.selected(x, all_logps), x.settings
+    if s.smoothing:
+        logps = (1 - s.smoothing) * logps + s.smoothing * all_logps.mean(-1).unflatten(-1, ignored.shape)
+    if s.z_loss:
+        logps = logps - s.z_loss * head.log_partition(z, all_logps).square().unflatten(-1, ignored.shape)
+    out = {"logps": logps.masked_fill(ignored, 0.0)}
     if x.settings.entropy != "none":
         out["entropy"] = head.entropy(x, z, log_softmax_again(z, all_logps)).masked_fill(ignored, 0.0)
     return out
@@ -153,10 +170,11 @@ def features(case: Case) -> dict[str, Any]:
 
 
 def parameters(x: Inputs) -> set[str]:
-    """The tensors, and what moves the value: temperature, softcap, scale, bias, ignored labels."""
+    """The tensors, and what moves the value: temperature, softcap, scale, smoothing, z-loss, bias, ignored labels."""
     s = x.settings
     moved = {*stored_tensors.REQUIRED}
-    moved |= {n for n in ("temperature", "softcap", "logit_scale") if getattr(s, n) != SETTINGS[n].default}
+    names = ("temperature", "softcap", "logit_scale", "smoothing", "z_loss")
+    moved |= {n for n in names if getattr(s, n) != SETTINGS[n].default}
     moved |= {"bias"} if x.bias is not None else set()
     return moved | ({"ignore_index"} if s.ignored != "none" else set())
 

@@ -92,14 +92,20 @@ def chunked_selective_logprob(x: Inputs) -> Outputs:
     return {"logps": by_token(logps, x)}
 
 
-LINEAR: dict[str, Any] = KERNEL | {
+def _added(s: Any) -> dict[str, tuple[Any, Any]]:
+    """What both cross entropies add to a log-prob."""
+    return {"label_smoothing": (s.smoothing, 0.0), "lse_square_scale": (s.z_loss, 0.0)}
+
+
+ADDED: dict[str, Any] = KERNEL | {"takes": frozenset({"smoothing", "z_loss"})}
+LINEAR: dict[str, Any] = ADDED | {
     "recipe": _fused,
     "sources": ("liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction",),
     "limits": (
         ONE_DTYPE,
         fitting(
             "liger_kernel.transformers.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyLoss",
-            lambda s: {"softcap": (s.softcap, None)},
+            lambda s: {"softcap": (s.softcap, None), **_added(s)},
         ),
         FOLDED,
         UNBIASED,
@@ -123,7 +129,8 @@ def _linear(x: Inputs, reduction: str) -> Any:
     import liger_kernel.transformers.fused_linear_cross_entropy as module
 
     kind = accepted(module, "LigerFusedLinearCrossEntropyLoss")
-    loss = kind(reduction=reduction, ignore_index=IGNORE_INDEX, **taking(kind, {"softcap": (x.settings.softcap, None)}))
+    options = taking(kind, {"softcap": (x.settings.softcap, None), **_added(x.settings)})
+    loss = kind(reduction=reduction, ignore_index=IGNORE_INDEX, **options)
     return lambda ids: loss(x.weight, plain.folded(x).flatten(0, 1), ids, x.bias)
 
 
@@ -144,7 +151,13 @@ def mean_cross_entropy(x: Inputs) -> Outputs:
     return {"logps": by_token(-torch.stack([loss(labels) for labels in alone]), x)}
 
 
-@offer("liger.cross_entropy", recipe=_kernel, sources=(SOURCE,), **KERNEL)
+@offer(
+    "liger.cross_entropy",
+    recipe=_kernel,
+    sources=(SOURCE,),
+    limits=(fitting("liger_kernel.transformers.cross_entropy:LigerCrossEntropyLoss", _added),),
+    **ADDED,
+)
 def cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerCrossEntropyLoss(reduction="none")` on materialised logits; the temperature divides them."""
     import liger_kernel.transformers.cross_entropy as module
@@ -154,5 +167,5 @@ def cross_entropy(x: Inputs) -> Outputs:
     if s.temperature != 1.0:
         z = z / s.temperature
     kind = accepted(module, "LigerCrossEntropyLoss")
-    loss = kind(reduction="none", ignore_index=IGNORE_INDEX)
+    loss = kind(reduction="none", ignore_index=IGNORE_INDEX, **taking(kind, _added(s)))
     return {"logps": by_token(-loss(z, x.ids.flatten().long()), x)}

@@ -102,7 +102,7 @@ def _dimensions(name: str) -> set[str]:
     return {name for name, setting in family(name).settings.items() if not setting.few} | {"dtype"}
 
 
-@pytest.mark.parametrize("name", ["divergence"])
+@pytest.mark.parametrize("name", ["divergence", "logprobs"])
 def test_what_few_functions_take_is_in_a_share_of_the_cases(name: str) -> None:
     found, few = stream(name), {n: s for n, s in family(name).settings.items() if s.few}
     having = [case for case in found if few.keys() & case.settings.keys()]

@@ -31,6 +31,8 @@ CHOICES = {
     "V": [1, 2, 5, 9],
     "H": [1, 3],
     "T": [1, 4],
+    "smoothing": [0.0, 0.0, 0.1, 1.0],
+    "z_loss": [0.0, 0.0, 1e-4, 0.3],
 }
 
 
@@ -38,6 +40,7 @@ def inputs(seed, **fixed):
     """A tiny case, every setting chosen anew."""
     choose = random.Random(seed)
     settings = {name: choose.choice(values) for name, values in CHOICES.items()}
+    settings["bias"] = "random" if settings["smoothing"] and settings["bias"] == "banned" else settings["bias"]
     return FAMILY.build(FAMILY.case(seed, choose.choice(["fp32", "bf16", "fp16"]), settings | fixed))
 
 
@@ -65,6 +68,15 @@ def test_gradient(seed):
 
     for name, value, slope, largest in differences(values.leaf, found, x.leaves, seed, total):
         assert abs(value - slope) <= mp.mpf("1e-10") * (abs(slope) + largest + 1), name
+
+
+def test_smoothing_and_z_loss_are_those_of_torch_and_palm():
+    """torch's own cross entropy in float64, and c·L²."""
+    x = to_double(FAMILY.build(FAMILY.case(5, "fp32", {"smoothing": 0.3, "z_loss": 0.01, "ignored": "some", "T": 9})))
+    z = (x.hidden @ x.weight.mT).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(z, x.ids.flatten(), label_smoothing=0.3, reduction="none")
+    loss = loss + (0.01 * torch.logsumexp(z, -1).square()).masked_fill(x.ids.flatten() == -100, 0.0)
+    assert torch.allclose(exact(FAMILY, x)["logps"].flatten(), -loss, rtol=1e-12)
 
 
 def test_on_paper():

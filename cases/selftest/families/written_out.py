@@ -89,7 +89,10 @@ class Values:
         z = self.logits(b, t)
         total = mp.fsum(mp.exp(v) for v in z)
         logs = [v - mp.log(total) for v in z]
-        return logs[token], -mp.fsum(mp.exp(v) * v for v in logs if v != -mp.inf)
+        entropy = -mp.fsum(mp.exp(v) * v for v in logs if v != -mp.inf)
+        smoothing, z_loss = (number(getattr(self.x.settings, n, 0.0)) for n in ("smoothing", "z_loss"))
+        logp = (1 - smoothing) * logs[token] + (smoothing * mp.fsum(logs) / len(logs) if smoothing else 0)
+        return logp - z_loss * mp.log(total) ** 2, entropy
 
     def tokens(self) -> tuple[Tokens, Tokens]:
         """Two (B, T) lists: log-probs and entropies."""
