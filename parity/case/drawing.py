@@ -19,7 +19,8 @@ CONTEXTS: dict[str, tuple[str, ...]] = {
     "quick": ("plain",) * 6 + ("checkpoint",),
     "pr": ("plain",) * 6 + ("checkpoint",),
 }
-"""Call contexts of a draw; autocast joins them in float32, torch.compile in the long profiles (it takes seconds)."""
+"""Call contexts of a draw; autocast joins them in float32 (half of it to float16), torch.compile in the long profiles (it takes
+seconds)."""
 
 FEW = 16
 """One case in so many has a setting that few functions take."""
@@ -34,6 +35,8 @@ def cases(draw: Any, family: Family, dtypes: Sequence[str], profile: str) -> Cas
         contexts += ("autocast",)
     drawn = family.draw(draw, st, dtype, profile, contexts) if family.draw else each_by_itself(draw, family)
     number = draw(st.integers(0, 1 << 20))
+    if drawn.get("context") == "autocast" and number % 2:
+        drawn["context"] = "autocast_fp16"
     return family.case(number, dtype, with_few(family, number, dtype, drawn))
 
 

@@ -106,7 +106,27 @@ class Inputs:
         """How the implementation is called; "plain" in a family without such a setting."""
         return context_of(self.settings)
 
+    @property
+    def autocast(self) -> str | None:
+        """The dtype that products have under autocast, None outside it."""
+        return autocast_of(self.settings)
+
+    @property
+    def product_dtype(self) -> str:
+        """The dtype of products: autocast's or that of the inputs."""
+        return product_dtype(self.case, self.settings)
+
 
 def context_of(settings: SimpleNamespace) -> str:
     """The call context among settings; "plain" where there is no such setting."""
     return str(getattr(settings, "context", "plain"))
+
+
+def autocast_of(settings: SimpleNamespace) -> str | None:
+    """The dtype of autocast among settings, None outside it."""
+    return {"autocast": "bf16", "autocast_fp16": "fp16"}.get(context_of(settings))
+
+
+def product_dtype(case: Case, settings: SimpleNamespace) -> str:
+    """The dtype of products: autocast's or that of the inputs."""
+    return autocast_of(settings) or case.dtype

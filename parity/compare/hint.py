@@ -77,7 +77,7 @@ def _where(oracle: CaseOracle, v: torch.Tensor, o: torch.Tensor) -> list[str]:
 def _tf32(oracle: CaseOracle, name: str, v: torch.Tensor, o: torch.Tensor) -> list[str]:
     """float32 products taken in tf32 where nothing allowed it, as `tl.dot` does unless it is told otherwise."""
     inputs = oracle.inputs
-    if inputs.device.type != "cuda" or inputs.case.dtype != "fp32" or inputs.context in ("tf32", "autocast"):
+    if inputs.device.type != "cuda" or inputs.product_dtype != "fp32" or inputs.context == "tf32":
         return []
     for precision, said in ((TF32, "rounded"), (TF32_TRUNCATED, "truncated")):
         if EXPLAINED * float((v - oracle.cut(precision)[name]).norm()) <= float((v - o).norm()):
@@ -124,7 +124,7 @@ def undeclared(
     if not implementation.is_function:
         return []
     recipe = implementation.recipe_for(oracle.inputs)
-    dtype = "bf16" if oracle.inputs.context == "autocast" else oracle.inputs.case.dtype
+    dtype = oracle.inputs.product_dtype
     outputs = {name: outcome.quantities.get(name) for name in oracle.family.outputs}
     narrow = (
         dtype != "fp32"

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from parity.case.case import Case
 from parity.case.family import Family
-from parity.case.inputs import context_of
+from parity.case.inputs import context_of, product_dtype
 from parity.compare import hint
 from parity.compare.result_rows import Blame, empty_row, flaky, judged_row, logic_row
 from parity.compare.stale_cache import Calls
@@ -61,7 +61,7 @@ def skip_reason(
     if case.dtype not in implementation.dtypes:
         return f"dtype {case.dtype} is not among {', '.join(sorted(implementation.dtypes))}"
     context = context_of(settings)
-    if (context if context != "tf32" else "plain") not in implementation.contexts:
+    if {"tf32": "plain", "autocast_fp16": "autocast"}.get(context, context) not in implementation.contexts:
         return f"context {context} is not supported"
     if declared := implementation.refuses(settings, case.dtype, device, rejected):
         return declared
@@ -77,7 +77,7 @@ def interpreter_limit(family: Family, case: Case, settings: Any) -> str | None:
     from parity.implementations import interpreter
 
     interpreter.patching_by_name()
-    if (case.dtype == "bf16" or context_of(settings) == "autocast") and interpreter.truncates_bfloat16():
+    if product_dtype(case, settings) == "bf16" and interpreter.truncates_bfloat16():
         return "Triton's interpreter truncates to bfloat16 where hardware rounds"
     rows, length = family.sizes(settings)
     blocks = rows * (1 + length // 512)

@@ -24,7 +24,7 @@ import torch
 from parity.case import layouts
 from parity.case.case import Case
 from parity.case.family import Family, Relation
-from parity.case.inputs import Inputs
+from parity.case.inputs import Inputs, product_dtype
 from parity.families import divergence_inputs as inputs_of
 from parity.families import head, stored_tensors
 from parity.families.logprobs import IGNORE_INDEX
@@ -195,7 +195,7 @@ def features(case: Case) -> dict[str, Any]:
         "teacher excludes": dense and teacher,
         "both exclude": dense and student and teacher,
         "anything excluded": dense and (student or teacher),
-        "fp16 sum": case.dtype == "fp16" and 5 * nats * s.B * s.T > 65504,
+        "fp16 sum": product_dtype(case, s) == "fp16" and 5 * nats * s.B * s.T > 65504,
     }
 
 
@@ -224,7 +224,7 @@ def _garbage(x: Inputs) -> Inputs | None:
     out = x.replace(**{n: layouts.like(torch.where(ignored, t.roll(1, -1) + 0.5, t), t) for n, t in given.items()})
     largest = float((out.hidden.double() @ x.weight.double().T).abs().max())
     reach = largest * x.settings.logit_scale / x.settings.temperature
-    return None if x.case.dtype == "fp16" and reach > LARGEST["fp16"] / 2 else out
+    return None if x.product_dtype == "fp16" and reach > LARGEST["fp16"] / 2 else out
 
 
 def _build(case: Case) -> Inputs:

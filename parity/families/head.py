@@ -11,7 +11,7 @@ import torch
 from parity.case import layouts
 from parity.case.case import Case
 from parity.case.family import Relation
-from parity.case.inputs import Inputs, Setting
+from parity.case.inputs import Inputs, Setting, product_dtype
 from parity.errors import UsageError
 from parity.judge import stages
 from parity.judge.recipe import DTYPES, LARGEST
@@ -46,7 +46,9 @@ SETTINGS = {
         ("random", "fine", "ones", "zero", "scaled", "small", "sparse"),
     ),
     "context": Setting(
-        "plain", "how the implementation is called", ("plain", "tf32", "autocast", "checkpoint", "compile")
+        "plain",
+        "how the implementation is called",
+        ("plain", "tf32", "autocast", "autocast_fp16", "checkpoint", "compile"),
     ),
 }
 SHAPES = ("usual",) * 82 + ("vocabulary",) * 6 + ("tokens",) * 7 + ("hidden",) * 3 + ("sequences",) * 2
@@ -117,8 +119,9 @@ def leaves(s: SimpleNamespace) -> tuple[str, ...]:
     return tuple(name for name in ("hidden", "weight", "bias") if name in present and name in s.grad.split())
 
 
-def cotangent(case: Case, kind: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def cotangent(case: Case, s: SimpleNamespace, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """An upstream gradient of `shape`, float64 with values that float32 holds; "ones" has stride 0, as `.sum()` returns."""
+    kind = s.cotangent
     if kind == "ones":
         return torch.ones((), dtype=torch.float64).expand(shape)
     g = normal(case.seed, f"cotangent/{name}", shape)
@@ -128,7 +131,7 @@ def cotangent(case: Case, kind: str, name: str, shape: tuple[int, ...]) -> torch
     if kind == "zero":
         return torch.zeros_like(g)
     if kind == "scaled":  # as a loss scaler does; log-probs in fp16 could not carry 65,536
-        return g * (1024 if case.dtype == "fp16" and shape else 65536)
+        return g * (1024 if product_dtype(case, s) == "fp16" and shape else 65536)
     if kind == "sparse":
         keep = torch.zeros(max(g.numel(), 1), dtype=torch.bool)
         keep[int(integers(case.seed, f"sparse/{name}", (), max(g.numel(), 1)))] = True
@@ -138,9 +141,9 @@ def cotangent(case: Case, kind: str, name: str, shape: tuple[int, ...]) -> torch
 
 def of_a_loss(case: Case, s: SimpleNamespace) -> torch.Tensor:
     """The upstream gradient of a scalar, 0-dim, never 0 where it is random; a float16 loss cannot carry 65,536."""
-    g = cotangent(case, s.cotangent, "loss", ())
+    g = cotangent(case, s, "loss", ())
     g = torch.where(g == 0, 0.5, g) if s.cotangent == "random" else g
-    return g / 64 if s.cotangent == "scaled" and case.dtype == "fp16" else g
+    return g / 64 if s.cotangent == "scaled" and product_dtype(case, s) == "fp16" else g
 
 
 def logits(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
@@ -336,7 +339,7 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     """Settings of a case, with those at their defaults that say nothing beside the others."""
     if dtype == "fp32":  # the head has it anyway
         out["head_dtype"] = "same"
-    elif out["context"] in ("autocast", "tf32"):  # of float32 parameters
+    elif out["context"] in ("autocast", "autocast_fp16", "tf32"):  # of float32 parameters
         out["context"] = "plain"
     if out["bias"] == "none" and out["grad"] == "bias":
         out["grad"] = "weight"
@@ -359,7 +362,7 @@ def largest(s: SimpleNamespace) -> float:
 
 def overflows(case: Case, s: SimpleNamespace) -> bool:
     """Whether float16 may not hold the largest logit, before its softcap."""
-    return case.dtype == "fp16" and largest(s) > LARGEST["fp16"]
+    return product_dtype(case, s) == "fp16" and largest(s) > LARGEST["fp16"]
 
 
 def features(case: Case, s: SimpleNamespace) -> dict[str, Any]:

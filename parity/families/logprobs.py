@@ -17,7 +17,7 @@ import torch
 from parity.case import layouts
 from parity.case.case import Case
 from parity.case.family import Family, Relation
-from parity.case.inputs import Inputs, Setting
+from parity.case.inputs import Inputs, Setting, product_dtype
 from parity.case.layouts import arranged, like
 from parity.errors import UsageError
 from parity.families import head, stored_tensors
@@ -120,9 +120,9 @@ def build(case: Case) -> Inputs:
     assert ids is not None
     tensors["ids"] = ids.masked_fill(head.ignored(case, s), IGNORE_INDEX)
     shape = (s.B, s.T)
-    cotangents = {"logps": head.cotangent(case, s.cotangent, "logps", shape)}
+    cotangents = {"logps": head.cotangent(case, s, "logps", shape)}
     if s.entropy == "gradient":
-        cotangents["entropy"] = head.cotangent(case, s.cotangent, "entropy", shape)
+        cotangents["entropy"] = head.cotangent(case, s, "entropy", shape)
     tensors["ignore_index"] = None  # offered by name to functions that take it; a constant, not a tensor
     return arranged(head.inputs(case, s, tensors, head.leaves(s), cotangents))
 
@@ -159,7 +159,9 @@ def features(case: Case) -> dict[str, Any]:
     s = FAMILY.full_settings(case)
     capped = s.softcap is not None  # a cap makes what is infinite finite again, a ban too
     banned = s.bias == "banned" and not capped
-    overflow = case.dtype == "fp16" and (min(head.largest(s), s.softcap / s.temperature) if capped else head.largest(s))
+    overflow = product_dtype(case, s) == "fp16" and (
+        min(head.largest(s), s.softcap / s.temperature) if capped else head.largest(s)
+    )
     return head.features(case, s) | {
         "one token": s.B * s.T == 1,
         "V off block": s.V % 256 != 0,

@@ -16,7 +16,7 @@ import torch
 
 from parity import recording
 from parity.case.case import Case, rounded
-from parity.case.inputs import Inputs
+from parity.case.inputs import Inputs, product_dtype
 from parity.case.layouts import arranged
 from parity.errors import UsageError
 from parity.families import head
@@ -68,7 +68,7 @@ def check(case: Case, s: SimpleNamespace) -> None:
 
 
 def _cotangent(case: Case, s: SimpleNamespace) -> torch.Tensor:
-    g = head.cotangent(case, s.cotangent, "loss", ())
+    g = head.cotangent(case, s, "loss", ())
     return torch.where(g == 0, 0.5, g) if s.cotangent == "random" else g
 
 
@@ -167,7 +167,7 @@ def error_bound(case: Case, s: SimpleNamespace, exact: Inputs) -> torch.Tensor:
     size = (hidden @ weight.T).amax(-1)
     if exact.bias is not None:
         size = size + exact.bias.masked_fill(exact.bias.isinf(), 0.0).abs().amax()
-    narrow = UNIT_ROUNDOFF["bf16" if s.context == "autocast" else case.dtype]
+    narrow = UNIT_ROUNDOFF[product_dtype(case, s)]
     u = 4 * narrow + 64 * UNIT_ROUNDOFF["fp32"]
     return (u * size * s.logit_scale / s.temperature).view(s.B, s.T) + 2.0**-9
 

@@ -66,7 +66,7 @@ def inputs(family: Family, case: Case, scalar: bool = False) -> Inputs:
     if bool(((ids >= s.V) | ((ids < 0) & (ids != LABELS))).any()):
         raise UsageError(f"{where}: ids hold {int(ids.min())} to {int(ids.max())}, the vocabulary is V={s.V}")
     shape = () if scalar else tuple(ids.shape)
-    upstream = found.pop(f"d {first}", head.cotangent(case, s.cotangent, first, shape)).double()
+    upstream = found.pop(f"d {first}", head.cotangent(case, s, first, shape)).double()
     if tuple(upstream.shape) != shape:
         raise UsageError(f"{where}: d {first} has shape {tuple(upstream.shape)}, expected {shape}")
     hidden = -found["hidden"].flip(0, 1) if case.seed else found["hidden"]

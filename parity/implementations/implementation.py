@@ -87,13 +87,13 @@ class Implementation:
             recipe = dataclasses.replace(recipe, log_sum="fp32")
         if on_gpu:
             found = products.products("cuda")
-            narrow = "bf16" if inputs.context == "autocast" else inputs.case.dtype
+            narrow = inputs.product_dtype
             if inputs.context == "tf32":
                 recipe = dataclasses.replace(recipe, matmul=found.tf32, matmul_backward=found.tf32)
             if narrow in found.reduced:
                 recipe = dataclasses.replace(recipe, reduction=narrow)
-        if inputs.context == "autocast":
-            narrowed: dict[str, Any] = dict.fromkeys(("inputs", "logits", "dlogits"), "bf16")
+        if inputs.autocast:
+            narrowed: dict[str, Any] = dict.fromkeys(("inputs", "logits", "dlogits"), inputs.autocast)
             recipe = dataclasses.replace(recipe, dinputs=None, teacher=None, **narrowed)
         return recipe.resolve(inputs.case.dtype)
 

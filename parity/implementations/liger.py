@@ -42,7 +42,7 @@ def chunked(x: Inputs, **more: Any) -> Recipe:
     is added and the gradient of the head is summed. Before 0.8 autograd goes through whole logits of the head's dtype,
     which bias and temperature round to again."""
     if not streams_vocabulary():
-        dtype = "bf16" if x.settings.context == "autocast" else plain.head_dtype(x)
+        dtype = x.autocast or plain.head_dtype(x)
         return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, folded=plain.factor(x), **more)
     cast: dict[str, Any] = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
     return Recipe(logits="input", bias="fp32", **cast, **more)

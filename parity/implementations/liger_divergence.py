@@ -47,7 +47,7 @@ def _labels(x: Inputs) -> torch.Tensor:
 def _chunks(x: Inputs) -> Recipe:
     """Chunks of logits, log-probs and divergence in the dtype of the inputs, partial gradients summed in it."""
     s = x.settings
-    dtype = "bf16" if s.context == "autocast" else plain.head_dtype(x)
+    dtype = x.autocast or plain.head_dtype(x)
     chunks = max(1, s.B * s.T // (s.chunk_size or 1024))
     stored: dict[str, Any] = dict.fromkeys(("dlogits", "elementwise", "softmax", "accumulate"), dtype)
     return Recipe(logits="input", partials=chunks, output="fp32", **stored, **plain.late(x))

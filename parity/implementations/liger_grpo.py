@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from parity.case.inputs import Inputs
+from parity.case.inputs import Inputs, autocast_of
 from parity.families.policy_losses import CLIPPED, WINDOW_NORMALISED
 from parity.implementations import plain
 from parity.implementations.implementation import (
@@ -38,7 +38,7 @@ NEEDED = "a release must have it"
 """Default of a parameter that a release must have: its value stands for nothing else."""
 ONE_DTYPE_BEFORE_08 = only(
     "hidden states and head of one dtype only before 0.8",
-    lambda s: streams_vocabulary() or s.context == "autocast" or s.head_dtype == "same" or s.dtype == "fp32",
+    lambda s: streams_vocabulary() or autocast_of(s) is not None or s.head_dtype == "same" or s.dtype == "fp32",
 )
 KERNEL_LOSS = "liger_kernel.transformers.grpo_loss:triton_grpo_loss"
 

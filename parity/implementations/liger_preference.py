@@ -31,7 +31,7 @@ def _chunks(x: Inputs) -> Recipe:
     """Logits in the dtype of the inputs, float32 from their log-softmax on; gradients are taken in the forward pass, those of
     the chunks summed in the dtype of the head."""
     dtype = plain.head_dtype(x)
-    logits = "bf16" if x.settings.context == "autocast" else dtype
+    logits = x.autocast or dtype
     return Recipe(logits=logits, dlogits=logits, accumulate=dtype, partials=x.settings.B, **plain.late(x))
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from parity.case.inputs import Inputs
+from parity.case.inputs import Inputs, autocast_of
+from parity.implementations.implementation import only
 from parity.judge.recipe import Recipe
 
 
@@ -29,7 +30,7 @@ def logits(x: Inputs) -> torch.Tensor:
 
 def cast(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
     """Hidden states in the dtype of the head, as a model with a float32 head casts them; autocast does it by itself."""
-    return hidden if x.settings.context == "autocast" else hidden.to(x.weight.dtype)
+    return hidden if autocast_of(x.settings) else hidden.to(x.weight.dtype)
 
 
 def upstream(x: Inputs) -> float:
@@ -49,14 +50,21 @@ def cotangent(x: Inputs) -> str:
 
 
 def autocast_softmax(x: Inputs) -> str:
-    """The dtype of a log-softmax of bf16 logits under autocast: CUDA takes it to float32, the CPU does not."""
-    return "fp32" if x.device.type == "cuda" else "bf16"
+    """The dtype of a log-softmax under autocast: CUDA takes it to float32, the CPU does not."""
+    return "fp32" if x.device.type == "cuda" else str(x.autocast)
+
+
+TWO_DTYPES = only(
+    "under autocast to float16 a CPU takes kl_div alone to float32; where p underflows no recipe describes it",
+    lambda s: s.context != "autocast_fp16" or s.device != "cpu",
+)
+"""Of divergences in plain torch: the mixture is float16, terms that cancel underflow on one side."""
 
 
 def narrow(x: Inputs) -> Recipe:
-    """Logits, log-softmax and what follows in the dtype of the head, which the result has too; under autocast in bf16."""
-    if x.settings.context == "autocast":
-        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=autocast_softmax(x))
+    """Logits, log-softmax and what follows in the dtype of the head, which the result has too; under autocast in autocast's."""
+    if x.autocast:
+        return Recipe(logits=x.autocast, dlogits=x.autocast, elementwise=x.autocast, softmax=autocast_softmax(x))
     dtype = head_dtype(x)
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output=dtype)
 

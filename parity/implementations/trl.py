@@ -57,7 +57,7 @@ def tiles(x: Inputs) -> Recipe:
 
 def _kernel(x: Inputs) -> Recipe:
     """Materialised logits in the dtype of the head, float32 inside the kernel, dlogits as the logits."""
-    dtype = "bf16" if x.settings.context == "autocast" else plain.head_dtype(x)
+    dtype = x.autocast or plain.head_dtype(x)
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype)
 
 

@@ -72,9 +72,8 @@ def teacher_logits(x: Inputs) -> torch.Tensor:
 def materialised(x: Inputs) -> Recipe:
     """Everything in the dtype of the logits, the log-softmax included; beside a float32 head the teacher alone."""
     dtype = plain.head_dtype(x)
-    if x.settings.context == "autocast":
-        softmax = plain.autocast_softmax(x)
-        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=softmax, output="any")
+    if x.autocast:
+        return dataclasses.replace(plain.narrow(x), output="any")
     teacher = None if x.settings.sparse != "none" else "input"  # its head has the dtype of the case, a support float32
     stored: dict[str, Any] = dict.fromkeys(("logits", "dlogits", "elementwise", "softmax"), dtype)
     stored |= dict.fromkeys(("teacher", "teacher_softmax", "teacher_elementwise"), teacher)
@@ -96,6 +95,7 @@ def _generalized_jsd(function: Any, x: Inputs) -> Outputs:
     sources=("trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss",),
     limits=(
         *DENSE,
+        plain.TWO_DTYPES,
         _with_items("trl.experimental.gkd.gkd_trainer:GKDTrainer.generalized_jsd_loss"),
         _with_items("trl.trainer.gkd_trainer:GKDTrainer.generalized_jsd_loss"),
     ),
@@ -116,7 +116,11 @@ def generalized_jsd_loss(x: Inputs) -> Outputs:
     contexts=EVERY_CONTEXT,
     every=4,
     sources=("trl.experimental.gold.gold_trainer.GOLDTrainer.generalized_jsd_loss",),
-    limits=(*DENSE, _with_items("trl.experimental.gold.gold_trainer:GOLDTrainer.generalized_jsd_loss")),
+    limits=(
+        *DENSE,
+        plain.TWO_DTYPES,
+        _with_items("trl.experimental.gold.gold_trainer:GOLDTrainer.generalized_jsd_loss"),
+    ),
 )
 def gold_jsd_loss(x: Inputs) -> Outputs:
     """`GOLDTrainer.generalized_jsd_loss`, GKD's with a path for probabilities."""
@@ -170,7 +174,7 @@ def _walked(x: Inputs) -> Recipe:
     dtype. Up to 1.12 nothing takes autocast's logits back to float32, and all that follows is plain torch."""
     if plain.installed("trl.kernels.chunked_divergence"):
         return _tiles(x)
-    if x.settings.context == "autocast" and Version(installed("trl") or "2") < Version("1.13"):
+    if x.autocast and Version(installed("trl") or "2") < Version("1.13"):
         return materialised(x)
     partials = max(1, math.ceil(x.settings.B * x.settings.T / (x.settings.chunk_size or CHUNK)))
     narrow: dict[str, Any] = dict.fromkeys(("logits", "teacher", "accumulate"), "input")
@@ -233,9 +237,7 @@ def _server(x: Inputs) -> tuple[Any, Any]:
 
 
 def _sparse(x: Inputs) -> Recipe:
-    dtype = plain.head_dtype(x)
-    if x.settings.context == "autocast":
-        dtype = "bf16"
+    dtype = x.autocast or plain.head_dtype(x)
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output="any")
 
 
@@ -282,6 +284,7 @@ def server_sparse_top_1(x: Inputs) -> Outputs:
     limits=(
         only("no padding inside a support", lambda s: s.sparse == "none" or (s.sparse == "topk" and not s.ragged)),
         DENSE[1],
+        plain.TWO_DTYPES,
     ),
 )
 def self_distillation(x: Inputs) -> Outputs:

@@ -1,5 +1,5 @@
 """TRL's preference losses on given log-probs: CPO's and ORPO's functions, on log-probs by `get_batch_logps`, and the losses
-of DPOTrainer on a model that returns stored hidden states."""
+of DPOTrainer and KTOTrainer on a model that returns stored hidden states."""
 
 import collections
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from parity.case.inputs import Inputs
 from parity.families.logprobs import IGNORE_INDEX
 from parity.families.preference import PER_TOKEN
 from parity.implementations import plain
-from parity.implementations.implementation import EVERY_CONTEXT, Outputs, accepted, implementation, only
+from parity.implementations.implementation import EVERY_CONTEXT, Limit, Outputs, accepted, implementation, only
 from parity.implementations.trl import tiles
 from parity.upstream import trl
 
@@ -74,6 +74,7 @@ class _Model(torch.nn.Module):
         from trl.trainer import utils
 
         super().__init__()
+        self.kl = 0.0 if prefix else x.settings.kl
         hidden, weight, bias = (getattr(x, prefix + name) for name in ("hidden", "weight", "bias"))
         text = SimpleNamespace(final_logit_softcapping=x.settings.softcap, logit_scale=x.settings.logit_scale)
         self.config = SimpleNamespace(get_text_config=lambda: text)
@@ -84,65 +85,95 @@ class _Model(torch.nn.Module):
         accepted(utils, "add_fused_lm_head")(self, outputs=("log_probs", *more))
 
 
-def _one_process() -> Any:
+def _asked(x: Inputs, kind: Any, **more: Any) -> torch.Tensor:
+    """Loss by `kind._compute_loss` of one micro-batch on one process."""
+
     def same(value: Any) -> Any:
         return value
 
-    return SimpleNamespace(gather=same, gather_for_metrics=same)
+    policy = _Model(x)
+    reference = (
+        _Model(x, "ref_")
+        if x.settings.reference == "head"
+        else lambda **_: SimpleNamespace(log_probs=torch.zeros(x.ids.shape, device=x.device))
+    )
+    ids = torch.cat([x.ids[:, :1], x.ids], 1).long()
+    mask = (ids != IGNORE_INDEX).long()
+    mask[:, 0] = 0
+    own = _self(
+        x,
+        model=policy,
+        ref_model=reference,
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None, discopop_tau=x.settings.tau),
+        precompute_ref_logps=False,
+        aux_loss_enabled=False,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+        **more,
+    )
+    own.accelerator.gather = own.accelerator.gather_for_metrics = same
+    batch = {"input_ids": ids.clamp(min=0), "attention_mask": torch.ones_like(ids), "completion_mask": mask}
+    batch |= {"label": x.labels} if x.labels is not None else {}
+    return kind._compute_loss(own, policy, batch, False)
+
+
+def _fused(name: str) -> Limit:
+    return only("another loss in the installed version", lambda s: trl.mentions("fused_lm_head", trl.class_named(name)))
+
+
+TRAINERS: dict[str, Any] = FIELDS | {
+    "recipe": tiles,
+    "contexts": frozenset({"plain", "autocast", "checkpoint"}),
+    "interpreted": trl.chunks_are_triton(),
+}
+NO_MEAN = only("no mean of log-probs", lambda s: not s.average)
 
 
 @implementation(
     "trl.DPOTrainer",
-    contexts=frozenset({"plain", "autocast", "checkpoint"}),
     sources=("trl.trainer.dpo_trainer.DPOTrainer._compute_loss",),
-    limits=(
-        only("dpo only", lambda s: s.method == "dpo"),
-        only("no mean of log-probs", lambda s: not s.average),
-        only("another loss in the installed version", lambda s: trl.mentions("fused_lm_head", _dpo())),
-        NO_TEMPERATURE,
-    ),
+    limits=(only("dpo only", lambda s: s.method == "dpo"), NO_MEAN, NO_TEMPERATURE, _fused("DPOTrainer")),
     rejects=(
         only(
             "hinge and the likelihood have no weights",
             lambda s: not (s.weighting and (s.loss_type == "hinge" or s.nll)),
         ),
     ),
-    interpreted=trl.chunks_are_triton(),
-    **FIELDS | {"recipe": tiles},
+    **TRAINERS,
 )
 def dpo_loss(x: Inputs) -> Outputs:
-    """`DPOTrainer._compute_loss` of one micro-batch; the likelihood is its loss type `sft`."""
-    s, kind = x.settings, _dpo()
-    policy = _Model(x)
-    reference = (
-        _Model(x, "ref_") if s.reference == "head" else lambda **_: SimpleNamespace(log_probs=torch.zeros(x.ids.shape))
-    )
-    ids = torch.cat([x.ids[:, :1], x.ids], 1).long()
-    mask = (ids != IGNORE_INDEX).long()
-    mask[:, 0] = 0
-    own = SimpleNamespace(
-        model=policy,
-        ref_model=reference,
-        accelerator=_one_process(),
-        args=SimpleNamespace(gradient_checkpointing_kwargs=None, discopop_tau=s.tau),
-        precompute_ref_logps=False,
-        aux_loss_enabled=False,
-        beta=s.beta,
-        label_smoothing=s.smoothing,
+    """`DPOTrainer._compute_loss`; the likelihood is its loss type `sft`."""
+    s = x.settings
+    loss = _asked(
+        x,
+        trl.class_named("DPOTrainer"),
         loss_types=[s.loss_type, "sft"][: 1 + bool(s.nll)],
         loss_weights=[1.0, s.nll][: 1 + bool(s.nll)],
         f_divergence_type=s.divergence,
         f_alpha_divergence_coef=s.alpha,
         ld_alpha=None if s.ld_alpha == 1.0 else s.ld_alpha,
         use_weighting=s.weighting,
-        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
     )
-    own.accelerator.device = x.device
-    batch = {"input_ids": ids.clamp(min=0), "attention_mask": torch.ones_like(ids), "completion_mask": mask}
-    return {"loss": kind._compute_loss(own, policy, batch, False)}
+    return {"loss": loss}
 
 
-def _dpo() -> Any:
-    return trl.class_named("DPOTrainer")
+@implementation(
+    "trl.KTOTrainer",
+    sources=("trl.trainer.kto_trainer.KTOTrainer._compute_loss",),
+    limits=(only("kto only", lambda s: s.method == "kto"), NO_MEAN, NO_TEMPERATURE, _fused("KTOTrainer")),
+    **TRAINERS,
+)
+def kto_loss(x: Inputs) -> Outputs:
+    """`KTOTrainer._compute_loss`, given the log-probs of the completions whose mean log-ratio is z."""
+    s = x.settings
+    loss = _asked(
+        x,
+        trl.class_named("KTOTrainer"),
+        loss_type=s.loss_type,
+        calculate_KL=s.loss_type == "kto",
+        desirable_weight=s.desirable,
+        undesirable_weight=s.undesirable,
+        _compute_kl_logps=lambda model, _: torch.full((s.B,), getattr(model, "kl", 0.0), device=x.device),
+    )
+    return {"loss": loss}

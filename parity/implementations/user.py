@@ -47,8 +47,8 @@ DEFAULT_RECIPE = Recipe(output="any")
 
 
 def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
-    """What a function declares, float32 if nothing; bf16 in what it makes of autocast's logits. Every operation of plain
-    torch that follows an autocast product rounds to bf16, logsumexp too, and on the CPU log_softmax."""
+    """What a function declares, float32 if nothing; autocast's dtype in what it makes of its logits. Every operation of plain
+    torch that follows an autocast product rounds to it, logsumexp too, and on the CPU log_softmax."""
     declared = getattr(function, "recipe", DEFAULT_RECIPE)
     if not (isinstance(declared, Recipe) or callable(declared)):
         label = getattr(function, "__name__", "the function")
@@ -56,10 +56,10 @@ def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
 
     def recipe(x: Inputs) -> Recipe:
         found: Recipe = declared(x) if callable(declared) else declared
-        if x.context != "autocast":
+        if x.autocast is None:
             return found
         softmax = found.softmax if x.device.type == "cuda" else plain.autocast_softmax(x)
-        return dataclasses.replace(found, elementwise="bf16", softmax=softmax, log_sum_exp="bf16")
+        return dataclasses.replace(found, elementwise=x.autocast, softmax=softmax, log_sum_exp=x.autocast)
 
     return recipe
 
@@ -169,6 +169,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
     while isinstance(code, functools.partial):
         code = code.func
     named = code if hasattr(code, "__qualname__") else type(code)
+    narrowed = (plain.TWO_DTYPES,) if chosen.name == "divergence" else ()
     return Implementation(
         id=id,
         family=chosen.name,
@@ -178,7 +179,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         outputs=frozenset(getattr(function, "outputs", ())),
         contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),
         parameters=None if open_ended else frozenset({*canonical(names).values(), *fixed}),
-        limits=(only(f"written for {', '.join(f'{n} {v}' for n, v in fixed.items())}", fits),),
+        limits=(only(f"written for {', '.join(f'{n} {v}' for n, v in fixed.items())}", fits), *narrowed),
         sources=(f"{named.__module__}.{named.__qualname__}",),
     )
 

@@ -145,7 +145,7 @@ class CaseOracle:
         """The same values with every parameter in float32 and outside autocast, to tell logic from precision."""
         case = dataclasses.replace(self.inputs.case, dtype="fp32")
         settings = SimpleNamespace(**vars(self.inputs.settings))
-        if self.inputs.context == "autocast":
+        if self.inputs.autocast:
             settings.context = "plain"
         tensors = {
             k: elsewhere(v, dtype=torch.float32) if v is not None and v.dtype in (torch.float16, torch.bfloat16) else v
@@ -165,7 +165,7 @@ def expected(oracle: CaseOracle, implementation: Implementation, recipe: Recipe)
     out: dict[str, torch.dtype | None] = {}
     for name in fam.outputs:
         if name in oracle.exact and (name not in fam.optional or name in implementation.outputs):
-            out[name] = None if inputs.context == "autocast" else DTYPES.get(recipe.output)
+            out[name] = None if inputs.autocast else DTYPES.get(recipe.output)
     for leaf in inputs.leaves:
         out[gradient_name(leaf)] = inputs.tensors[leaf].dtype  # type: ignore[union-attr]
     return out
@@ -202,7 +202,7 @@ def judge_all(
 
 def _asked(oracle: CaseOracle, name: str, dtype: torch.dtype | None, came: torch.dtype) -> torch.dtype:
     """The dtype whose precision a value must have: float32 for float32 inputs, unless the recipe says otherwise."""
-    if oracle.inputs.case.dtype == "fp32" and oracle.inputs.context != "autocast":
+    if oracle.inputs.product_dtype == "fp32":
         return dtype or (torch.float32 if came in (torch.float16, torch.bfloat16) else came)
     scalar = name in oracle.family.outputs and oracle.exact[name].dim() == 0
     return came if dtype is None or scalar else dtype
@@ -243,7 +243,7 @@ def judged(
 def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outcome) -> dict[str, Judgement]:
     """The verdict on every quantity. A result in which autocast changes no bit is judged as without autocast."""
     out = judged(oracle, implementation, outcome)
-    if oracle.inputs.context == "autocast":
+    if oracle.inputs.autocast:
         plain = oracle.in_float32
         without = execute(implementation, plain.inputs)
         same = {n for n, x in without.quantities.items() if same_bits(outcome.quantities.get(n), x)}
@@ -255,7 +255,7 @@ def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outco
 
 def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequence[str]) -> dict[str, Class]:
     """ "logic" for each quantity that float32 does not repair and no other float32 recipe explains, else "precision"."""
-    narrow = oracle.inputs.case.dtype != "fp32" or oracle.inputs.context == "autocast"
+    narrow = oracle.inputs.product_dtype != "fp32"
     precise = oracle.in_float32 if narrow else oracle
     outcome = execute(implementation, precise.inputs)
     if outcome.verdict == "ran":

@@ -16,6 +16,7 @@ from parity.errors import Returned, Unsupported
 from parity.implementations.implementation import Implementation, Outputs
 from parity.judge.oracle import gradient_name
 from parity.judge.protocol import same_bits
+from parity.judge.recipe import DTYPES
 from parity.protocol import faults, process_state
 from parity.protocol.exceptions import Outcome, ended_by
 from parity.protocol.process_state import matmul_precision
@@ -53,8 +54,8 @@ def forward(implementation: Implementation, x: Inputs) -> Outputs:
 
     if context in ("plain", "tf32"):
         return call(x)
-    if context == "autocast":
-        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+    if x.autocast:
+        with torch.autocast(x.device.type, dtype=DTYPES[x.autocast]):
             return call(x)
     names: list[str] = []
 

@@ -183,7 +183,7 @@ def relations(
     for name, relation in family.relations.items():
         changed_inputs = relation.change(inputs)
         doubles = any(f not in (0.0, 1.0) for f in relation.factor.values())
-        if changed_inputs is None or (doubles and inputs.case.dtype == "fp16"):
+        if changed_inputs is None or (doubles and inputs.product_dtype == "fp16"):
             continue  # a subnormal float16 does not double exactly
         then = execute(implementation, changed_inputs)
         if then.verdict != "ran":

@@ -123,7 +123,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             and row.verdict in self.verdicts
             and self.covers_implementation(row.implementation)
             and any(fnmatch.fnmatchcase(str(row.quantity), p) for p in self.quantities)
-            and (not self.dtypes or row.dtype in self.dtypes)
+            and (not self.dtypes or not {row.dtype, _narrowed(facts)}.isdisjoint(self.dtypes))
             and (not self.devices or row.device in self.devices)
             and (not self.gates or row.gate in self.gates)
             and (not self.variants or row.variant in self.variants)
@@ -137,6 +137,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.headroom is None or row.headroom is None:
             return self.headroom is None
         return row.headroom <= GROWTH * self.headroom or ("check" in row.settings and row.seed != 0)
+
+
+def _narrowed(facts: Mapping[str, Any]) -> str | None:
+    """The dtype of autocast to float16: its findings are those of float16 inputs."""
+    return "fp16" if facts.get("context") == "autocast_fp16" else None
 
 
 def _holds(value: Any, wanted: Any) -> bool:

@@ -153,8 +153,13 @@ def _arguments(of: Family, bound: inspect.BoundArguments, taken: _Taken, label: 
             taken.settings[name] = value.item() if isinstance(value, Tensor) else value
         elif value is not None and name not in of.stored and name != "ignore_index":
             taken.remarks["captured"].setdefault("left out", []).append(argument)
-    if torch.is_autocast_enabled(taken.tensors["hidden"].device.type):
-        taken.settings["context"] = "autocast"
+    taken.settings |= _autocast(taken.tensors["hidden"].device.type)
+
+
+def _autocast(device: str) -> dict[str, Any]:
+    """Settings of the autocast that the caller is in."""
+    name = "autocast" if torch.get_autocast_dtype(device) == torch.bfloat16 else "autocast_fp16"
+    return {"context": name} if torch.is_autocast_enabled(device) else {}
 
 
 @contextlib.contextmanager
@@ -183,8 +188,7 @@ def _trainer(trainer: Any, taken: _Taken, step: int) -> Iterator[Any]:
             return original(model_, inputs, *args, **kwargs)
         inside[0] = True
         kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
-        if torch.is_autocast_enabled(trainer.accelerator.device.type):
-            taken.settings["context"] = "autocast"
+        taken.settings |= _autocast(trainer.accelerator.device.type)
         taken.keep("weight", head.weight)
         if head.bias is not None:
             taken.keep("bias", head.bias)

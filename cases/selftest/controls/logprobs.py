@@ -41,15 +41,14 @@ def stored(x: Inputs) -> Recipe:
 def tiled(x: Inputs) -> Recipe:
     """As `stored`, partial gradients of the head summed in its dtype; under autocast in that of its cast copy."""
     dtype = plain.head_dtype(x)
-    accumulate = "bf16" if x.settings.context == "autocast" else dtype
-    return Recipe(logits=dtype, dlogits=dtype, accumulate=accumulate, partials=-(-x.ids.numel() // TILE))
+    return Recipe(logits=dtype, dlogits=dtype, accumulate=x.autocast or dtype, partials=-(-x.ids.numel() // TILE))
 
 
 def split(x: Inputs) -> Recipe:
-    """float32; under autocast the chunks' gradients of the hidden states are summed in their cast copy's bfloat16."""
-    if x.settings.context != "autocast":
+    """float32; under autocast the chunks' gradients of the hidden states are summed in their cast copy's dtype."""
+    if x.autocast is None:
         return Recipe()
-    return Recipe(accumulate="bf16", partials=-(-len(x.weight) // _chunk(x)))
+    return Recipe(accumulate=x.autocast, partials=-(-len(x.weight) // _chunk(x)))
 
 
 def _chunk(x: Inputs) -> int:
@@ -58,19 +57,18 @@ def _chunk(x: Inputs) -> int:
 
 
 def narrow(x: Inputs) -> Recipe:
-    """Everything in the dtype of the head; under autocast in bf16, the softmax too unless CUDA takes it to float32."""
+    """Everything in the dtype of the head; under autocast in its dtype, the softmax too unless CUDA takes it to float32."""
     dtype = plain.head_dtype(x)
-    if x.settings.context == "autocast":
-        softmax = "fp32" if x.hidden.is_cuda else "bf16"
-        return Recipe(logits="bf16", dlogits="bf16", elementwise="bf16", softmax=softmax)
+    if x.autocast:
+        stored = dict.fromkeys(("logits", "dlogits", "elementwise"), x.autocast)
+        return Recipe(**stored, softmax="fp32" if x.hidden.is_cuda else x.autocast)
     return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output=dtype)
 
 
 def gathered(x: Inputs) -> Recipe:
-    """As `narrow`, with a log-sum-exp stored so; under autocast in bf16 on CUDA too."""
+    """As `narrow`, with a log-sum-exp stored so; under autocast in its dtype on CUDA too."""
     found = narrow(x)
-    dtype = "bf16" if x.settings.context == "autocast" else plain.head_dtype(x)
-    return dataclasses.replace(found, log_sum_exp=dtype)
+    return dataclasses.replace(found, log_sum_exp=x.autocast or plain.head_dtype(x))
 
 
 def narrow_product(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:

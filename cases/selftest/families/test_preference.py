@@ -119,13 +119,16 @@ def test_the_weight_of_a_pair_by_hand_has_no_gradient():
         {"loss_type": "sppo_hard", "weighting": True, "softcap": 3.0, "logit_scale": 0.5},
         {"loss_type": "robust", "smoothing": 0.1, "divergence": "js_divergence", "bias": "banned"},
         {"loss_type": "sigmoid_norm", "divergence": "alpha_divergence"},
+        {"method": "kto", "loss_type": "kto", "kl": 0.3, "desirable": 0.7, "undesirable": 1.3, "softcap": 3.0},
+        {"method": "kto", "loss_type": "apo_zero_unpaired", "reference": "none", "labels": "none"},
     ],
     ids=str,
 )
-def test_the_loss_of_trls_dpo_trainer_agrees(settings):
+def test_the_losses_of_trls_trainers_agree(settings):
     pytest.importorskip("trl")
     case = Case("preference", 4, "fp32", {"B": 4, "T": 5, "V": 9, **settings})
-    rows = list(run_case(case, [load()["trl.DPOTrainer"]], thorough=False))
+    name = "trl.KTOTrainer" if "method" in settings else "trl.DPOTrainer"
+    rows = list(run_case(case, [load()[name]], thorough=False))
     assert {r.quantity: r.verdict for r in rows if r.verdict != "agree"} == {}
     assert {"loss", "grad_hidden", "grad_weight"} <= {r.quantity for r in rows}
 

@@ -60,10 +60,10 @@ def oracle(**settings):
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("peak", [1.0, 12.0])
-def test_plain_torch_agrees_under_autocast(seed, peak):
-    """bf16 products, and on the CPU a log-softmax in bf16: autocast's, not the user's."""
-    settings = {"context": "autocast", "V": 257, "H": 7, "peak": peak, "temperature": 0.7}
+@pytest.mark.parametrize(("peak", "context"), [(1.0, "autocast"), (12.0, "autocast"), (12.0, "autocast_fp16")])
+def test_plain_torch_agrees_under_autocast(seed, peak, context):
+    """16-bit products, and on the CPU a log-softmax in 16 bits: autocast's, not the user's."""
+    settings = {"context": context, "V": 257, "H": 7, "peak": peak, "temperature": 0.7}
     of = oracle_of(FAMILY.case(seed, "fp32", settings))
     own = from_function(my_loss, "my_kernel.py:my_loss")
     assert all(j.agrees for j in confirmed(of, own, execute(own, of.inputs)).values())
@@ -77,8 +77,9 @@ def test_a_recipe_stays_what_it_says_beside_autocast():
     narrow.recipe = dataclasses.replace(from_function(my_loss, "a.py:b").recipe_for(oracle().inputs), logits="input")
     own = from_function(narrow, "a.py:narrow")
     assert own.recipe_for(oracle_of(FAMILY.case(3, "bf16", {})).inputs).logits == "bf16"
-    under = own.recipe_for(oracle(context="autocast").inputs)
-    assert (under.inputs, under.elementwise, under.softmax) == ("bf16", "bf16", "bf16")
+    for context, dtype in (("autocast", "bf16"), ("autocast_fp16", "fp16")):
+        under = own.recipe_for(oracle(context=context).inputs)
+        assert (under.inputs, under.elementwise, under.softmax) == (dtype, dtype, dtype)
 
 
 def test_what_autocast_explains_is_precision():

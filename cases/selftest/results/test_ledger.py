@@ -181,15 +181,16 @@ def test_under_a_softcap_a_ban_is_finite_and_no_entry_about_it_covers_a_failure(
         assert entry.covers(failed, facts(case)) is covered
 
 
-def test_a_nan_of_the_entropy_is_one_entry():
+@pytest.mark.parametrize(("dtype", "context"), [("fp16", "plain"), ("fp32", "autocast_fp16")])
+def test_a_nan_of_the_entropy_is_one_entry(dtype, context):
     """By a ban or by overflow in float16: were it both, the counts of findings would say one defect twice."""
     both = [e for e in SHIPPED.entries if e.id in ("trl-entropy-minus-inf", "trl-entropy-fp16-overflow")]
     about = {"implementation": "trl.selective_log_softmax", "quantity": "entropy", "gate": "structure"}
-    failed, seen = row(**about, dtype="fp16", cls="precision"), []
+    failed, seen = row(**about, dtype=dtype, cls="precision"), []
     drawn = ("none", "banned"), (None, 30.0, 50.0), (1.0, 0.0029, 0.001428)
     for bias, softcap, temperature in itertools.product(*drawn):
         settings = {"bias": bias, "softcap": softcap, "temperature": temperature, "peak": 50.0, "entropy": "value"}
-        known = facts(family("logprobs").case(1, "fp16", settings | {"H": 2}))
+        known = facts(family("logprobs").case(1, dtype, settings | {"H": 2, "context": context}))
         covering = [e.id for e in both if e.covers(failed, known)]
         assert len(covering) == known["a log-prob of -inf"], (settings, covering)
         seen += covering

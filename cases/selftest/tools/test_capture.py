@@ -90,6 +90,16 @@ def test_only_the_call_that_is_asked_for(tmp_path):
     assert not (tmp_path / "none.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "context"), [(torch.bfloat16, "autocast"), (torch.float16, "autocast_fp16")], ids=str
+)
+def test_autocast_is_captured(tmp_path, dtype, context):
+    with parity.capture(policy_loss, to=tmp_path / "c.json") as loss, torch.autocast("cpu", dtype):
+        loss(**batch())
+    case = Case.load(tmp_path / "c.json")
+    assert case.settings["context"] == context and set(verdicts(case, policy_loss).values()) == {"agree"}
+
+
 @pytest.mark.parametrize("name", ["GRPOTrainer", "SFTTrainer"])
 def test_a_step_of_a_real_trainer(tmp_path, name):
     """The definition gives the loss that the trainer logged, and TRL's own code agrees on the batch."""

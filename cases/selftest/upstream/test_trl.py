@@ -130,12 +130,18 @@ print([one.interpreted for one in made])
 
 
 @pytest.mark.parametrize(
-    "dtype, context, why", [("bf16", "plain", "truncates"), ("fp32", "autocast", "truncates"), ("fp32", "plain", None)]
+    ("dtype", "settings", "why"),
+    [
+        ("bf16", {}, "truncates"),
+        ("fp32", {"context": "autocast"}, "truncates"),
+        ("fp32", {"context": "autocast_fp16"}, None),
+        ("fp32", {}, None),
+    ],
 )
-def test_what_a_kernel_stores_in_bf16_is_not_judged_in_the_interpreter(monkeypatch, dtype, context, why):
+def test_what_a_kernel_stores_in_bf16_is_not_judged_in_the_interpreter(monkeypatch, dtype, settings, why):
     monkeypatch.setattr(interpreter, "truncates_bfloat16", lambda: True)
     family = loss_family("policy")
-    case = family.case(1, dtype, {"context": context})
+    case = family.case(1, dtype, settings)
     limit = interpreter_limit(family, case, CaseOracle.of(family, case, "cpu").inputs.settings)
     assert limit is None if why is None else why in (limit or "")
 
