@@ -5,6 +5,7 @@ import torch
 
 from parity.trainers import catalogue
 from parity.trainers.check import CheckCall, every_value, shared
+from parity.trainers.checks.twins import GRPO_TYPES
 
 
 def test_a_part_of_the_cells_has_every_value_of_each_trainer():
@@ -64,3 +65,10 @@ def test_the_ways_of_a_case_share_its_definition_and_no_other_case_does():
     assert made[0] is made[1] and made[2] is made[3] and made[0] is not made[2]
     assert shared(calls[2], "logged", lambda: torch.zeros(1)) is not made[2]
     assert shared(calls[0], "step", lambda: torch.zeros(1)) is not made[0]  # only the last case's is kept
+
+
+@pytest.mark.parametrize("kind", ["evaluation", "truncated"])
+def test_pr_looks_at_each_loss_of_grpo_in_evaluation_and_truncated(kind):
+    """Each is a branch of its own, with a normaliser of its own."""
+    asked = [s for t, s in catalogue.load()["windows"].listed("pr", 0) if t == "grpo-trainer" and s["kind"] == kind]
+    assert {s["loss"] for s in asked} == set(GRPO_TYPES)

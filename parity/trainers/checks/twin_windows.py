@@ -254,6 +254,7 @@ WINDOWS = {
 
 
 PR: list[CheckCase] = [("grpo-trainer", {"kind": kind, "loss": "dapo"}) for kind in ("generation", "misaligned")]
+PR += [("grpo-trainer", {"kind": kind, "loss": loss}) for kind in ("evaluation", "truncated") for loss in GRPO_TYPES]
 PR = [("sft-trainer", {"kind": "uneven"}), *PR]
 
 
