@@ -88,3 +88,9 @@ def test_the_patch_looks_before_it_wraps():
             assert "already applied" in str(mask_padded_log_probs(run))
         patch.undo()
         assert "_forward" not in vars(run)
+
+
+@pytest.mark.parametrize("check", ["metrics", "losses"])
+def test_sequences_whose_prompts_are_trained_on_are_all_there(check):
+    asked = {"loss": "nll"} if check == "losses" else {}
+    assert verdicts("sft-trainer", check, whole=True, **asked)["sequences"] == "agree"

@@ -96,7 +96,7 @@ def test_the_loss_at_ratio_one_is_of_the_mean_that_the_release_takes(monkeypatch
     """Advantages of 1 and -1 on completions of 3 tokens and 1: 0 over sequences, 0.5 over tokens, which TRL 0.16 takes."""
     monkeypatch.setattr(step_one.trl, "since", lambda version: Version(released) >= Version(version))
     monkeypatch.setattr(step_one.trl, "fields", lambda config: {"loss_type": "grpo"} if loss_types else {})
-    counted = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+    counted = torch.tensor([[True, True, True], [True, False, False]])
     terms = torch.tensor([[-1.0], [1.0]]).expand(2, 3)
     asked = call("grpo-trainer", "step-one")
     assert float(step_one.averaged(terms, counted, step_one._of_sequences(asked))) == exact

@@ -16,6 +16,7 @@ from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, always, check
+from parity.trainers.definitions.scored import mean
 from parity.trainers.rig import drive, models, stored_window
 from parity.trainers.rig.drawn import uniform
 from parity.upstream import trl
@@ -80,11 +81,11 @@ def definition(call: CheckCall, rewards: Tensor, weights: list[float]) -> Oracle
             found = _of_others(x, seen, s.normalize)
         elif getattr(s, AGGREGATION) == LATE:
             own, there = rewards.view(*seen.shape, -1), by.view(*seen.shape, -1)
-            each = (own - _mean(own, there, 1)) / _spread(own, there, 1)
+            each = (own - mean(own, there, 1)) / _spread(own, there, 1)
             whole = torch.where(there, each * torch.tensor(weights), 0.0).sum(-1)
-            found = (whole - _mean(whole, seen, (0, 1))) / _spread(whole, seen, (0, 1))
+            found = (whole - mean(whole, seen, (0, 1))) / _spread(whole, seen, (0, 1))
         else:
-            found = x - _mean(x, seen, 1)
+            found = x - mean(x, seen, 1)
             if s.scale_rewards != "none":
                 found = found / _spread(x, seen, 1 if s.scale_rewards == "group" else (0, 1))
         return {"advantages": torch.where(seen, found, 0.0).flatten(), "reward": x.sum() / by.any(1).sum()}
@@ -139,16 +140,11 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tens
     return out["advantages"].detach().cpu(), trainer._metrics["eval" if alone else "train"]["reward"][-1]
 
 
-def _mean(x: Tensor, seen: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Of what is seen, 0 of nothing."""
-    return torch.where(seen, x, 0.0).sum(dim, keepdim=True) / seen.sum(dim, keepdim=True).clamp(min=1)
-
-
 def _spread(x: Tensor, seen: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """Sample standard deviation of what is seen, 0 of a single value, + 1e-4."""
     n = seen.sum(dim, keepdim=True)
     correction = torch.where(n > 1, n / (n - 1).clamp(min=1), 0.0)
-    return (_mean((x - _mean(x, seen, dim)) ** 2, seen, dim) * correction).sqrt() + EPSILON
+    return (mean((x - mean(x, seen, dim)) ** 2, seen, dim) * correction).sqrt() + EPSILON
 
 
 def _of_others(x: Tensor, seen: Tensor, normalize: bool) -> Tensor:
@@ -158,5 +154,5 @@ def _of_others(x: Tensor, seen: Tensor, normalize: bool) -> Tensor:
     away = x - (x.sum(1, keepdim=True) - x) / others.clamp(min=1)
     counted = seen & (others > 0)
     if normalize:
-        away = (away - _mean(away, counted, (0, 1))) / _spread(away, counted, (0, 1))
+        away = (away - mean(away, counted, (0, 1))) / _spread(away, counted, (0, 1))
     return torch.where(counted, away, 0.0)

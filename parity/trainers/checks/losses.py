@@ -126,8 +126,9 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
         rows[0] = dataclasses.replace(rows[0], completion=f"{rows[0].completion} {UNKNOWN}")
     settings = twin(trainer, model=s.model, split=s.split, pad="<eos>" if s.zero else "<pad>")
     run = Run(trainer, settings, call.path, rows, plain=True, per_device_eval_batch_size=len(rows), **_options(call))
+    run.window = dataclasses.replace(run.window, whole=s.whole)
     loss = Loss(run.window, s)
-    yield from judged(call, run, loss, there=not s.whole)  # else its sequences count from their first token on
+    yield from judged(call, run, loss)
     if call.spec.data == "completions":  # whose loss types are functions of their own
         with trl.quiet():
             found = float(run.built.evaluate()["eval_loss"])

@@ -54,10 +54,9 @@ def define(window: Window, s: SimpleNamespace, model: Any) -> Values:
     seen = {"num_tokens": torch.tensor(float(sum(len(tokens) for tokens, _ in window.expected)))}
     if spec.paired or spec.data == "labels":
         return seen | _of_sides(loss, model)
-    if not spec.grouped:
-        batch = loss.scored(model, [(tokens, 1 if s.whole else start) for tokens, start in window.sequences])
-        return seen | {"entropy": batch.entropy, "mean_token_accuracy": torch.cat(batch.likeliest).double().mean()}
     batch = loss.scored(model)
+    if not spec.grouped:
+        return seen | {"entropy": batch.entropy, "mean_token_accuracy": torch.cat(batch.likeliest).double().mean()}
     d = torch.cat(batch.base.tokens) - torch.cat(batch.tokens)
     kl = -d.mean() if spec.baseline == "others" else k3(d, None).mean()
     return seen | {"kl": kl, "entropy": batch.entropy} | _of_generation(window, batch.lengths)
@@ -161,9 +160,8 @@ def metrics(call: CheckCall) -> Iterator[Quantity]:
     rows = guessed(Window.of(trainer), policy()) if trainer in GUESSED else Window.of(trainer).rows
     rows = [dataclasses.replace(row, limit=2) for row in rows] if s.brief else rows
     run = Run(trainer, settings, call.path, rows, plain=True, **more)
-    there = run.all_there()
-    if not s.whole:  # else its sequences count from their first token on
-        yield there
+    run.window = dataclasses.replace(run.window, whole=s.whole)
+    yield run.all_there()
     log = drive.logged(run.built)
     defined = functools.partial(define, run.window, s)
     truth = shared(call, "logged", lambda: measured(policy(), defined, COUNTED))

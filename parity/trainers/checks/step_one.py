@@ -19,7 +19,7 @@ from parity.errors import Unsupported
 from parity.families.policy_losses import divergence
 from parity.judge.oracle import Oracle
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, check, holds, pairwise
-from parity.trainers.definitions.scored import completion_logps
+from parity.trainers.definitions.scored import completion_logps, mean
 from parity.trainers.definitions.training_step import measured
 from parity.trainers.rig import checkpointing, drive, models, recorder
 from parity.trainers.specs import SPECS
@@ -45,7 +45,7 @@ A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
     *((trainer, {"model": "gemma2"}) for trainer in ("grpo-trainer", "rloo-trainer")),  # softcap on attention scores
 )
 Policies = SimpleNamespace
-"""Log-probs (B, T) by the `policy`, the `reference` and the `old` policy, which generated; what is `counted`, (B, T), 1 or 0."""
+"""Log-probs (B, T) by the `policy`, the `reference` and the `old` policy, which generated; what is `counted`, (B, T) bool."""
 
 
 def cases(seed: int) -> Iterator[CheckCase]:
@@ -171,7 +171,7 @@ def definition(call: CheckCall, step: FirstStep) -> Oracle:
     width = step.ids.shape[1] - int(step.completion.any(0).int().argmax())
     rows = [ids[int(mask.argmax()) :].tolist() for ids, mask in zip(step.ids, step.mask, strict=True)]
     window = [(row, len(row) - width) for row in rows]
-    counted = step.completion[:, -width:].cpu().double()
+    counted = step.completion[:, -width:].cpu().bool()
     seen = counted.nonzero(as_tuple=True)
     temperature = s.temperature if call.spec.scored else 1.0
 
@@ -206,16 +206,12 @@ def quantities(call: CheckCall, step: FirstStep, oracle: Oracle) -> Iterator[Qua
         yield Quantity(name, value, Entry(oracle, name), f"{name} {value:.5g} at step 1 instead of {exact:.5g}")
 
 
-def _mean(x: Tensor, counted: Tensor) -> Tensor:
-    return (x * counted).sum() / counted.sum()
-
-
 def _grpo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
     """KL: the mean over completion tokens of k3. Loss: the mean of -A + β·k3."""
     assert step.advantages is not None
     k3 = divergence(by.reference - by.policy, None)
     terms = call.settings.beta * k3 - step.advantages.cpu().double().unsqueeze(1)
-    return {"kl": _mean(k3, by.counted), "loss": averaged(terms, by.counted, _of_sequences(call))}
+    return {"kl": mean(k3, by.counted), "loss": averaged(terms, by.counted, _of_sequences(call))}
 
 
 def _of_sequences(call: CheckCall) -> bool:
@@ -225,7 +221,7 @@ def _of_sequences(call: CheckCall) -> bool:
 
 def averaged(terms: Tensor, counted: Tensor, of_sequences: bool) -> Tensor:
     """The mean over sequences of each one's mean over its tokens, or the mean over all tokens."""
-    return ((terms * counted).sum(1) / counted.sum(1)).mean() if of_sequences else _mean(terms, counted)
+    return ((terms * counted).sum(1) / counted.sum(1)).mean() if of_sequences else mean(terms, counted)
 
 
 def _rloo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
@@ -233,7 +229,7 @@ def _rloo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
     assert step.advantages is not None
     policy, old = ((x * by.counted).sum(1) for x in (by.policy, by.old))
     loss = -((policy - old).exp() * step.advantages.cpu().double()).mean()
-    return {"kl": _mean(by.old - by.reference, by.counted), "loss": loss}
+    return {"kl": mean(by.old - by.reference, by.counted), "loss": loss}
 
 
 def _pairs(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:

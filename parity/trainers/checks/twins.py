@@ -127,7 +127,9 @@ def by_definition(trainer: str, s: SimpleNamespace) -> Oracle:
 def _by_definition(trainer: str, told: tuple[Any, ...], _seed: int) -> Oracle:
     s = SimpleNamespace(**dict(zip(TOLD, told, strict=True)))
     rounding = AutocastRounding if s.precision == "autocast" else AnyOperation
-    return exact_step(stored_window.policy(s.model, torch.float64), Loss(Window.of(trainer), s), rounding)
+    return exact_step(
+        stored_window.policy(s.model, torch.float64), Loss(Window.of(trainer, whole=s.whole), s), rounding
+    )
 
 
 def judged(

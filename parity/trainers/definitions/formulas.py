@@ -21,7 +21,7 @@ from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.families.policy_losses import divergence as k3
 from parity.families.preference_losses import DIVERGENCES, DPO, ONLINE, Pairs, unpaired
-from parity.trainers.definitions.scored import Scored, completion_logps, entropies, rows, sums
+from parity.trainers.definitions.scored import Scored, completion_logps, entropies, mean, rows, sums
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Sequences, Window
 
@@ -118,11 +118,10 @@ class Loss:
 
 
 def sft(a: Loss, model: Any) -> Tensor:
-    """-Σ log p / N over the N completion tokens, `whole`: of all tokens but the first. dft: -Σ p·log p / N, p without
+    """-Σ log p / N over the N completion tokens. dft: -Σ p·log p / N, p without
     gradient (arXiv 2508.05629). Smoothed: -(1 - ε) log p(token) - ε·mean over the vocabulary of log p (arXiv
     1512.00567)."""
-    window = [(tokens, 1) for tokens, _ in a.window.sequences] if a.s.whole else a.window.sequences
-    scored, e = Scored(model, window), a.s.smoothing
+    scored, e = Scored(model, a.window.sequences), a.s.smoothing
     if e:
         pairs = zip(scored.tokens, scored.tables, strict=True)
         return -torch.cat([(1 - e) * own + e * table.mean(-1) for own, table in pairs]).mean()
@@ -223,12 +222,8 @@ def gmpo(a: Loss, model: Any) -> Tensor:
     every = zip(scored.tokens, old, base, a.of_window(advantages(a.whole)), counted, uncertain(a, scored), strict=True)
     for t, o, ref, sign, own, kept in every:
         d = torch.where(sign > 0, (t - o).clamp(max=high), (t - o).clamp(min=-low))
-        terms.append(-sign * _mean(d, own & kept).exp() + a.s.beta * _mean(k3(ref - t, None), own))
+        terms.append(-sign * mean(d, own & kept).exp() + a.s.beta * mean(k3(ref - t, None), own))
     return torch.stack(terms).mean()
-
-
-def _mean(x: Tensor, kept: Tensor) -> Tensor:
-    return (x * kept).sum() / kept.to(x).sum().clamp(min=1.0)
 
 
 def uncertain(a: Loss, scored: Scored) -> list[Tensor]:

@@ -26,7 +26,7 @@ def sequences_of(batches: Iterable[Mapping[str, Any]]) -> Sequences:
         for part in parts(batch):
             for tokens, present, loss in zip(*part, strict=True):
                 kept = tokens[present.bool()].tolist()
-                out.append((kept, len(kept) - int((loss * present).sum())))
+                out.append((kept, max(1, len(kept) - int((loss * present).sum()))))  # no model predicts a first token
     return out
 
 

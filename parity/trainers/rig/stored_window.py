@@ -120,9 +120,9 @@ class Window:
     whole: bool = False  # every token but the first is in the loss
 
     @classmethod
-    def of(cls, trainer: str, given: Sequence[Sample] | None = None) -> "Window":
+    def of(cls, trainer: str, given: Sequence[Sample] | None = None, whole: bool = False) -> "Window":
         """Some rows, or all: in groups of one prompt where advantages are relative to a group."""
-        return cls(trainer, rows(4 if SPECS[trainer].grouped else 8) if given is None else given)
+        return cls(trainer, rows(4 if SPECS[trainer].grouped else 8) if given is None else given, whole)
 
     @property
     def spec(self) -> TrainerSpec:
