@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -118,6 +119,13 @@ ONE_BY_ONE = only(
 )
 
 
+def each_alone(x: Inputs, loss: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Minus a reduced loss of labels (B·T,) of which all but one are ignored, for each in turn."""
+    ids = x.ids.flatten().long()
+    alone = [ids.where(torch.arange(len(ids), device=ids.device) == i, IGNORE_INDEX) for i in range(len(ids))]
+    return {"logps": by_token(-torch.stack([loss(labels) for labels in alone]), x)}
+
+
 def _one_by_one(x: Inputs) -> Recipe:
     """As `_fused`, a call for each position."""
     recipe, calls = _fused(x), x.settings.B * x.settings.T
@@ -146,9 +154,7 @@ def fused_linear_cross_entropy(x: Inputs) -> Outputs:
 )
 def mean_cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerFusedLinearCrossEntropyLoss(reduction="mean")` where all labels but one are ignored, for each in turn."""
-    loss, ids = _linear(x, "mean"), x.ids.flatten().long()
-    alone = [ids.where(torch.arange(len(ids), device=ids.device) == i, IGNORE_INDEX) for i in range(len(ids))]
-    return {"logps": by_token(-torch.stack([loss(labels) for labels in alone]), x)}
+    return each_alone(x, _linear(x, "mean"))
 
 
 @offer(

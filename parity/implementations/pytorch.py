@@ -4,6 +4,7 @@ The first has no temperature, logit scale or softcap; a caller folds the first t
 is the number of tokens in a chunk. Without `options` it is plain logits and torch's cross entropy, which others show.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -24,36 +25,40 @@ from parity.implementations.implementation import (
     implementation,
     only,
 )
-from parity.implementations.liger import NO_SOFTCAP, UNBIASED
+from parity.implementations.liger import NO_SOFTCAP, ONE_BY_ONE, UNBIASED, each_alone
 from parity.judge.recipe import Recipe
 
+LIMITS = (
+    ONE_DTYPE,
+    NO_SOFTCAP,
+    UNBIASED,
+    only(
+        "scale or temperature in float16: the gradient of scaled hidden states flushes to 0",
+        lambda s: s.logit_scale == s.temperature or s.dtype != "fp16",
+    ),
+)
 offer = functools.partial(
     implementation,
     family="logprobs",
     library="torch",
     contexts=EVERY_CONTEXT,
     sources=("torch.nn.functional.linear_cross_entropy", "torch.nn.LinearCrossEntropyOptions"),
-    limits=(
-        ONE_DTYPE,
-        NO_SOFTCAP,
-        UNBIASED,
-        only(
-            "scale or temperature in float16: the gradient of scaled hidden states flushes to 0",
-            lambda s: s.logit_scale == s.temperature or s.dtype != "fp16",
-        ),
-    ),
+    limits=LIMITS,
 )
 """The decorator of this file."""
 
 
-def _call(x: Inputs, **options: Any) -> Outputs:
+def _call(x: Inputs, reduction: str = "none", **options: Any) -> Outputs:
     """Minus `linear_cross_entropy`, with `LinearCrossEntropyOptions()` as it comes "accurate" on a CPU."""
     s = x.settings
     function = accepted(torch.nn.functional, "linear_cross_entropy")
     chosen = accepted(torch.nn, "LinearCrossEntropyOptions")(batch_chunk_size=s.chunk_size, **options)
-    given = {"linear_bias": x.bias, "reduction": "none", "ignore_index": IGNORE_INDEX, "options": chosen}
-    nll = function(plain.folded(x).flatten(0, 1), x.weight, x.ids.flatten().long(), **given)
-    return {"logps": by_token(-nll, x)}
+    given = {"linear_bias": x.bias, "reduction": reduction, "ignore_index": IGNORE_INDEX, "options": chosen}
+
+    def loss(ids: torch.Tensor) -> Any:
+        return function(plain.folded(x).flatten(0, 1), x.weight, ids, **given)
+
+    return {"logps": by_token(-loss(x.ids.flatten().long()), x)} if reduction == "none" else each_alone(x, loss)
 
 
 def _accurate(x: Inputs, **more: Any) -> Recipe:
@@ -73,7 +78,16 @@ def _sums_narrow(x: Inputs) -> Recipe:
     return _accurate(x, logits="input", dlogits="input", elementwise="input", softmax="input")
 
 
+def _reduced(x: Inputs) -> Recipe:
+    """The same, a call for each position."""
+    recipe, calls = _accurate(x), x.settings.B * x.settings.T
+    return dataclasses.replace(recipe, partials=calls * recipe.partials)
+
+
 offer("torch.linear_cross_entropy", recipe=_accurate)(_call)
+for kind in ("mean", "sum"):  # their gradients are taken in the forward pass
+    reduced = functools.partial(_call, reduction=kind, allow_retain_graph=True)
+    offer(f"torch.linear_cross_entropy.{kind}", recipe=_reduced, every=4, limits=(*LIMITS, ONE_BY_ONE))(reduced)
 for policy in ("balanced", "compact"):  # compact: the head's gradient is summed in its own dtype
     narrow = functools.partial(_call, acc_policy=policy, acc_dtype=torch.float32)
     offer(f"torch.linear_cross_entropy.{policy}", recipe=_sums_narrow)(narrow)

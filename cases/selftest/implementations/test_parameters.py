@@ -40,7 +40,7 @@ OPEN = {
     f"{LIGER}.fused_linear_jsd.LigerFusedLinearJSDFunction.forward": "accum_dtype",
     f"{LIGER}.fused_linear_kl_div.LigerFusedLinearKLDivFunction.forward": "accum_dtype eps reduction",
     f"{LIGER}.kl_div.LigerKLDivLossFunction.forward": "eps log_target reduction",
-    "torch.nn.functional.linear_cross_entropy": "label_smoothing reduction weight",
+    "torch.nn.functional.linear_cross_entropy": "label_smoothing weight",
     "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss": "reduction",
     "trl.experimental.gold.gold_trainer.GOLDTrainer.generalized_jsd_loss": "logits_are_probs reduction",
     "trl.trainer.utils.entropy_from_logits": "chunk_size",
