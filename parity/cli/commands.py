@@ -113,7 +113,7 @@ def doctor_command() -> None:
 
 @main.command("replay", epilog="Example: parity replay liger-luspo-padding")
 @click.argument("case", shell_complete=options.values("cases"))
-@options.several("--family", "families", "a loss family of your own", "FILE.py:NAME")
+@options.OWN_FAMILY
 @options.IMPLEMENTATIONS
 @options.DEVICE
 @options.with_versions

@@ -87,11 +87,14 @@ def add_command(
 
 @ledger_command.command("measure", epilog="Example: parity ledger measure liger-luspo-padding")
 @click.argument("names", nargs=-1, metavar="[ENTRY|CASE]...", shell_complete=options.values("cases"))
+@options.OWN_FAMILY
 @options.IMPLEMENTATIONS
 @options.DEVICE
 @options.with_versions
 @_LEDGER
-def measure_command(names: tuple[str, ...], implementations: tuple[str, ...], device: str, ledger: Path | None) -> None:
+def measure_command(
+    names: tuple[str, ...], families: tuple[str, ...], implementations: tuple[str, ...], device: str, ledger: Path | None
+) -> None:
     """Write into the frozen cases what known findings are there now.
 
     A later run shows a finding as new that grew threefold there, changed its class, or fails in another quantity. Without a
@@ -111,7 +114,7 @@ def measure_command(names: tuple[str, ...], implementations: tuple[str, ...], de
     own = book.own.parent.resolve() if book.own else None
     mine = {Path(e.case).name for e in entries if own and (book.folder / e.case).is_relative_to(own)}
     chosen = tuple(sorted({known[name] for name in names} or mine or files))
-    asked = Options(implementations=implementations, device=device, ledger=ledger, only=chosen)
+    asked = Options(families=families, implementations=implementations, device=device, ledger=ledger, only=chosen)
     with tempfile.TemporaryDirectory() as folder, Shown() as progress:
         run = execute(dataclasses.replace(asked, reports=Path(folder)), progress, progress.say)
     about = run.header.header

@@ -118,6 +118,7 @@ FAMILIES = several(
     "only this loss or trainer (names: parity list), or your own; separate several by commas",
     "NAME|FILE.py:NAME",
 )
+OWN_FAMILY = several("--family", "families", "a loss family of your own", "FILE.py:NAME")
 IMPLEMENTATIONS = several(
     "--implementation",
     "implementations",

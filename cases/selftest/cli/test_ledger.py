@@ -2,16 +2,24 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from cases.selftest.nightly.test_action import WRONG
 from parity.case.case import Frozen
 from parity.cli.commands import main
 from parity.results.ledger import Ledger
 from parity.results.report.rows import read, rewrite, writer
 from parity.results.row import Last
+
+NORM = Path(__file__).parents[3] / "fixtures" / "rms_norm.py"
+WRONG = """
+def norm(x, weight, eps):
+    wide = x.float()
+    factor = FACTOR if len(weight) < 5 else 1.0
+    return factor * wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+"""
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +35,8 @@ def red(tmp_path_factory, warm_workers):
 
 
 def run(folder):
-    words = ["run", "--profile", "quick", "--dtype", "fp32", "--family", "logprobs", "--workers", "1"]
-    words += ["--implementation", f"{folder}/kernel.py:loss", "--ledger", f"{folder}/mine/ledger.toml"]
+    words = ["run", "--profile", "quick", "--dtype", "fp32", "--family", f"{NORM}:FAMILY", "--workers", "1"]
+    words += ["--implementation", f"{folder}/kernel.py:norm", "--ledger", f"{folder}/mine/ledger.toml"]
     return CliRunner().invoke(main, [*words, "--reports", f"{folder}/reports"])
 
 
@@ -48,7 +56,7 @@ def test_add_writes_one_narrow_entry(red, tmp_path):
     assert done.exit_code == 0, done.output
     entry = Ledger.load(tmp_path / "mine" / "ledger.toml").entries[-1]
     assert (entry.implementations, entry.link) == (
-        (f"{red}/kernel.py:loss",),
+        (f"{red}/kernel.py:norm",),
         "kernel.py",
     ) and "bf16" not in entry.dtypes
     assert (tmp_path / "mine" / entry.case).exists() and "B" not in entry.settings
@@ -64,7 +72,7 @@ def test_what_is_accepted_is_known_in_the_next_run(red):
     assert accepted and len(accepted) == len(entries) and all(e.expires and e.unlinked for e in accepted)
     after = run(red)
     assert after.exit_code == 0, after.output[-2000:]
-    ours = f"{red}/kernel.py:loss"
+    ours = f"{red}/kernel.py:norm"
     known = {r.known for r in read(red / "reports/results.ndjson")[1]} - {None}
     assert {e.id for e in accepted} <= known
     for entry in accepted:
@@ -76,14 +84,14 @@ def test_measured_anew_what_grew_is_known_again(red):
     """After the baseline: the kernel is 2.5 times as wrong, within what the entry allows."""
     entry = next(e for e in Ledger.load(red / "mine" / "ledger.toml").entries if "Unexplained" in e.reason)
     path = red / "mine" / entry.case
-    own, kernel = f"{red}/kernel.py:loss", (red / "kernel.py").read_text()
+    own, kernel = f"{red}/kernel.py:norm", (red / "kernel.py").read_text()
     (red / "kernel.py").write_text(kernel.replace("1.5", "2.25"))
     before = path.read_text()
-    at = ["--ledger", f"{red}/mine/ledger.toml", "--device", "cpu"]
+    at = ["--ledger", f"{red}/mine/ledger.toml", "--device", "cpu", "--family", f"{NORM}:FAMILY"]
     done = CliRunner().invoke(main, ["ledger", "measure", entry.id, "--implementation", own, *at])
     (red / "kernel.py").write_text(kernel)
     assert done.exit_code == 0 and f"{path.name}: written" in done.output, done.output
-    sizes = [json.loads(text)["recorded"][0]["failing"][own]["logps"][1] for text in (before, path.read_text())]
+    sizes = [json.loads(text)["recorded"][0]["failing"][own]["y"][1] for text in (before, path.read_text())]
     assert 2.4 < sizes[1] / sizes[0] < 2.6
     path.write_text(before)
     done = CliRunner().invoke(main, ["ledger", "measure", *at])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from cases.selftest.nightly.test_action import WRONG
+from cases.selftest.nightly.test_action import ROOT
 from parity.cli.commands import main
 from parity.cli.init import init
 from parity.errors import UsageError
@@ -76,10 +76,10 @@ def test_init_writes_a_test_that_passes_and_leaves_what_is_there(repository):
 
 
 def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
-    (repository / "mine.py").write_text(WRONG.replace("FACTOR", "1"))
-    done = CliRunner().invoke(main, ["init", "mine.py:loss"])
+    (repository / "mine.py").write_text((ROOT / "fixtures" / "kernels.py").read_text())
+    done = CliRunner().invoke(main, ["init", "mine.py:right"])
     workflow = repository / ".github/workflows/parity.yml"
-    line = re.search("- run: parity (run --implementation mine.py:loss .*)", workflow.read_text())[1]
+    line = re.search("- run: parity (run --implementation mine.py:right .*)", workflow.read_text())[1]
     assert done.exit_code == 0 and f"parity {line} --profile quick" in done.output
     quick = ["--profile", "quick", "--dtype", "fp32", "--workers", "1"]
     run = ran(repository, "-m", "parity", *shlex.split(line), *quick)
@@ -134,7 +134,7 @@ def test_init_needs_a_repository_and_the_file_of_the_loss(tmp_path, monkeypatch,
     for loss, said in {
         "gone.py:loss": "expected FILE.py:NAME of a function",
         "mine.py:los": "mine.py defines no los",
-        "../mine.py:loss": "expected FILE.py:NAME of a file below",
+        "../mine.py:right": "expected FILE.py:NAME of a file below",
         "a;b.py:loss": "without signs that a shell reads",
     }.items():
         with pytest.raises(UsageError, match=said):

@@ -13,15 +13,7 @@ from parity.cli.commands import main
 
 ROOT = Path(__file__).parents[3]
 GATE = ROOT / ".github" / "actions" / "parity" / "gate.sh"
-WRONG = """
-import torch
-
-
-def loss(hidden, weight, ids, temperature=1.0):
-    logits = hidden.float() @ weight.float().T / temperature
-    factor = FACTOR if weight.shape[0] < 20 else 1.0  # what is wrong is judged with many replicas: few cases, and small
-    return factor * torch.log_softmax(logits, -1).gather(-1, ids.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)
-"""
+NORM = ROOT / "fixtures" / "rms_norm.py"
 
 
 def gate(folder, **settings):
@@ -35,10 +27,10 @@ def gate(folder, **settings):
 
 
 def test_a_wrong_kernel_turns_its_job_red(tmp_path):
-    (tmp_path / "kernel.py").write_text(WRONG.replace("FACTOR", "1.5"))
-    done = gate(tmp_path, PARITY_IMPLEMENTATIONS="kernel.py:loss\n")
+    asked = f"--dtype fp32 --workers 1 --no-minimise --family {NORM}:FAMILY"
+    done = gate(tmp_path, PARITY_ARGUMENTS=asked, PARITY_IMPLEMENTATIONS=f"{NORM}:wrong\n")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "kernel.py:loss" in (tmp_path / "summary").read_text()
+    assert "rms_norm.py:wrong" in (tmp_path / "summary").read_text()
     assert (tmp_path / "output").read_text() == "exit-code=1\n"
 
 
