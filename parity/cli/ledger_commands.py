@@ -93,7 +93,11 @@ def add_command(
 @options.with_versions
 @_LEDGER
 def measure_command(
-    names: tuple[str, ...], families: tuple[str, ...], implementations: tuple[str, ...], device: str, ledger: Path | None
+    names: tuple[str, ...],
+    families: tuple[str, ...],
+    implementations: tuple[str, ...],
+    device: str,
+    ledger: Path | None,
 ) -> None:
     """Write into the frozen cases what known findings are there now.
 

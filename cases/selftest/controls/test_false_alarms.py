@@ -25,7 +25,7 @@ def logits(case):
 
 @pytest.mark.parametrize("name", sorted(CONTROLS))
 def test_no_control_disagrees(name):
-    cases = affordable(drawn(name, 60, 2026))
+    cases = affordable(drawn(name, 30, 2026))
     found = soak(cases)
     assert found.alarms == []
     assert found.total > 0.8 * len(cases) * len(CONTROLS[name])
