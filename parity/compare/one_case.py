@@ -178,7 +178,9 @@ class Why:
         variant = followed_variant(*about, found.outcome, failing)
         unsteady = flaky(failing, found.again)
         classes = classify(*about, failing)
-        return cls(variant, unsteady, classes, hint.undeclared(*about, found.outcome, found.judged))
+        first = found.oracle.most is not None  # what is new is judged once more, and asked then
+        recipes = [] if first else hint.undeclared(*about, found.outcome, found.judged)
+        return cls(variant, unsteady, classes, recipes)
 
     def told(self, row: Row, hints: Sequence[str]) -> Row:
         assert row.quantity is not None

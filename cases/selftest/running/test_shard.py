@@ -13,6 +13,7 @@ from cases.selftest.results.runs import ledger_of
 from parity import data
 from parity.case.case import Case, Frozen
 from parity.case.profiles import Profile
+from parity.compare import hint
 from parity.implementations.implementation import Implementation, require
 from parity.judge.escalation import CONFIRMATION
 from parity.protocol.call import SECONDS
@@ -88,21 +89,29 @@ def test_a_slow_function_gets_a_share_of_its_cases_and_the_summary_says_so(tmp_p
     assert f"{name}: {len(left)} cases left out: a call takes 3.0 s, so it gets one case in 6" in notes
 
 
-def test_a_slow_function_that_is_wrong_is_judged_once_more_and_not_left_out(tmp_path, monkeypatch):
-    own, events = session("wrong_beyond_eight", tmp_path)
-    asked = []
-    monkeypatch.setattr(shard_module, "left_out", lambda i, case: "left out" if case in asked else asked.append(case))
-    own.run(drawn_shard(60, 10))
-    assert sum(r.failing for r in rows(events)) > 0 and not [r for r in rows(events) if r.message == "left out"]
-
-
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory):
-    """A session that has run a kernel that is wrong beyond a vocabulary of eight."""
+    """A session that has run a kernel that is wrong beyond a vocabulary of eight, and the cases in which recipes were looked for.
+    Asked a second time about a case, a slow function would be left out."""
     own, events = session("wrong_beyond_eight", tmp_path_factory.mktemp("wrong"))
-    shard = drawn_shard(60, 10)
-    own.run(shard)
-    return own, tuple(events), shard
+    shard, asked, searched, original = drawn_shard(60, 10), [], [], hint.undeclared
+
+    def counted(oracle, *about):
+        searched.append(oracle.inputs.case.id)
+        return original(oracle, *about)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_module, "left_out", lambda i, case: "left out" if case in asked else asked.append(case))
+        patch.setattr(hint, "undeclared", counted)
+        own.run(shard)
+    return own, tuple(events), shard, searched
+
+
+def test_what_is_wrong_is_judged_once_more_and_not_left_out(wrong):
+    _, events, _, searched = wrong
+    failing = {r.case for r in rows(events) if r.failing}
+    assert failing and not [r for r in rows(events) if r.message == "left out"]
+    assert sorted(searched) == sorted(failing), "recipes are looked for once"
 
 
 def heard(own, shard):
@@ -114,7 +123,7 @@ def heard(own, shard):
 
 
 def test_a_finding_is_minimised_and_frozen(wrong):
-    own, events, shard = wrong
+    own, events, shard, _ = wrong
     assert any(r.verdict == "disagree" and r.cls == "logic" for r in rows(events))
     _, findings, (first, *_) = looked_for(own, events, shard)
     found = [r for r in rows(heard(own, first)) if r.minimised is True and r.quantity == first.sought.subjects[0][0]]
@@ -156,20 +165,20 @@ def log_probs(x):
 
 def test_what_there_is_no_time_to_minimise_is_reported_as_drawn(wrong):
     for limit in ({"minimise_seconds": 0.0}, {"findings": 0}):
-        found, _, again = looked_for(*wrong, **limit)
+        found, _, again = looked_for(*wrong[:3], **limit)
         first = [r for r in found if r.minimised is not UNSET]
         assert first and not any(r.minimised for r in first) and not again
         assert len({(r.implementation, r.quantity, r.cls) for r in first}) == len(first), "each finding once"
 
 
 def test_the_time_for_minimising_is_one_for_all_findings(wrong):
-    _, _, again = looked_for(*wrong, findings=9, minimise_seconds=40.0)
+    _, _, again = looked_for(*wrong[:3], findings=9, minimise_seconds=40.0)
     assert [s.sought.seconds for s in again] == [40.0]
     assert len(again[0].sought.subjects) > 1, "what fails in the same case is one finding"
 
 
 def test_a_finding_counts_once_a_fresh_process_shows_it(wrong):
-    own, events, shard = wrong
+    own, events, shard, _ = wrong
     found, findings, (first, *_) = looked_for(own, events, shard, derandomised=False, minimise_seconds=0.0)
     assert first.sought.fresh and len(first.sought.cases) == 3
     assert [e for e in heard(own, first) if isinstance(e, Confirmed)] == [Confirmed(first.sought.subjects)]
