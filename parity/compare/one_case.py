@@ -67,7 +67,7 @@ def skip_reason(
         return declared
     few = {n: s.default for n, s in family.settings.items() if s.few and n not in implementation.takes}
     moved = [n for n, default in few.items() if getattr(settings, n) != default]
-    if moved and not implementation.is_function:
+    if moved and implementation.parameters is None:  # else the call says which it needs
         return f"no parameter {moved[0]}"
     return interpreter_limit(family, case, settings) if implementation.interpreted and device == "cpu" else None
 

@@ -1,7 +1,8 @@
 """A user's own function or trainer from a file, FILE.py:NAME.
 
 A function, a module or another callable is called by the names of its parameters: it takes what it needs of a family's
-tensors and settings, by name; a case that moves anything it has no parameter for is unsupported. It may carry attributes
+tensors and settings, by name; a case that moves anything it has no parameter for is unsupported. Any keyword (`**`) is not
+what few functions take (`Setting.few`): new ones would make it wrong. It may carry attributes
 `recipe` (a `parity.judge.recipe.Recipe`), `outputs` (optional outputs it returns), `contexts` and `fixed` (settings that it is
 written for and has no parameter of). A subclass of one of TRL's trainers goes through the checks of that trainer, see
 `parity.trainers.catalogue`.
@@ -32,7 +33,7 @@ from parity.judge.recipe import Recipe
 ALIASES = dict.fromkeys(("input_ids", "targets", "labels"), "ids")
 ALIASES |= {"hidden_states": "hidden", "lm_head_weight": "weight", "final_logit_softcapping": "softcap"}
 ALIASES |= {f"{name}_per_token_logps": f"{name}_logps" for name in ("old", "ref", "sampling")}
-ALIASES |= {"epsilon_low": "epsilon"}
+ALIASES |= {"epsilon_low": "epsilon", "label_smoothing": "smoothing", "lse_square_scale": "z_loss"}
 """Other spellings of a parameter, TRL's and transformers' among them."""
 REQUIRED = {
     "logprobs": stored_tensors.REQUIRED,
@@ -170,6 +171,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         code = code.func
     named = code if hasattr(code, "__qualname__") else type(code)
     narrowed = (plain.TWO_DTYPES,) if chosen.name == "divergence" else ()
+    takes = frozenset({*canonical(names).values(), *fixed})
     return Implementation(
         id=id,
         family=chosen.name,
@@ -178,7 +180,8 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         recipe=recipe_of(function),
         outputs=frozenset(getattr(function, "outputs", ())),
         contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),
-        parameters=None if open_ended else frozenset({*canonical(names).values(), *fixed}),
+        takes=takes,
+        parameters=None if open_ended else takes,
         limits=(only(f"written for {', '.join(f'{n} {v}' for n, v in fixed.items())}", fits), *narrowed),
         sources=(f"{named.__module__}.{named.__qualname__}",),
     )

@@ -67,7 +67,7 @@ def judged(oracle: CaseOracle, implementation: Implementation) -> tuple[Judged, 
         return f"{outcome.verdict}: {outcome.message}"
     first = judge_all(oracle, implementation, outcome, implementation.recipe_for(oracle.inputs))
     # what autocast changes no bit of is held to more, by `confirmed`
-    if all(j.agrees for j in first.values()) and oracle.inputs.context != "autocast":
+    if all(j.agrees for j in first.values()) and oracle.inputs.autocast is None:
         return first, first
     return first, confirmed(oracle, implementation, outcome)
 

@@ -317,6 +317,32 @@ def verdicts(mine, **settings):
     return {r.verdict for r in run_case(loss_family(mine.family).case(3, "fp32", settings), [mine], thorough=False)}
 
 
+OPEN = """from torch.nn.functional import cross_entropy
+def f(hidden, weight, ids, {named}**others):
+    z = (hidden @ weight.T / others["temperature"]).flatten(0, 1)
+    return -cross_entropy(z, ids.flatten(), reduction="none"{given}).view_as(ids)
+"""
+
+
+@pytest.mark.parametrize(
+    ("named", "given", "found"),
+    [
+        ("", "", {"unsupported"}),
+        ("smoothing, ", ", label_smoothing=smoothing", {"agree"}),
+        ("label_smoothing=0.0, ", ", label_smoothing=label_smoothing", {"agree"}),
+        ("smoothing, ", "", {"agree", "disagree"}),
+    ],
+)
+def test_what_few_functions_take_is_given_by_name_alone(tmp_path, named, given, found):
+    """A new such setting makes no function wrong that takes any keyword."""
+    (tmp_path / "mine.py").write_text(OPEN.format(named=named, given=given))
+    (mine,) = from_file(f"{tmp_path}/mine.py:f")
+    assert verdicts(mine, temperature=0.5) == {"agree"}
+    assert verdicts(mine, temperature=0.5, smoothing=0.25) == found
+    near = nearest(mine, FAMILY.case(3, "fp32", {"smoothing": 0.25}), "cpu")
+    assert ("smoothing" in near.settings) == ("agree" in found)
+
+
 PREFERENCE = """import torch
 def logps(h, w, ids):
     lp = (h @ w.T).log_softmax(-1).gather(-1, ids.clamp(min=0)[..., None])[..., 0]
