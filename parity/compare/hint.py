@@ -139,4 +139,5 @@ def undeclared(
         outputs,
         casts=any(oracle.inputs.tensors[n].dtype == torch.float32 for n in oracle.inputs.leaves),  # type: ignore[union-attr]
         always={"output": "input"} if narrow else {},
+        trying=oracle.oracle.forgetting,
     ).recipes()

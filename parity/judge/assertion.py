@@ -266,7 +266,9 @@ def _explained(
     casts = any(x.dtype == torch.float32 for x in problem.tensors.values())
     always = {"output": "input"} if problem.dtype != "fp32" and recipe.output == problem.dtype else {}
     outputs = {n: values.get(n) for n in problem.outputs}
-    explaining = Explaining(recipe, problem.dtype, judged, quantities, outputs, casts, always)
+    explaining = Explaining(
+        recipe, problem.dtype, judged, quantities, outputs, casts, always, problem.oracle.forgetting
+    )
     tf32 = dataclasses.replace(recipe, matmul="tf32", matmul_backward="tf32")
     if problem.dtype == "fp32" and all(j.agrees for j in judged(tf32, explaining.failing).values()):
         return TF32_PRODUCTS

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +119,18 @@ class Oracle:
                 sets.append(self.draw(recipe, range(start, count), self.seed, gradients, 1, keep))
             self._replicas[key] = self._concatenated([s for s in sets if s])
         return self._replicas[key]
+
+    @contextlib.contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """What is computed within is not kept, as of recipes that are tried once."""
+        before = {*self._replicas}, {*self._units}
+        try:
+            yield
+        finally:
+            for name in self._replicas.keys() - before[0]:
+                del self._replicas[name]
+            for key in self._units.keys() - before[1]:
+                del self._units[key]
 
     def _concatenated(self, sets: Sequence[Mapping[str, torch.Tensor]]) -> Quantities:
         """All of these replicas, of the quantities that each of them has."""

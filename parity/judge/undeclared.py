@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Explaining:
     outputs: Mapping[str, torch.Tensor | None]  # output -> as it came; None where it is missing
     casts: bool  # whether an input is in float32, so that a cast of the inputs to `dtype` rounds
     always: dict[str, Any]  # fields that each recipe has besides, so that it can be declared as it is printed
+    trying: Callable[[], AbstractContextManager[None]]  # what is computed for a recipe is not kept
 
     @property
     def failing(self) -> list[str]:
@@ -115,11 +117,12 @@ class Explaining:
         if wider == self.recipe:
             return None
         judged: list[Judgement] = []
-        for names in filter(None, (self.failing, self.agreeing)):
-            found = self.judge(wider, names)
-            judged += [found[name] for name in names if name in found]
-            if not all(name in found and found[name].agrees for name in names):
-                return None
+        with self.trying():
+            for names in filter(None, (self.failing, self.agreeing)):
+                found = self.judge(wider, names)
+                judged += [found[name] for name in names if name in found]
+                if not all(name in found and found[name].agrees for name in names):
+                    return None
         return sum(math.log(max(j.headroom, TINY)) for j in judged)
 
     def _text(self, fields: dict[str, Any]) -> str:

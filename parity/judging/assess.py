@@ -263,10 +263,10 @@ def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequen
         recipe = dataclasses.replace(recipe, entropy="unshifted")
         if not narrow:  # tf32 explains nothing where it is off: the recipe has it where it is on
             recipe = dataclasses.replace(recipe, tanh="sigmoid")
-        found = judged(precise, implementation, outcome, recipe)
+        found = judged(precise, implementation, outcome, recipe, failing)
     else:  # it has no float32: would the coarsest recipe of its dtype explain it?
         again = execute(implementation, oracle.inputs)
-        found = judged(oracle, implementation, again, EAGER.resolve(oracle.inputs.case.dtype))
+        found = judged(oracle, implementation, again, EAGER.resolve(oracle.inputs.case.dtype), failing)
     return {name: "precision" if name in found and found[name].agrees else "logic" for name in failing}
 
 

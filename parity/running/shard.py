@@ -20,18 +20,19 @@ from parity.case.drawing import batch, batches, cases
 from parity.case.profiles import Profile, cases_drawn, streams
 from parity.compare.result_rows import empty_row, replay_line
 from parity.implementations.implementation import Implementation
-from parity.judge.escalation import CONFIRMATION, NEAR
+from parity.judge.escalation import CERTAIN, CONFIRMATION, NEAR, REPLICAS
 from parity.protocol import process_state
 from parity.registry import facts, is_trainer, loss_family, run_case
 from parity.results import recorded
 from parity.results.ledger import Ledger, stale
 from parity.results.recorded import Recorded
 from parity.results.row import Row
-from parity.running.plan import At, Checked, Confirmed, Event, Judged, Shard, Sought, Started, signature_of
+from parity.running.plan import At, Checked, Confirmed, Event, Judged, Shard, Signature, Sought, Started, signature_of
 from parity.sampling.capabilities import besides, left_out, refusal, repeated, second_pass, selected
 from parity.trainers import catalogue
 
 STREAMS = 4  # streams of a family whose cases are moved to what an implementation takes
+AGAIN = 3  # cases of a new finding, which no recipe explains, that are judged with as many replicas as it takes
 KEPT = 4 * STREAMS  # streams of drawn cases that a worker keeps, so that it draws each case once
 
 
@@ -50,10 +51,12 @@ class Session:
     deadline: float | None = None
     frozen: Mapping[str, Frozen] = dataclasses.field(default_factory=dict)
     measuring: bool = False
+    shown: collections.Counter[Signature] = dataclasses.field(default_factory=collections.Counter)
     streams: dict[tuple[str, int], Stream] = dataclasses.field(default_factory=dict)
 
     def run(self, shard: Shard) -> int:
         """How many of its cases the shard came to before the time of the run was over; frozen ones are run in any case."""
+        self.shown.clear()
         if shard.kind == "finding":
             self.finding(shard)
             return 1
@@ -118,15 +121,20 @@ class Session:
         shard: Shard,
         thorough: bool | Callable[[Implementation], bool] = False,
     ) -> Iterator[Row]:
-        """Rows of a case, each as soon as it stands. `CONFIRMATION` replicas do where a loss clearly shows what is known; what
-        fails otherwise is judged once more, beside its references, with as many as it takes."""
+        """Rows of a case, each as soon as it stands. `CONFIRMATION` replicas do where a loss clearly shows what is known, and
+        `REPLICAS` where that is far off, or what `AGAIN` cases of the shard have shown; what fails otherwise is judged once
+        more, beside its references, with as many as it takes."""
         if self.measuring or is_trainer(case.family):
             yield from self._run(case, chosen, shard, thorough)
             return
         held, told = list[Row](), set[tuple[str, str]]()
+        shown = {sign for sign, count in self.shown.items() if count >= AGAIN}
+        repeated = {i.id for i in chosen} & {sign[0] for sign in shown}
+        most, clear = (REPLICAS, CERTAIN) if repeated else (CONFIRMATION, NEAR)
         try:
-            for row in self._run(case, chosen, shard, thorough, CONFIRMATION):
-                if row.failing and (not row.known or (row.headroom is not None and row.headroom < NEAR)):
+            for row in self._run(case, chosen, shard, thorough, most):
+                there = row.known or signature_of(row) in shown
+                if row.failing and (not there or (row.headroom is not None and row.headroom < clear)):
                     held.append(row)
                 else:
                     told.add((row.implementation, row.subject))
@@ -140,6 +148,7 @@ class Session:
             chosen = [i for i in chosen if i.id in beside or i.role == "reference"]
             for row in self._run(case, chosen, shard, thorough):
                 if row.implementation in again and (row.implementation, row.subject) not in told:
+                    self.shown[signature_of(row)] += row.new and not row.recipes and row.blame != "both"
                     yield row
 
     def _drawn(self, case: Case, shard: Shard) -> None:
