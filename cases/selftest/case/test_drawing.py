@@ -109,6 +109,8 @@ def test_what_few_functions_take_is_in_a_share_of_the_cases(name: str) -> None:
     assert len(found) / 40 < len(having) < len(found) / 10
     seen = {(n, case.settings[n]) for case in having for n in few if n in case.settings}
     assert seen == {(n, value) for n, setting in few.items() for value in setting.few}
+    one_by_one = {n: family(name).case(1, "fp32", {n: setting.few[0]}) for n, setting in few.items()}
+    assert all(n in family(name).needed(family(name).build(case)) for n, case in one_by_one.items())
 
 
 def test_every_dimension_is_away_from_its_default_often_enough(drawn: Drawn) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cases.selftest.families.written_out import differences, table
+from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.judging.oracle import exact
 from parity.registry import family, run_case
@@ -205,6 +206,12 @@ def test_hard_loss_on_paper():
     x = on_paper(0.0, HALF, SKEW, temperature=0.5, hard_loss=0.25)
     soft = exact(FAMILY, on_paper(0.0, HALF, SKEW, temperature=0.5))["loss"].item()
     assert exact(FAMILY, x)["loss"].item() == pytest.approx(0.75 * soft + 0.25 * log(2), rel=1e-12)
+
+
+@pytest.mark.parametrize("wrong", [{"hard_loss": 1.5}, {"hard_loss": 0.5, "sparse": "topk"}], ids=str)
+def test_a_hard_loss_without_a_meaning_is_refused(wrong):
+    with pytest.raises(UsageError, match="hard_loss"):
+        FAMILY.build(FAMILY.case(1, "fp32", wrong))
 
 
 def test_tail_on_paper():

@@ -108,10 +108,28 @@ def test_a_rare_block_has_the_probability_it_is_asked_for(rare, head_dtype):
     assert int(x.ids.max()) < RARE_BLOCK
 
 
-@pytest.mark.parametrize("name, value", [("rare", 0), ("rare", -1.0), ("level", 1e6), ("level", float("nan"))])
-def test_a_setting_outside_its_range_is_named(name, value):
-    with pytest.raises(UsageError, match=name):
-        FAMILY.build(FAMILY.case(1, "fp16", {name: value, "V": 256}))
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rare": 0},
+        {"rare": -1.0},
+        {"level": 1e6},
+        {"level": float("nan")},
+        {"smoothing": 1.5},
+        {"z_loss": -1.0},
+        {"smoothing": 0.1, "bias": "banned"},
+    ],
+    ids=str,
+)
+def test_a_setting_outside_its_range_is_named(wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        FAMILY.build(FAMILY.case(1, "fp16", wrong | {"V": 256}))
+
+
+def test_autocast_to_float16_has_the_loss_scale_of_float16():
+    scaled = {"cotangent": "scaled"}
+    cases = FAMILY.case(1, "fp16", scaled), FAMILY.case(1, "fp32", scaled | {"context": "autocast_fp16"})
+    assert torch.equal(*(FAMILY.build(case).cotangents["logps"] for case in cases))
 
 
 def test_a_softcap_leaves_no_logit_infinite():

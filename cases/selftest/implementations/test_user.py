@@ -16,7 +16,7 @@ from parity.protocol.call import execute
 from parity.registry import NAMES, family, from_file, loss_family, run_case, select
 from parity.running.outcome import judge_run
 from parity.running.plan import Options, check
-from parity.sampling.capabilities import nearest
+from parity.sampling.capabilities import nearest, refusal
 from parity.tools.replay import NO_JUDGEMENT, replay
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -413,6 +413,15 @@ def test_a_teacher_with_a_longer_vocabulary_is_given_to_who_has_a_parameter_for_
     outcome = execute(from_function(longer if knows else loss, "f"), oracle_of(case).inputs)
     assert (outcome.verdict == "unsupported") is not knows
     assert ("called" if knows else "no parameter extra_vocabulary") in outcome.message
+
+
+def test_a_distillation_loss_under_autocast_to_float16_is_judged_on_a_gpu_alone():
+    def loss(hidden, weight, ids, teacher_hidden, teacher_weight, beta=0.5):
+        raise ValueError("called")
+
+    case = loss_family("divergence").case(0, "fp32", {"context": "autocast_fp16"})
+    own = from_function(loss, "my.py:loss")
+    assert "no recipe describes it" in str(refusal(own, case, "cpu")) and refusal(own, case, "cuda") is None
 
 
 def test_labels_beside_ids_are_those_of_kto(tmp_path):
