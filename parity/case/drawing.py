@@ -48,8 +48,9 @@ def with_few(family: Family, number: int, dtype: str, drawn: dict[str, Any]) -> 
     rest = found >> 8  # the lowest bits decide the share
     if not names or found % FEW:
         return drawn
-    values = family.settings[names[rest % len(names)]].few
-    return family.canonical(dtype, drawn | {names[rest % len(names)]: values[rest // len(names) % len(values)]})
+    name = names[rest % len(names)]
+    values = family.settings[name].few
+    return family.canonical(dtype, drawn | {name: values[rest // len(names) % len(values)]})
 
 
 def each_by_itself(draw: Any, family: Family) -> dict[str, Any]:
