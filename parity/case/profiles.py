@@ -1,6 +1,7 @@
 """How much a run does: how many cases it draws, and shares of the costly parts."""
 
 import dataclasses
+import math
 
 SHARDS, SHARDS_CUDA = 2, 16
 """Streams in which a family's cases are drawn at least: by the device, so that every machine with it draws the same cases."""
@@ -54,6 +55,12 @@ ledger's entries shows first in a later one."""
 
 def cases_drawn(family: str, profile: str) -> int:
     return (CASES | CASES_OF.get(family, {}))[profile]
+
+
+def dealt(profile: str, counts: list[int], own: bool) -> list[int]:
+    """How many cases of each stream are given to anybody: all where a user's `own` function is of the family."""
+    most = sum(counts) if own else LIBRARIES.get(profile, sum(counts))
+    return [math.ceil(min(of, most / len(counts))) for of in counts] if most < sum(counts) else counts
 
 
 def streams(total: int, device: str) -> list[int]:

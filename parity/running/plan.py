@@ -19,7 +19,7 @@ from msgspec.structs import fields
 
 from parity import data
 from parity.case.case import Frozen
-from parity.case.profiles import LIBRARIES, PROFILES, SHARD, cases_drawn, streams
+from parity.case.profiles import PROFILES, SHARD, cases_drawn, dealt, streams
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.implementations.user import loaded
@@ -234,9 +234,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         cut(name, "frozen", slices(sum(case.family == name for case in frozen.values()), FROZEN))
     for name in families if not options.only else ():
         counts = streams(cases_drawn(name, options.profile), device)
-        most = math.inf if name in own else LIBRARIES.get(options.profile, math.inf) / len(counts)
-        for index, of in enumerate(counts):
-            end = math.ceil(min(of, most))
+        for index, (of, end) in enumerate(zip(counts, dealt(options.profile, counts, name in own), strict=True)):
             first, others = slices(min(FIRST, end), FIRST), slices(max(0, end - FIRST), SHARD, FIRST)
             cut(name, "drawn", [*first, *others], index=index, of=of)
     for one in chosen if not options.only else ():

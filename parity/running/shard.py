@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from parity.case.case import Case, Frozen
 from parity.case.drawing import batch, batches, cases
-from parity.case.profiles import Profile, cases_drawn, streams
+from parity.case.profiles import Profile, cases_drawn, dealt, streams
 from parity.compare.result_rows import empty_row, replay_line
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import CERTAIN, CONFIRMATION, NEAR, REPLICAS
@@ -174,8 +174,13 @@ class Session:
         counts = streams(cases_drawn(shard.family, self.profile_name), self.device)
         keyed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
         drawn = [case for stream in keyed for _, case in stream]
+        users = any(i.is_function for i in self.implementations if i.family == shard.family)
+        ends = dealt(self.profile_name, counts, users)
+        given = {case.id for stream, end in zip(keyed, ends, strict=False) for _, case in stream[:end]}
 
         def gets(case: Case) -> bool:  # of those that it takes: a reference where a candidate takes it too
+            if case.id not in given:
+                return False
             chosen = selected(own, case, self.profile.cost, self.device)
             return chosen and (own.role != "reference" or own in self._given(case))
 

@@ -222,6 +222,18 @@ def test_what_an_implementation_gets_besides_is_nothing_where_it_was_left_out(tm
     assert own.run(drawn_shard(1, 5, kind="besides", implementation="costly")) == 1 and not rows(events)
 
 
+@pytest.mark.parametrize(("name", "given"), [("lib.logps", 400), ("own.py:logps", 700)])
+def test_draws_that_a_library_is_not_given_are_none_of_its_cases(tmp_path, monkeypatch, name, given):
+    own, _ = session("right", tmp_path)
+    own.profile_name, own.implementations = "pr", [Implementation(name, "logprobs", "candidate", log_probs)]
+    asked = {}
+    monkeypatch.setattr(
+        shard_module, "besides", lambda i, drawn, gets, *_: asked.update({c.id: gets(c) for c in drawn}) or []
+    )
+    own.run(drawn_shard(1, 5, kind="besides", implementation=name))
+    assert given - 10 <= sum(asked.values()) <= given, "some cases are in both streams"
+
+
 def test_a_resumed_shard_leaves_out_what_was_done(tmp_path):
     own, events = session("right", tmp_path)
     own.run(drawn_shard(12, 5, resume=8))
