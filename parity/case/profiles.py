@@ -59,8 +59,8 @@ def cases_drawn(family: str, profile: str) -> int:
 
 def dealt(profile: str, counts: list[int], own: bool) -> list[int]:
     """How many cases of each stream are given to anybody: all where a user's `own` function is of the family."""
-    most = sum(counts) if own else LIBRARIES.get(profile, sum(counts))
-    return [math.ceil(min(of, most / len(counts))) for of in counts] if most < sum(counts) else counts
+    most = math.inf if own else LIBRARIES.get(profile, math.inf)
+    return [math.ceil(min(of, most / len(counts))) for of in counts]
 
 
 def streams(total: int, device: str) -> list[int]:

@@ -65,10 +65,10 @@ def skip_reason(
         return f"context {context} is not supported"
     if declared := implementation.refuses(settings, case.dtype, device, rejected):
         return declared
-    few = {n: s.default for n, s in family.settings.items() if s.few and n not in implementation.takes}
-    moved = [n for n, default in few.items() if getattr(settings, n) != default]
-    if moved and implementation.parameters is None:  # else the call says which it needs
-        return f"no parameter {moved[0]}"
+    if implementation.parameters is None:  # else the call says which it needs
+        others = {n: s.default for n, s in family.settings.items() if s.few and n not in implementation.takes}
+        if moved := next((n for n, default in others.items() if getattr(settings, n) != default), ""):
+            return f"no parameter {moved}"
     return interpreter_limit(family, case, settings) if implementation.interpreted and device == "cpu" else None
 
 

@@ -126,9 +126,9 @@ def each_alone(x: Inputs, loss: Callable[[torch.Tensor], torch.Tensor]) -> Outpu
     return {"logps": by_token(-torch.stack([loss(labels) for labels in alone]), x)}
 
 
-def _one_by_one(x: Inputs) -> Recipe:
-    """As `_fused`, a call for each position."""
-    recipe, calls = _fused(x), x.settings.B * x.settings.T
+def one_by_one(recipe: Recipe, x: Inputs) -> Recipe:
+    """The recipe of a call for each position."""
+    calls = x.settings.B * x.settings.T
     return dataclasses.replace(recipe, partials=calls * recipe.partials)
 
 
@@ -150,7 +150,7 @@ def fused_linear_cross_entropy(x: Inputs) -> Outputs:
 
 @offer(
     "liger.fused_linear_cross_entropy.mean",
-    **LINEAR | {"recipe": _one_by_one, "limits": (*LINEAR["limits"], ONE_BY_ONE)},
+    **LINEAR | {"recipe": lambda x: one_by_one(_fused(x), x), "limits": (*LINEAR["limits"], ONE_BY_ONE)},
 )
 def mean_cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerFusedLinearCrossEntropyLoss(reduction="mean")` where all labels but one are ignored, for each in turn."""

@@ -4,7 +4,6 @@ The first has no temperature, logit scale or softcap; a caller folds the first t
 is the number of tokens in a chunk. Without `options` it is plain logits and torch's cross entropy, which others show.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -25,7 +24,7 @@ from parity.implementations.implementation import (
     implementation,
     only,
 )
-from parity.implementations.liger import NO_SOFTCAP, ONE_BY_ONE, UNBIASED, each_alone
+from parity.implementations.liger import NO_SOFTCAP, ONE_BY_ONE, UNBIASED, each_alone, one_by_one
 from parity.judge.recipe import Recipe
 
 LIMITS = (
@@ -78,16 +77,15 @@ def _sums_narrow(x: Inputs) -> Recipe:
     return _accurate(x, logits="input", dlogits="input", elementwise="input", softmax="input")
 
 
-def _reduced(x: Inputs) -> Recipe:
-    """The same, a call for each position."""
-    recipe, calls = _accurate(x), x.settings.B * x.settings.T
-    return dataclasses.replace(recipe, partials=calls * recipe.partials)
-
-
 offer("torch.linear_cross_entropy", recipe=_accurate)(_call)
-for kind in ("mean", "sum"):  # their gradients are taken in the forward pass
+for kind in ("mean", "sum"):  # gradients of the forward pass: as the option stands a second backward pass is refused
     reduced = functools.partial(_call, reduction=kind, allow_retain_graph=True)
-    offer(f"torch.linear_cross_entropy.{kind}", recipe=_reduced, every=4, limits=(*LIMITS, ONE_BY_ONE))(reduced)
+    offer(
+        f"torch.linear_cross_entropy.{kind}",
+        recipe=lambda x: one_by_one(_accurate(x), x),
+        every=4,
+        limits=(*LIMITS, ONE_BY_ONE),
+    )(reduced)
 for policy in ("balanced", "compact"):  # compact: the head's gradient is summed in its own dtype
     narrow = functools.partial(_call, acc_policy=policy, acc_dtype=torch.float32)
     offer(f"torch.linear_cross_entropy.{policy}", recipe=_sums_narrow)(narrow)

@@ -121,9 +121,9 @@ class Session:
         shard: Shard,
         thorough: bool | Callable[[Implementation], bool] = False,
     ) -> Iterator[Row]:
-        """Rows of a case, each as soon as it stands. `CONFIRMATION` replicas do where a loss clearly shows what is known, and
-        `REPLICAS` where that is far off, or what `AGAIN` cases of the shard have shown; what fails otherwise is judged once
-        more, beside its references, with as many as it takes."""
+        """Rows of a case, each as soon as it stands. `CONFIRMATION` replicas do where a loss clearly shows what is known; where
+        `AGAIN` cases of the shard have shown a finding of one of them, `REPLICAS`, if it is `CERTAIN` that it shows again. What
+        fails otherwise is judged once more, beside its references, with as many as it takes."""
         if self.measuring or is_trainer(case.family):
             yield from self._run(case, chosen, shard, thorough)
             return
