@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from parity.cli import nightly, options, rollouts, versions
 from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
@@ -33,7 +32,7 @@ def main() -> None:
 @options.DEVICE
 @options.option("--seed", "of the drawn cases; default: fixed in quick and pr, else new", type=int)
 @options.with_versions
-@click.option("--require", multiple=True, metavar="ID[:cpu|cuda]", help="exit code 3 unless this was compared")
+@click.option("--require", multiple=True, metavar="ID", help="exit code 3 unless this was compared")
 @options.LEDGER
 @options.path("--results", "file for the results; default: results.ndjson in --reports")
 @options.REPORTS
@@ -85,9 +84,7 @@ def init_command(loss: str | None) -> None:
 
 @main.command("list", epilog="Example: parity list --family policy")
 @options.FAMILIES
-@options.option(
-    "--settings", "its settings; of a results file, what agreed with each", metavar="FAMILY|RESULTS", into="families"
-)
+@options.option("--settings", "its settings", metavar="FAMILY", into="families")
 @options.option("--checks", "the checks of this trainer", metavar="TRAINER", into="trainers")
 def list_command(families: tuple[str, ...], **sections: Any) -> None:
     """Show implementations; or settings, checks.
@@ -136,16 +133,13 @@ def replay_command(case: str, **options: Any) -> None:
 @click.option("--trainer", help="the trainer that runs the settings, where the file does not say: GRPOTrainer")
 @options.LEDGER
 @click.option("--page", type=click.Choice(["newest", "mended"]), help="print the page of docs/ instead")
-@options.JSON
-def findings_command(
-    config: Path | None, trainer: str | None, ledger: Path | None, page: str | None, as_json: bool
-) -> None:
+def findings_command(config: Path | None, trainer: str | None, ledger: Path | None, page: str | None) -> None:
     """Show what is known to be wrong in the installed libraries.
 
     Most severe first. --config keeps what applies to a training run; exit code 1 if something does for certain.
     """
     from parity.results.ledger import Ledger
-    from parity.results.report.stack import Stack, records
+    from parity.results.report.stack import Stack
 
     known = Ledger.known(ledger)
     if page:
@@ -161,11 +155,7 @@ def findings_command(
         advice = check(config, trainer, known)
         stack, title, found = advice.stack, advice.title, bool(advice)
         unknown = {f.entry.id: f.unless_known for f in advice.findings}
-    if as_json:
-        told = [one | ({"cannot_tell": unknown[one["id"]]} if config else {}) for one in records(stack.entries)]
-        click.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
-    else:
-        findings(title, stack, unknown)
+    findings(title, stack, unknown)
     sys.exit(int(found))
 
 

@@ -127,7 +127,6 @@ IMPLEMENTATIONS = several(
 )
 LEDGER = path("--ledger", "known findings of your own, besides the shipped ones")
 REPORTS = path("--reports", "folder for reports", "reports")
-JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
 RAY = option("--ray", "run on this Ray cluster (docs/scale.md)", metavar="HOST:PORT|auto|local")
 
 

@@ -19,6 +19,12 @@ def token_signs(error: Any, masked: Any) -> list[str]:
     return ["".join(TOKENS[n] for n in line) for line in sign.tolist()]
 
 
+def levels(texts: Sequence[str]) -> list[list[tuple[int, bool]]]:
+    """(level 0 to 9, masked) of each token of sequences as texts of `TOKENS`."""
+    known = {sign: (n % 10, n > 9) for n, sign in enumerate(TOKENS)}
+    return [[known.get(sign, (9, False)) for sign in line] for line in texts]
+
+
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """One difference that noise does not explain."""

@@ -1,6 +1,5 @@
 """The page for users: what `parity findings` prints, of every entry, in the order of severity."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -87,15 +86,13 @@ def test_findings_shows_what_is_wrong_in_the_installed_libraries(tmp_path, monke
     assert " ".join(printed.split()).startswith(f"{stack.named}: {stack.defects} ")
     places = [printed.index(text) for text in ("\nhigh: ", "gc-overwrite", "\nmedium: ", "\nlow: ", "\nconvention: ")]
     assert places == sorted(places) and max(map(len, printed.splitlines())) <= 110
-    found = json.loads(CliRunner().invoke(main, ["findings", "--json"]).output)
-    assert [one["id"] for one in found] == [e.id for e in stack.entries] and found[0]["severity"] == "high"
-    assert {one["replay"] for one in found} >= {"parity replay gc-overwrite"}
+    listed = [line.split()[-1] for line in printed.splitlines() if line.strip()]
+    assert [id for id in listed if id in {e.id for e in stack.entries}] == [e.id for e in stack.entries]
     (tmp_path / "grpo.yaml").write_text("top_entropy_quantile: 0.2\nnum_generations: 4\n")
-    words = ["findings", "--config", str(tmp_path / "grpo.yaml"), "--json"]  # GMPO, made of GRPO, has its settings too
-    met = {one["id"]: one["cannot_tell"] for one in json.loads(CliRunner().invoke(main, words).output)}
-    assert met["trl-grpo-quantile-minus-inf"] == "" and "trl-online-dpo-accumulation" not in met
-    assert met["softcap-names"] == "no model is named"
-    assert "(cannot tell: no" in CliRunner().invoke(main, words[:-1]).output
+    words = ["findings", "--config", str(tmp_path / "grpo.yaml")]  # GMPO, made of GRPO, has its settings too
+    printed = CliRunner().invoke(main, words).output
+    assert "trl-grpo-quantile-minus-inf" in printed and "trl-online-dpo-accumulation" not in printed
+    assert "softcap-names" in printed and "(cannot tell: no" in printed
 
 
 def test_findings_imports_no_torch():

@@ -1,7 +1,7 @@
 """What is written and printed: templates of the folder `page`, filled with a run's summary or the rows of one case.
 
-Control characters are replaced in whatever comes from rows: a message must not colour, clear or retitle the reader's terminal,
-and XML cannot hold them. In HTML and XML everything is escaped.
+Control characters are replaced in whatever comes from rows: a message must not colour, clear or retitle the reader's terminal.
+In HTML everything is escaped.
 """
 
 import collections
@@ -24,11 +24,12 @@ from parity.results import memory, trend
 from parity.results.ledger import Ledger
 from parity.results.report import stack, wording
 from parity.results.report.findings import Finding, ImplementationCase, findings, grouped, headroom
-from parity.results.report.plots import levels, placed, plots, strips
 from parity.results.report.summary import DTYPES, Line, Summary
 from parity.results.row import STOPPED, Row
+from parity.results.watched import levels
 
 LINES, WIDTH = 60, 110  # what a summary on the terminal may fill; wider terminals get no longer lines
+ENOUGH = 8  # tokens that show where the errors are
 CHARACTERS = 60_000  # of a comment: GitHub refuses 65,536
 LIMITS = (40, 20, 12, 8, 5, 3, 2, 1, 0)
 """How many of each list are shown: the first with which the whole fits. Others are counted."""
@@ -53,8 +54,8 @@ IN_ORDER = Ending()
 
 
 def write(summary: Summary, ending: Ending) -> None:
-    """The files of a run: JUnit, a comment for a pull request, the page."""
-    texts = {"junit.xml": junit(summary), "summary.md": markdown(summary, ending), "index.html": page(summary, ending)}
+    """The files of a run: a comment for a pull request, the page."""
+    texts = {"summary.md": markdown(summary, ending), "index.html": page(summary, ending)}
     for name, text in texts.items():
         (ending.folder / name).write_text(text, encoding="utf-8")
 
@@ -88,7 +89,7 @@ def page(summary: Summary, ending: Ending = IN_ORDER) -> str:
         often = f"in {life.times:,} of {wording.count(life.of, 'run')}"
         return f"{trend.since(life.first, change.run, 'new in this run')}, {often}"
 
-    values = {"change": change, "gone": gone, "since": since, "trend": trend, "cases": placed(summary.cases)}
+    values = {"change": change, "gone": gone, "since": since, "trend": trend}
     return filled("page.html.j2", summary=summary, ending=ending, **values)
 
 
@@ -104,27 +105,18 @@ def trend_page(past: Sequence[memory.Run], ledger: Ledger, night: str = "") -> s
     return filled("trend.html.j2", past=past, entries=known, night=night, releases=trend.releases(past), **values)
 
 
-def junit(summary: Summary) -> str:
-    """JUnit XML: a test case for each implementation, dtype and device, and not for each drawn case: those have new names in
-    every run, and a viewer's history lives on names that stay. New findings fail (or are errors, where nothing was judged),
-    known ones and what was not compared are skipped."""
-    of = collections.defaultdict[tuple[str, ...], dict[str, Finding]](dict)
-    for f in summary.findings:
-        for r in f.failing:
-            of[r.implementation, r.family, r.dtype, r.device][f"{f.key} {f.lead.message}"] = f
-    suites = collections.defaultdict[str, list[Any]](list)
-    for x in summary.lines:
-        found = list(of[x.implementation, x.family, x.dtype, x.device].values())
-        tag = "failure" if any(f.verdict not in STOPPED for f in found) else "error" if found else "skipped"
-        suites[x.family].append({"line": x, "found": found, "tag": "" if x.verdict == "agree" else tag})
-    return filled("junit.xml.j2", summary=summary, suites=suites, all=[c for found in suites.values() for c in found])
-
-
 def ledger_page(ledger: Ledger, mended: bool = False) -> str:
     """docs/findings.md: the newest releases' defects, of any library; or with `mended` those that only older ones have."""
     entries = [e for e in ledger.entries if not e.user.part_of and stack.is_mended(e) == mended]
     older = Ledger.older(ledger.path) if mended else []
     return filled("findings.md.j2", stack=stack.Stack.of(entries), mended=mended, older=older)
+
+
+def strips(finding: Finding) -> list[tuple[Row, list[list[tuple[int, bool]]]]]:
+    """(row, its sequences as `levels`), of the smallest case with `ENOUGH` tokens or the largest."""
+    sized = sorted((max(sum(map(len, r.tokens)) for r in p.rows), n, p) for n, p in enumerate(finding.parts))
+    case = next((p for count, _, p in sized if count >= ENOUGH), sized[-1][2])
+    return [(r, levels(r.tokens)) for r in case.rows if r.tokens]
 
 
 def text_of(rows: Sequence[Row], width: int = WIDTH) -> str:
@@ -165,7 +157,7 @@ def show(text: str, console: Console) -> None:
 def _environment() -> jinja2.Environment:
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("page")),
-        autoescape=lambda name: str(name).endswith((".html.j2", ".xml.j2")),
+        autoescape=lambda name: str(name).endswith(".html.j2"),
         undefined=jinja2.StrictUndefined,
         finalize=_plain,
         trim_blocks=True,
@@ -173,9 +165,7 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     found.filters |= {"md": escape, "code": code, "ticks": ticks, "wrapped": wrapped, "aligned": aligned}
-    found.globals.update(
-        w=wording, s=stack, headroom=headroom, text_of=text_of, plots=plots, strips=strips, levels=levels
-    )
+    found.globals.update(w=wording, s=stack, headroom=headroom, text_of=text_of, strips=strips, levels=levels)
     return found
 
 

@@ -119,11 +119,3 @@ def releases(entry: Entry) -> str:
 def is_mended(entry: Entry) -> bool:
     """Whether some release of a library ends the entry's scope."""
     return any("<" in specifier for specifier in entry.versions.values())
-
-
-def records(entries: Iterable[Entry]) -> list[dict[str, str]]:
-    return [
-        {"id": e.id, "severity": e.severity or OTHER, "setting": where(e), "effect": effect(e), "releases": releases(e)}
-        | {"fix": fix(e), "replay": f"parity replay {e.id}"}
-        for e in entries
-    ]

@@ -61,8 +61,7 @@ class Reason:
 class Summary:
     """Everything a report says. `incomplete`: how far a run came that did not finish; `ended`: whether it came to its end in
     order, if only because its time was over; `stack`: its libraries, and what the ledger knows of them; `findings`: new ones;
-    `known`: those of the ledger; `cases`: all that ran; `notes`: what a reader must know of an implementation, such as where it
-    was imported from."""
+    `known`: those of the ledger; `notes`: what a reader must know of an implementation, such as where it was imported from."""
 
     run: str
     header: About
@@ -73,7 +72,6 @@ class Summary:
     lines: tuple[Line, ...]
     findings: tuple[Finding, ...]
     known: tuple[Finding, ...]
-    cases: tuple[ImplementationCase, ...]
     reasons: tuple[Reason, ...]
     notes: tuple[str, ...]
 
@@ -103,7 +101,6 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         lines=tuple(_lines(everything)),
         findings=tuple(f for f in found if f.known is None),
         known=tuple(f for f in found if f.known is not None),
-        cases=tuple(cases),
         reasons=tuple(_reasons(cases)),
         notes=tuple(_notes(everything, found)),
     )
