@@ -15,7 +15,7 @@ VLLM := .venv-rollouts/bin/python
 
 ifeq ($(VENV),0)
 PY := $(PYTHON)
-READY := check-only
+READY :=
 else ifeq ($(VENV),system)
 PY := .venv-system/bin/python
 READY := .venv-system/.ready
@@ -24,7 +24,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help parity nightly upgrade-check test selftest test-ray test-browser check bench lines doctor clean check-only cuda-first rollouts rollouts-record rollouts-live
+.PHONY: help parity nightly upgrade-check test selftest test-ray test-browser check bench lines doctor clean cuda-first rollouts rollouts-record rollouts-live
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -94,9 +94,6 @@ doctor: $(READY)  ## what is installed, what can run here, what is missing
 
 clean:  ## remove reports and caches, keep .venv
 	rm -rf reports/* .pytest_cache .ruff_cache .mypy_cache .hypothesis
-
-check-only:
-	@$(PYTHON) parity/bootstrap.py --check
 
 .venv-rollouts/.ready: constraints-rollouts.txt parity/bootstrap.py
 	$(PYTHON) parity/bootstrap.py --rollouts .venv-rollouts

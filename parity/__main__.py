@@ -4,7 +4,19 @@ import importlib.util
 import os
 import sys
 
-NEEDED = ("click", "rich", "msgspec", "hypothesis", "jinja2", "numpy", "packaging", "psutil", "safetensors", "yaml")
+NEEDED = (
+    "torch",
+    "click",
+    "rich",
+    "msgspec",
+    "hypothesis",
+    "jinja2",
+    "numpy",
+    "packaging",
+    "psutil",
+    "safetensors",
+    "yaml",
+)
 """Modules of the extra `cli`; the judge alone, `parity.testing`, needs none of them."""
 
 

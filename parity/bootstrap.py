@@ -1,9 +1,8 @@
 """Make the environment that `make parity` runs in. Runs on a bare interpreter: standard library only.
 
-Four ways, chosen and announced before anything is downloaded: an environment of its own with the pinned stack
-(`--venv DIR`); a venv over this interpreter's packages that never installs, upgrades or removes torch or triton
-(`--system DIR`); one with a vLLM that runs without a GPU (`--rollouts DIR`); nothing at all, only what is missing
-(`--check`).
+Three ways, announced before anything is downloaded: an environment of its own with the pinned stack (`--venv DIR`); a venv over
+this interpreter's packages that never installs, upgrades or removes torch or triton (`--system DIR`); one with a vLLM that runs
+without a GPU (`--rollouts DIR`).
 """
 
 from __future__ import annotations
@@ -20,29 +19,21 @@ ROOT = Path(__file__).resolve().parent.parent
 MINIMUM = (3, 11)
 KEPT = ("torch", "triton", "pytorch-triton")
 """Never touched in VENV=system; NVIDIA's containers have Triton as `pytorch-triton` and torch as 2.9.0a0+nv25.10."""
-NEEDED = """
-torch transformers trl accelerate datasets peft numpy hypothesis packaging pyyaml psutil click rich jinja2 safetensors
-msgspec pytest
-""".split()
-WISHED = "requests triton liger-kernel cut-cross-entropy pytest-benchmark pytest-timeout pytest-xdist mpmath uv".split()
 
 
 def main() -> int:
-    """Parse the arguments and do one of the four."""
+    """Parse the arguments and do one of the three."""
     parser = argparse.ArgumentParser(description=__doc__)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--venv", type=Path)
     target.add_argument("--system", type=Path)
     target.add_argument("--rollouts", type=Path)
-    target.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if sys.version_info < MINIMUM:
         print(
             f"Python {sys.version.split()[0]} is too old: {'.'.join(map(str, MINIMUM))} or newer, e.g. make PYTHON=python3.12"
         )
         return 3
-    if args.check:
-        return check()
     if args.system:
         return install(args.system, system=True)
     if args.rollouts:
@@ -56,17 +47,6 @@ def version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def check() -> int:
-    """Say what is missing for this interpreter; 3 when the harness cannot run at all."""
-    print(f"VENV=0: {sys.executable} as it is, nothing is installed", file=sys.stderr)
-    missing = [n for n in NEEDED if version(n) is None]
-    absent = [n for n in WISHED if version(n) is None]
-    for names, so in ((absent, "reported as unsupported"), (missing, "nothing runs without")):
-        if names:
-            print(f"missing, {so}: {', '.join(names)} (pip install {' '.join(names)})", file=sys.stderr)
-    return 3 if missing else 0
 
 
 def with_vllm(folder: Path) -> int:

@@ -25,7 +25,7 @@ class Shown(contextlib.AbstractContextManager["Shown"]):
         self.clock = clock
         self.begun = clock()
         self.done, self.of, self.read, self.now = 0, 0, 0, "starting"
-        self.stage, self.until = "", math.inf
+        self.until = math.inf
         self.new: set[str] = set()
         self.known: set[str] = set()
         self.ended: threading.Event | None = None
@@ -33,10 +33,8 @@ class Shown(contextlib.AbstractContextManager["Shown"]):
         terminal = self.console.is_terminal and not self.console.is_dumb_terminal
         self.live = self.console.status("") if terminal else None
 
-    def __call__(
-        self, rows: Sequence[Row], done: int, of: int, now: str, stage: str = "", seconds: float | None = None
-    ) -> None:
-        self.stage, self.until = stage, math.inf if seconds is None else self.clock() + seconds
+    def __call__(self, rows: Sequence[Row], done: int, of: int, now: str, seconds: float | None = None) -> None:
+        self.until = math.inf if seconds is None else self.clock() + seconds
         if self.ended is None:
             self._start()
         for row in rows[self.read :]:
@@ -49,10 +47,10 @@ class Shown(contextlib.AbstractContextManager["Shown"]):
             self.live.update(f"{self.figures()}\n{self.now}".replace("[", r"\["))
 
     def figures(self) -> str:
-        """Cases done and planned, per cent, time left or what happens to the findings, findings so far."""
+        """Cases done and planned, per cent, time left, findings so far."""
         new = f"NEW in {', '.join(sorted(self.new)[:2])}{' …' * (len(self.new) > 2)}" if self.new else "NEW none"
         share = f"{self.done:,} of {self.of:,} cases ({100 * self.done // max(self.of, 1)} %)"
-        return " · ".join([share, self.stage or self.left(), new, f"KNOWN {len(self.known) or 'none'}"])
+        return " · ".join([share, self.left(), new, f"KNOWN {len(self.known) or 'none'}"])
 
     def left(self) -> str:
         """Time left at the speed so far, at most until no more cases are dealt; how long findings then take, nobody knows."""

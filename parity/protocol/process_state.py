@@ -3,7 +3,6 @@
 What is watched beside names: the environment, random states, and torch's modes, defaults and switches.
 """
 
-import _thread
 import contextlib
 import dataclasses
 import operator
@@ -11,8 +10,6 @@ import os
 import pickle
 import random
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,8 +40,6 @@ _broken: list[str] = []
 _reference: list[bytes] = []
 _called: list[str] = []
 """Who was called since arithmetic was last tried."""
-BEGINNING, ENDING = 5e-3, 0.1
-"""Seconds after which a thread that a user's function starts counts, and in which one may end by itself."""
 _X = torch.linspace(-1.5, 2.0, 16, dtype=torch.float64).view(4, 4)
 _IDS = torch.arange(4).unsqueeze(-1)
 
@@ -192,12 +187,11 @@ def arithmetic() -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Everything of `WATCHES` and `bindings`, and how many threads of Python there are."""
+    """Everything of `WATCHES` and `bindings`."""
 
     states: dict[str, Any]
     names: bindings.Names
     modules: int
-    threads: int
 
     def differing(self) -> Iterator[tuple[str, Any]]:
         """Each entry of `WATCHES` that is not as it was, with what it is now."""
@@ -222,27 +216,14 @@ class Snapshot:
                 put(self.states[name])
             else:
                 abandon(f"{whose} left a change that nothing undoes: {name} changed")
-        if own := ".py:" in whose:
-            time.sleep(BEGINNING)
-        until = time.monotonic() + ENDING
-        tells = own or not imported  # a library may keep one that its import starts
-        while (left := tells and _threads() > self.threads) and time.monotonic() < until:
-            time.sleep(ENDING / 20)
-        if left:
-            abandon(f"{whose} left a thread running, which may change anything")
         _called.append(whose)
         return found
-
-
-def _threads() -> int:
-    """How many threads run, without the one with which tqdm watches its bars: torch's compiler has some."""
-    return _thread._count() - sum(type(thread).__name__ == "TMonitor" for thread in threading.enumerate())
 
 
 def take() -> Snapshot:
     if not _reference:
         _reference.append(arithmetic())
-    return Snapshot({name: get() for name, (get, _) in WATCHES.items()}, bindings.take(), len(sys.modules), _threads())
+    return Snapshot({name: get() for name, (get, _) in WATCHES.items()}, bindings.take(), len(sys.modules))
 
 
 def abandon(reason: str) -> None:

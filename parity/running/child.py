@@ -102,13 +102,6 @@ class Child:
         self.channel.close()
 
     @property
-    def stopped(self) -> bool:
-        """Whether a signal has stopped it."""
-        with contextlib.suppress(psutil.Error):
-            return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
-        return False
-
-    @property
     def how(self) -> str:
         code = self.process.returncode
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -31,7 +31,6 @@ class Findings:
         self.fresh = confirm or not profile.derandomised
         self.minimise, self.seconds = minimise, profile.minimise_seconds * workers * minimise
         self._told: set[tuple[str, str]] = set()
-        self._dealt, self._begun = 0, set[str]()
 
     def news(self, rows: Iterable[Row]) -> Iterator[str]:
         """A line for the first new finding of an implementation in a family."""
@@ -92,15 +91,7 @@ class Findings:
         for shard in out:
             if shard.name in before and (shown := before[shard.name].shown) is not None:
                 self.confirmed(shard, shown)
-        out = [shard for shard in out if shard.name not in before]
-        self._dealt = len(out)
-        return out
-
-    def stage(self, shard: Shard) -> str:
-        """`minimising 2 of 7`, or `confirming`, for an event of a finding's shard: how many were begun."""
-        self._begun.add(shard.name)
-        verb = "minimising" if shard.sought and shard.sought.seconds else "confirming"
-        return f"{verb} {len(self._begun)} of {self._dealt}"
+        return [shard for shard in out if shard.name not in before]
 
     def confirmed(self, shard: Shard, shown: Sequence[tuple[str, str | None]]) -> list[Row]:
         """A fresh process has looked at a finding again, and seen this of it: the rows that stay."""

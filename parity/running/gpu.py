@@ -4,6 +4,7 @@ import contextlib
 import glob
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sysconfig
@@ -11,13 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from parity.process import environment, interpreter, packaged
+from parity.process import environment, packaged
 
 OWN, STDLIB = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
 DEVICE_FILES = "/dev/nvidia[0-9]*"
-SECONDS = 300.0  # on the clock: longer than that no kernel takes to be compiled and run
-START_APART = 2.0
-"""Seconds between the starts of two workers on CUDA: each imports for seconds and makes a context of its own."""
 WHERE = signal.SIGUSR2
 """Asks a worker to write its stacks to stderr; `faulthandler` does so in C, while Python waits for a kernel."""
 
@@ -43,30 +41,12 @@ def unusable() -> str | None:
 
 
 def no_triton() -> str | None:
-    """Why Triton cannot compile here: one kernel is compiled and run in a process of its own; None where it can."""
-    try:
-        printed(interpreter("parity.running.one_kernel:main"))
-    except TimeoutError as error:
-        return f"Triton compiles no kernel here: {error}"
-    except ChildProcessError as error:
-        remedy = (
-            "it needs a C compiler and Python's headers (Debian: apt-get install gcc python3-dev), or say --device cpu"
-        )
-        return f"Triton compiles no kernel here ({error}): {remedy}"
-    return None
-
-
-def printed(command: Sequence[str]) -> str:
-    """What a process that may use Triton's compiler prints. Raises TimeoutError: no answer in time; ChildProcessError:
-    another exit code than 0; the last line of its stderr."""
-    try:
-        done = subprocess.run(command, env=child("cuda"), capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"no answer in {SECONDS:.0f} s") from None
-    if done.returncode:
-        said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), None)
-        raise ChildProcessError(said.strip()[:200] if said else f"exit code {done.returncode}")
-    return done.stdout
+    """Why Triton cannot compile here; None where it has what it needs."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
+        return None
+    lacks = "Python's headers are missing" if compiler else "there is no C compiler"
+    return f"Triton compiles no kernel here, {lacks} (Debian: apt-get install gcc python3-dev): or say --device cpu"
 
 
 def visible() -> list[str]:

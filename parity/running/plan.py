@@ -248,10 +248,8 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         "memory": memory(count) if device == "cpu" else None,
         "deadline": None if options.max_time is None else time.time() + options.max_time - reserve,
     }
-    apart: list[dict[str, Any]] = [
-        {"gpu": gpus[n % len(gpus)], "wait": gpu.START_APART * n} if gpus else {} for n in range(count)
-    ]
-    return Plan(settings=settings, shards=shards, workers=[settings | one for one in apart], announcement=why)
+    each = [settings | ({"gpu": gpus[n % len(gpus)]} if gpus else {}) for n in range(count)]
+    return Plan(settings=settings, shards=shards, workers=each, announcement=why)
 
 
 FIRST = 8  # drawn cases in the first shard of a stream, which is run early (`shard_queue.by_yield`)
@@ -333,12 +331,10 @@ class Confirmed(_Event, frozen=True):
 
 
 class ShardDone(_Event, frozen=True):
-    """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time, and its
-    process held `memory` MiB at most, on CUDA of the device's."""
+    """The shard came to its end, or after `cases` of its cases to that of the run's time; it took `seconds` of CPU time."""
 
     cases: int = 0
     seconds: float = 0.0
-    memory: int = 0
 
 
 class Retired(_Event, frozen=True):

@@ -1,11 +1,10 @@
 """A whole run: deal the shards, watch the workers, write rows, decide the exit code."""
 
-import collections
 import dataclasses
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,11 @@ TIMEOUT, FIRST_TIMEOUT = 180.0, 300.0
 
 def execute(
     options: Options,
-    progress: Callable[[list[Row], int, int, str, str, float | None], None],
+    progress: Callable[[list[Row], int, int, str, float | None], None],
     say: Callable[[str], None] = lambda line: None,
 ) -> RunResult:
     """Run, writing rows as they come; `progress` is called at every event with the rows, cases done and planned, what runs
-    now, which new finding is looked at again ("" before), and the seconds until no more cases are dealt. Where the time is
+    now, and the seconds until no more cases are dealt. Where the time is
     limited, checks of trainers are in an order of the seed: none is the last every night."""
     before = None
     if options.resume is not None:
@@ -67,8 +66,8 @@ def execute(
         found = Findings(state.rows, profile, len(plan.workers), options.confirm, options.findings, options.minimise)
         deadline = plan.settings["deadline"]
 
-        def tell(now: str, stage: str) -> None:
-            progress(state.rows, state.done, of, now, stage, None if deadline is None else deadline - time.time())
+        def tell(now: str) -> None:
+            progress(state.rows, state.done, of, now, None if deadline is None else deadline - time.time())
 
         def again_later() -> list[Shard]:
             shards = found.sought(plan.shards, state.parts)
@@ -108,7 +107,7 @@ def _follow(
     events: Iterator[supervisor.Told],
     found: Findings,
     write: Callable[[Any], None],
-    progress: Callable[[str, str], None],
+    progress: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
     """The events of a run, into its state and its file."""
@@ -147,13 +146,13 @@ def _follow(
                 state.cases[shard.name] = event.number
             case ShardDone():
                 state.cases[shard.name] = part.cases = event.cases
-                part.seconds, part.memory = event.seconds, event.memory
+                part.seconds = event.seconds
                 if event.cases == shard.count:
                     state.parts[part.name] = part
                     write(Parted(part=part, run=run))
         for line in news:
             say(line)
-        progress(now, found.stage(shard) if shard.kind == "finding" else "")
+        progress(now)
 
 
 def finish(state: RunResult, device: str, path: Path, cannot: str | None = None) -> None:
@@ -171,7 +170,7 @@ def finish(state: RunResult, device: str, path: Path, cannot: str | None = None)
         code, reasons = ended, [f"stopped after {state.done:,} of {of:,} cases", *reasons]
     elif not (complete or cannot):
         why = "a worker was lost" if state.lost else "the time was over"
-        reasons = [*reasons, f"{why}: {stopped_after(head.header.shards, state.cases)}"]
+        reasons = [*reasons, f"{why}: stopped after {state.done:,} of {of:,} cases"]
     head.end = End(cases=state.done, of=of, complete=complete, exit_code=code)
     with writer(path, append=True) as write:
         for row in whole:
@@ -186,12 +185,3 @@ def read_back(path: Path, exit_code: int, reasons: Sequence[str]) -> RunResult:
     header, rows = read(path)
     parts = {part.name: part for part in header.parts or ()}
     return RunResult(header, rows, parts, exit_code=exit_code, reasons=[*reasons])
-
-
-def stopped_after(plan: Mapping[str, int], cases: Mapping[str, int]) -> str:
-    """`policy after 120 of 6,000 cases, …`: the families that did not come to their end."""
-    done, of = collections.Counter[str](), collections.Counter[str]()
-    for name, count in plan.items():
-        done[name.partition(" ")[0]] += cases.get(name, 0)
-        of[name.partition(" ")[0]] += count
-    return ", ".join(f"{name} after {done[name]:,} of {of[name]:,} cases" for name in of if done[name] < of[name])

@@ -27,8 +27,6 @@ from parity.running.plan import At, Event, Judged, Lost, Retired, Shard, ShardDo
 from parity.running.shard_queue import THRICE, ShardQueue
 from parity.trainers import catalogue
 
-HALTED = 5.0  # seconds after which a process that a signal has stopped counts as dead: nobody wakes it
-
 Pair: TypeAlias = tuple[str, str]  # case and implementation
 Told: TypeAlias = tuple[Shard, Event]
 
@@ -159,9 +157,7 @@ class Watch:
         if worker.shard is None or child is None:
             return
         clock = worker.clock = worker.clock or Clock(child.process.pid)
-        if clock.passed > HALTED and child.stopped:
-            yield from self.lost(worker, "the process was stopped by a signal")
-        elif message := clock.over(limit):
+        if message := clock.over(limit):
             message += gpu.where(child.process, worker.said)
             yield from self.lost(worker, message, "timed-out", THRICE if clock.asleep else 1)
 

@@ -50,7 +50,6 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
     os.dup2(nothing, 0)
     os.close(nothing)
     pid = os.getpid()
-    time.sleep(plan.get("wait", 0.0))
     prepare(plan["device"])
     limit_memory(plan.get("memory"))
     keep_memory()
@@ -105,17 +104,8 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
                 return 1
             emit(RetiredEvent(*pair.args))
             return 0
-        emit(ShardDone(came, round(time.process_time() - begun, 3), peak(plan["device"])))
+        emit(ShardDone(came, round(time.process_time() - begun, 3)))
     return 0
-
-
-def peak(device: str) -> int:
-    """MiB that this process held at most, on CUDA those of the device."""
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated() >> 20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
 def refusal(plan: Mapping[str, Any]) -> str:

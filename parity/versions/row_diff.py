@@ -157,7 +157,6 @@ def comment(base: tuple[Header, list[Row]], now: tuple[Header, list[Row]]) -> st
         moved=_moved(differences(*common)),
         versions=trend.version_changes(before, run),
         spent=[sum(part.seconds for part in found) for found in parts],
-        memory=[max((part.memory for part in found), default=0) for found in parts],
     )
 
 

@@ -32,30 +32,20 @@ def test_the_figures():
     )
 
 
-def test_what_happens_to_findings_stands_where_no_time_left_is_known():
-    now = [0.0]
-    shown, _ = made(lambda: now[0])
-    now[0] = 10.0
-    shown([], 31, 100, "lib.a on case-1", "minimising 2 of 7", -50.0)
-    assert shown.line() == (
-        "10 s: 31 of 100 cases (31 %) · minimising 2 of 7 · NEW none · KNOWN none · now lib.a on case-1"
-    )
-    shown([], 31, 100, "lib.a on case-2", "", 1000.0)
-    assert shown.left() == "about 22 s left", "slower than its time allows"
-
-
 def test_no_more_time_is_said_to_be_left_than_the_run_has():
     now = [0.0]
     shown, _ = made(lambda: now[0])
-    shown([], 0, 1000, "", "", 600.0)
+    shown([], 0, 1000, "", 600.0)
     assert shown.left() == "at most 10 min left"
     now[0] = 300.0
-    shown([], 100, 1000, "", "", 300.0)
+    shown([], 100, 1000, "", 300.0)
     assert shown.left() == "about 5 min left", "2,700 s at its speed"
     now[0] = 601.0
     assert shown.left() == "its time is over"
-    shown([], 1000, 1000, "", "", 300.0)
+    shown([], 1000, 1000, "", 300.0)
     assert shown.left() == "finishing"
+    shown([], 620, 1000, "", 1000.0)
+    assert shown.left() == "about 6 min left", "slower than its time allows"
 
 
 def test_a_pipe_gets_lines(monkeypatch):

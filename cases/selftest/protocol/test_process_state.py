@@ -1,22 +1,16 @@
 """Everything that is watched: a call that changes it is named, and the next party finds it as it was."""
 
-import _thread
 import builtins
-import dataclasses
 import gc
 import os
 import random
 import sys
-import threading
-import time
 import warnings
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-import tqdm
-from tqdm._monitor import TMonitor
 
 from cases.selftest.controls.correct import control
 from parity.implementations.implementation import Implementation
@@ -196,35 +190,3 @@ def test_who_exchanges_the_code_of_a_function_is_named_and_the_process_given_up(
         from_file.__code__ = code
     assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
     assert rows[0].message == "parity.registry.from_file has other code since own.leaves was called"
-
-
-@pytest.mark.parametrize(
-    "start", [lambda f: _thread.start_new_thread(f, ()), lambda f: threading.Thread(target=f).start()]
-)
-def test_a_thread_that_runs_on_ends_the_process_and_is_named(start, monkeypatch):
-    """It may change anything later, while others are judged."""
-    monkeypatch.setattr(process_state, "_broken", [])
-    done = threading.Event()
-    try:
-        leaves = dataclasses.replace(after(lambda: start(done.wait)), id="own.py:leaves")
-        rows = list(run_case(CASE, [leaves], thorough=False))
-    finally:
-        done.set()
-    assert [(r.subject, r.verdict) for r in rows] == [("protocol", "disagree")]
-    assert rows[0].message == "own.py:leaves left a thread running, which may change anything"
-
-
-def test_the_monitor_of_a_progress_bar_is_no_harm(monkeypatch):
-    """torch's compiler makes a bar, and tqdm one thread for all of them."""
-    monkeypatch.setattr(process_state, "_broken", [])
-    snapshot, monitor = process_state.take(), TMonitor(tqdm.tqdm, 10)
-    try:
-        assert snapshot.restore("own.py:watches") == [] and not process_state._broken
-    finally:
-        monitor.exit()
-
-
-def test_a_thread_that_ends_by_itself_is_no_harm(monkeypatch):
-    monkeypatch.setattr(process_state, "_broken", [])
-    out = execute(after(lambda: threading.Thread(target=time.sleep, args=(0.02,)).start()), LOGPROBS.build(CASE))
-    assert out.leaks == () and not process_state.broken()

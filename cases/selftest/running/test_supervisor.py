@@ -246,13 +246,11 @@ TAKES_OVER = {
     ),
     "a thread that goes on": "calls > 1 and threading.Thread(target=time.sleep, args=(600,)).start()",
     "another serialiser": "sys.modules['parity.process'].json = SimpleNamespace(dumps=lambda *_, **__: '{')",
-    "it stops itself": "os.kill(os.getpid(), signal.SIGSTOP) if calls > 1 else None",
 }
 
 
 @pytest.mark.parametrize("act", TAKES_OVER.values(), ids=TAKES_OVER)
-def test_what_one_does_to_its_process_costs_its_neighbour_no_row(tmp_path, monkeypatch, act):
-    monkeypatch.setattr(supervisor, "HALTED", 1.0)
+def test_what_one_does_to_its_process_costs_its_neighbour_no_row(tmp_path, act):
     events = planted(tmp_path, act, timeout=200.0)
     assert "timed-out" not in {r.verdict for r in rows_of(events, "own")}, "somebody waited for its limit"
     whole_beside(events)
