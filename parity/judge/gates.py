@@ -16,7 +16,7 @@ import torch
 from parity.judge.recipe import HALF_SUBNORMAL, LARGEST, NAMES, NARROW, UNIT_ROUNDOFF
 
 NORM, MAX, ROW, SLOPE, SCALAR, FIRST_ORDER = 3.0, 6.0, 6.0, 6.0, 6.0, 10.0
-"""Multiples of the unit that each gate allows; docs/judging.md holds the measurements behind them."""
+"""Multiples of the unit that each gate allows; docs/measured/false-alarms.md holds the measurements behind them."""
 WORST = 2.0
 """Every gate but zero, and a count in float32, also allows this multiple of a replica's worst error: where one entry carries it,
 3·rms is a 3σ test of one number; where rounding moves an exponent (a KL term at τ = 1e-3) or decides whether a tail
