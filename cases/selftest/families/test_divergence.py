@@ -174,58 +174,12 @@ HALF, SKEW = [0.5, 0.5], [0.75, 0.25]
 FORWARD = 0.75 * log(1.5) + 0.25 * log(0.5)
 REVERSE = 0.5 * log(2 / 3) + 0.5 * log(2)
 MIDDLE = (0.75 * log(6 / 5) + 0.25 * log(2 / 3) + 0.5 * log(4 / 5) + 0.5 * log(4 / 3)) / 2  # M = (5/8, 3/8)
-TENTH = (0.75 * log(10 / 7) + 0.25 * log(10 / 19)) / 10 + (0.5 * log(20 / 21) + 0.5 * log(20 / 19)) * 9 / 10
-BY_HAND = [
-    (0.0, HALF, SKEW, FORWARD),
-    (1.0, HALF, SKEW, REVERSE),
-    (0.5, HALF, SKEW, MIDDLE),
-    (0.1, HALF, SKEW, TENTH),  # M = (21/40, 19/40): a tenth of the teacher
-    (0.0, [*HALF, 0.0], [*SKEW, 0.0], FORWARD),
-    (0.5, [*HALF, 0.0], [*SKEW, 0.0], MIDDLE),
-    (0.5, [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], log(2)),
-    (1.0, [1.0, 0.0], HALF, log(2)),
-]
-
-
-@pytest.mark.parametrize(("beta", "p", "q", "truth"), BY_HAND)
-def test_on_paper(beta, p, q, truth):
-    found = exact(FAMILY, on_paper(beta, p, q))
-    assert found["loss"].item() == pytest.approx(truth, rel=1e-12)
-    assert torch.isfinite(found["grad_bias"]).all()
-    assert not found["grad_bias"][torch.tensor(p) == 0].any(), "an excluded token has no gradient"
-
-
-def test_temperature_on_paper():
-    """Temperature 1/2 squares and renormalises: (3/4, 1/4) becomes (9/10, 1/10)."""
-    found = exact(FAMILY, on_paper(0.0, HALF, SKEW, temperature=0.5))["loss"].item()
-    assert found == pytest.approx(0.9 * log(1.8) + 0.1 * log(0.2), rel=1e-12)
-
-
-def test_hard_loss_on_paper():
-    """The label has probability 1/2, whatever the temperature."""
-    x = on_paper(0.0, HALF, SKEW, temperature=0.5, hard_loss=0.25)
-    soft = exact(FAMILY, on_paper(0.0, HALF, SKEW, temperature=0.5))["loss"].item()
-    assert exact(FAMILY, x)["loss"].item() == pytest.approx(0.75 * soft + 0.25 * log(2), rel=1e-12)
 
 
 @pytest.mark.parametrize("wrong", [{"hard_loss": 1.5}, {"hard_loss": 0.5, "sparse": "topk"}], ids=str)
 def test_a_hard_loss_without_a_meaning_is_refused(wrong):
     with pytest.raises(UsageError, match="hard_loss"):
         FAMILY.build(FAMILY.case(1, "fp32", wrong))
-
-
-def test_tail_on_paper():
-    """A teacher that names one token of probability 1/2 against a student's 1/4: KL((1/2, 1/2)‖(1/4, 3/4))."""
-    x = on_paper(0.0, [0.25, 0.5, 0.25], [1.0, 1.0, 1.0])
-    x = x.replace(
-        teacher_logits=None,
-        support_ids=torch.tensor([[[0, 0]]]),
-        support_logps=torch.tensor([[[0.5, 0.0]]], dtype=torch.float64).log(),
-    )
-    x.settings.sparse = "topk"
-    assert exact(FAMILY, x)["loss"].item() == pytest.approx(REVERSE, rel=1e-12)
-    x.settings.tail = False
-    assert exact(FAMILY, x)["loss"].item() == 0.0, "one token renormalised is certain on both sides"
 
 
 @pytest.mark.parametrize("sparse", ["topk", "mixed"])
@@ -242,13 +196,6 @@ def test_padding(sparse, beta):
     assert not first["grad_hidden"][padded].any()
     second = exact(FAMILY, x.replace(support_logps=torch.where(padded.unsqueeze(-1), -0.5, x.support_logps)))
     assert all(torch.equal(first[name], second[name]) for name in first if name[0] != "_")
-
-
-def test_nothing_to_learn():
-    """Every label -100: loss 0 and gradients 0, whatever the normaliser."""
-    found = exact(FAMILY, inputs(1, ignored="all", num_items="given", other_tokens=0))
-    assert found["loss"].item() == 0.0
-    assert not any(found[name].any() for name in found if name.startswith("grad_"))
 
 
 def test_older_mixture():

@@ -70,31 +70,6 @@ def test_gradient(seed):
         assert abs(value - slope) <= mp.mpf("1e-10") * (abs(slope) + largest + 1), name
 
 
-def test_smoothing_and_z_loss_are_those_of_torch_and_palm():
-    """torch's own cross entropy in float64, and c·L²."""
-    x = to_double(FAMILY.build(FAMILY.case(5, "fp32", {"smoothing": 0.3, "z_loss": 0.01, "ignored": "some", "T": 9})))
-    z = (x.hidden @ x.weight.mT).flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(z, x.ids.flatten(), label_smoothing=0.3, reduction="none")
-    loss = loss + (0.01 * torch.logsumexp(z, -1).square()).masked_fill(x.ids.flatten() == -100, 0.0)
-    assert torch.allclose(exact(FAMILY, x)["logps"].flatten(), -loss, rtol=1e-12)
-
-
-def test_on_paper():
-    """Two equal logits and one -inf: log-prob -log 2, entropy log 2."""
-    x = FAMILY.build(FAMILY.case(0, "fp32", {"B": 1, "T": 2, "V": 3, "H": 1, "bias": "random", "entropy": "value"}))
-    x = x.replace(
-        hidden=torch.ones(1, 2, 1),
-        weight=torch.tensor([[2.0], [1.0], [9.0]]),
-        bias=torch.tensor([0.0, 1.0, -torch.inf]),
-        ids=torch.tensor([[1, -100]]),
-    )
-    found = exact(FAMILY, x)
-    assert found["logps"].tolist() == [[pytest.approx(-0.6931471805599453), 0.0]]
-    assert found["entropy"].tolist() == [[pytest.approx(0.6931471805599453), 0.0]]
-    assert not found["grad_hidden"][0, 1].any(), "an ignored position has no gradient"
-    assert float(found["grad_weight"][2]) == 0.0, "a banned token has no gradient"
-
-
 @pytest.mark.parametrize("head_dtype", ["same", "fp32"])
 @pytest.mark.parametrize("rare", RARE)
 def test_a_rare_block_has_the_probability_it_is_asked_for(rare, head_dtype):

@@ -122,21 +122,6 @@ def loss_of(x, **settings):
     return float(exact(FAMILY, x)["loss"])
 
 
-def test_on_paper():
-    """Both tokens have log-prob -log 2; the ratios are e and 1/e, the advantage 2."""
-    e, x = E, by_hand()
-    assert loss_of(x) == pytest.approx(-(1.2 * 2 + 2 / e) / 2)
-    assert loss_of(x, delta=1.1) == pytest.approx(-(1.1 * 2 + 2 / e) / 2)
-    assert loss_of(x, delta=None, loss_type="luspo") == pytest.approx(-(1.2 * 2 + 2 / e))
-    assert loss_of(x, loss_type="dr_grpo", max_completion_length=16) == pytest.approx(-(1.2 * 2 + 2 / e) / 16)
-    assert loss_of(x, loss_type="cispo", epsilon_high=2.0) == pytest.approx((2 + 1 / e) * 2 * float(mp.log(2)) / 2)
-    x = by_hand()
-    x.settings.importance_sampling_level = "sequence"
-    assert loss_of(x) == pytest.approx(-2.0), "the mean log-ratio is 0"
-    x = by_hand().replace(advantages=torch.tensor([-2.0]))
-    assert loss_of(x) == pytest.approx((e * 2 + 0.8 * 2) / 2), "a negative advantage is not clipped from above"
-
-
 @pytest.mark.parametrize(
     ("log_r", "ratio", "definition", "capped", "slope"),
     [
