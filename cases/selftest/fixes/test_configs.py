@@ -1,11 +1,8 @@
 """Values of a nested text config at the top, where some code reads them."""
 
-import types
-
 import pytest
-import torch
 
-from cases.selftest.fixes.test_patches import tiny_model, transformers
+from cases.selftest.fixes.test_patches import transformers
 from parity.fixes import patches
 
 
@@ -14,22 +11,6 @@ def multimodal(softcap=30.0, **top):
     for name, value in top.items():
         setattr(config, name, value)
     return config
-
-
-def test_nested_softcap_is_lifted_and_put_back():
-    config = multimodal()
-    assert getattr(config, "final_logit_softcapping", 0) == 0  # what RL code reads
-    model = types.SimpleNamespace(config=config)
-    patch = patches.lift_text_config_attributes(model)
-    assert patch
-    assert config.final_logit_softcapping == 30.0
-    assert patch.changed == ("config.final_logit_softcapping=30.0",)
-    assert not patches.lift_text_config_attributes(model)
-    patch.undo()
-    assert not hasattr(config, "final_logit_softcapping")
-    with patches.lift_text_config_attributes(torch.nn.DataParallel(tiny_model())) as other:
-        assert not other
-        assert "no nested text config" in other.reason
 
 
 @pytest.mark.parametrize("value", [None, 0.0, 50.0])

@@ -1,13 +1,11 @@
 """`use_model_logits`: heads that TRL's fused LM head gets wrong, each wrong as released, the model's own with the patch."""
 
 import importlib
-import logging
 
 import pytest
 import torch
 
-from parity.fixes import apply, logits
-from parity.fixes import patch as patch_module
+from parity.fixes import logits
 from parity.trainers.rig import models, quantised_heads
 
 trl_utils = pytest.importorskip("trl.trainer.utils")
@@ -232,28 +230,3 @@ def test_a_model_that_cannot_be_tried_is_left_alone(monkeypatch):
     assert "LlamaForCausalLM could not be tried (IndexError" in logits.use_model_logits(model).reason
     assert model.forward == forward
     assert "no model has a fused LM head" in logits.use_model_logits(models.model("llama")).reason
-
-
-def test_it_is_logged_once(caplog, monkeypatch):
-    monkeypatch.setattr(patch_module, "_logged", set())
-    with caplog.at_level(logging.INFO, "parity.fixes"):
-        for _ in range(2):
-            with logits.use_model_logits(fused(halved(models.model("llama")))):
-                pass
-    assert len(caplog.records) == 1
-
-
-def test_a_trainer_trains_and_its_reference_is_scored_alike():
-    """Softcap of another name, reference model in full: both take it, and where the policy is its reference KL is 0."""
-
-    from parity.trainers.rig import drive
-
-    wanted = {"gradient_checkpointing": False, "beta": 0.04}
-    trainer = drive.build("GRPOTrainer", models.model("recurrent_gemma"), wanted)
-    with apply(trainer) as applied:
-        assert len(applied["use_model_logits"]) == 2  # policy and reference
-        trainer.train()
-        entry = drive.logged(trainer)
-        assert entry["kl"] == pytest.approx(0.0, abs=1e-6)
-        assert entry["grad_norm"] > 0
-    assert not applied["use_model_logits"]._undo

@@ -1,4 +1,4 @@
-"""`selective_log_probs` against the definition in float64, written out here."""
+"""`selective_log_probs` in what drawn cases of family `logprobs` do not ask of it."""
 
 import math
 import subprocess
@@ -42,51 +42,6 @@ def gradients(outputs, cotangents, inputs):
     return torch.autograd.grad(outputs, inputs, [c.to(o.dtype) for o, c in zip(outputs, cotangents, strict=True)])
 
 
-def compare(hidden, weight, bias, ids, settings, *, tolerance=None, **chunks):
-    """Values and all gradients, each within a few roundings of the float64 definition."""
-    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    generator = torch.Generator().manual_seed(1)
-    cotangents = [torch.randn(ids.shape, generator=generator, dtype=torch.float64) for _ in range(2)]
-    with_bias = bias is not None
-    got = selective_log_probs(
-        *leaves[:2], ids, bias=leaves[2] if with_bias else None, entropy=True, **settings, **chunks
-    )
-    want = definition(*wide[:2], ids, wide[2] if with_bias else None, **settings)
-    result = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    unit = TINY[result]
-    largest = float((wide[0].detach().abs() @ wide[1].detach().abs().mT).max()) * settings.get("logit_scale", 1.0)
-    noise = unit * (8 + largest) / settings.get("temperature", 1.0)
-    for name, g, w in zip(("logps", "entropy"), got, want, strict=True):
-        assert g.dtype == result
-        assert torch.equal(g == 0, w == 0) or w.numel() == 0 or weight.shape[0] == 1, name
-        assert (g.double() - w).abs().max() <= (tolerance or 4 * noise), name
-    found, exact = gradients(got, cotangents, leaves), gradients(want, cotangents, wide)
-    for name, leaf, g, w in zip(("hidden", "weight", "bias")[: len(leaves)], leaves, found, exact, strict=True):
-        assert g.dtype == leaf.dtype
-        assert g.shape == leaf.shape
-        error, scale = (g.double() - w).norm(), w.norm()
-        assert error <= (TINY[leaf.dtype] + 8 * noise) * scale + 1e-12 * (leaf.dtype == torch.float64), name
-
-
-SETTINGS = {
-    "plain": {},
-    "temperature": {"temperature": 0.37},
-    "hot": {"temperature": 2.0},
-    "scale": {"logit_scale": 0.3},
-    "softcap": {"softcap": 3.0},
-    "all": {"softcap": 2.0, "temperature": 0.7, "logit_scale": 1.7},
-}
-
-
-@pytest.mark.parametrize("dtype", TINY, ids=str)
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
-def test_agrees_with_the_definition(dtype, name, bias):
-    hidden, weight, head_bias, ids = draw((3, 7), 20, 131, dtype, bias=bias)
-    compare(hidden, weight, head_bias, ids, SETTINGS[name], chunk_size=50, token_chunk_size=8)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("margin", [5.0, 20.0, 40.0, 70.0])
 def test_confident_tokens_keep_value_and_gradient(dtype, margin):
@@ -112,19 +67,6 @@ def test_confident_tokens_keep_value_and_gradient(dtype, margin):
             assert g.abs().sum() > 0
 
 
-def test_saturated_cap_keeps_its_gradient():
-    hidden, weight, ids = torch.tensor([[7.0]]), torch.tensor([[1.0], [-1.0]]), torch.tensor([0])
-    arguments = hidden.requires_grad_(), weight.requires_grad_()
-    wide = [x.detach().double().requires_grad_() for x in arguments]
-    got = torch.autograd.grad(selective_log_probs(*arguments, ids, softcap=1.0).sum(), arguments)
-    x = wide[0] @ wide[1].T
-    slope = (1 / torch.cosh(x)).square().detach()
-    z = torch.tanh(x)
-    surrogate = (z + slope * (x - x.detach()) - (z - z.detach())).log_softmax(1)[:, 0]
-    for g, w in zip(got, torch.autograd.grad(surrogate.sum(), wide), strict=True):
-        assert (g.double() / w - 1).abs().max() < 1e-5
-
-
 def test_ignored_positions_are_exact_zeros_whatever_they_hold():
     hidden, weight, bias, ids = draw((3, 4), 6, 11, torch.float32)
     ids[0], ids[2, 1] = -100, -100
@@ -139,7 +81,6 @@ def test_ignored_positions_are_exact_zeros_whatever_they_hold():
     (logps.sum() + entropy.sum()).backward()
     assert (leaves[0].grad[ids == -100] == 0).all()
     assert all(x.grad.isfinite().all() for x in leaves)
-    compare(torch.nan_to_num(hidden, 0.0, 0.0), weight, bias, ids, SETTINGS["all"])
 
 
 def all_zero(hidden, weight, bias, ids):

@@ -70,15 +70,6 @@ def hooks_on(model):
     return len(model.get_input_embeddings()._forward_hooks)
 
 
-def test_upstream_overwrites_checkpointing(trl_utils):
-    """The control: without the patch the model's own function is gone after one generation."""
-    model = tiny_model()
-    own = OwnCheckpointing(model)
-    with pytest.warns(FutureWarning), trl_utils.disable_gradient_checkpointing(model, {}):
-        pass
-    assert own.state() != KEPT
-
-
 def test_generation_keeps_checkpointing(trl_utils, clean):
     grpo = sys.modules["trl.trainer.grpo_trainer"]
     original = grpo.disable_gradient_checkpointing
@@ -111,16 +102,6 @@ def test_generation_keeps_checkpointing(trl_utils, clean):
     assert grpo.disable_gradient_checkpointing is original is generated.disable_gradient_checkpointing
     patch.undo()
     assert trl_utils.disable_gradient_checkpointing is original
-
-
-def test_modules_imported_later_take_the_replacement(trl_utils, clean):
-    original = trl_utils.disable_gradient_checkpointing
-    held = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("trl.trainer.rloo")}
-    with patches.keep_gradient_checkpointing():
-        later = importlib.import_module("trl.trainer.rloo_trainer")
-        assert later.disable_gradient_checkpointing is trl_utils.disable_gradient_checkpointing is not original
-    assert later.disable_gradient_checkpointing is original
-    sys.modules.update(held)
 
 
 def test_unwrapping_for_generation_keeps_checkpointing(trl_utils, clean):
