@@ -77,37 +77,10 @@ def test_honest_code_leaks_nothing_and_holds_every_relation(base, dtype):
         x, other = inputs(fam, dtype, seed, **extra), inputs(fam, dtype, seed + 10, **extra)
         outcome = execute(implementation, x)
         assert outcome.verdict == "ran", outcome.message
-        assert not [*outcome.leaks, *broken(implementation, x, other, outcome, "repeated", "accumulation", "no_grad")]
+        assert not [*outcome.leaks, *broken(implementation, x, other, outcome, *side_effects.PARTS)]
         found = side_effects.relations(fam, implementation, x, outcome)
         assert found or dtype == "fp16"  # a subnormal float16 does not double exactly
         assert all(holds for holds, _ in found.values()), found
-
-
-def halving(x):
-    """Halves its gradient each time it is asked."""
-    times = itertools.count(1)
-    return through(x, lambda g: g / next(times))
-
-
-def freed(x):
-    """Cannot be asked twice."""
-    kept = [x]
-
-    def edit(g):
-        if not kept:
-            raise RuntimeError("the buffer was freed")
-        kept.clear()
-        return g
-
-    return through(x, edit)
-
-
-@pytest.mark.parametrize(("function", "says"), [(halving, "does not add the same gradient"), (freed, "freed")])
-def test_a_second_backward(function, says):
-    implementation = wrong(_on_hidden(function))
-    x = inputs()
-    found = broken(implementation, x, x, execute(implementation, x), "accumulation")
-    assert any(says in leak for leak in found), found
 
 
 def donated(g):
@@ -207,6 +180,7 @@ CALLS = {
     "kept-by-address": "grad_hidden differs when called again after other values in the same tensors",
     "static-outputs": "that an earlier call returned is changed by a later one",
     "upstream-damaged": "upstream gradient of",
+    "leftover-gradient": "a second backward into .grad of",
     "alone-missing": "alone is not that beside the others",
     "no-grad": "under no_grad the outputs differ",
     "inference-mode": "under inference_mode the outputs differ",
@@ -361,43 +335,6 @@ def test_tf32_is_a_call_context_that_is_left_again():
         assert [r.quantity for r in rows if r.verdict == "disagree"] == ["protocol"]
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-class _Workspace(torch.autograd.Function):
-    """Log-probs whose probabilities for the backward stand in one buffer for all calls."""
-
-    buffer: dict[str, torch.Tensor] = {}
-
-    @staticmethod
-    def forward(ctx, hidden, weight, ids):
-        logps = torch.log_softmax(hidden @ weight.T, -1)
-        _Workspace.buffer["p"] = logps.exp()
-        ctx.save_for_backward(hidden, weight, ids)
-        return logps.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
-
-    @staticmethod
-    def backward(ctx, g):
-        hidden, weight, ids = ctx.saved_tensors
-        dz = -_Workspace.buffer["p"] * g.unsqueeze(-1)
-        dz = dz.scatter_add(-1, ids.long().unsqueeze(-1), g.unsqueeze(-1))
-        return dz @ weight, dz.flatten(0, 1).T @ hidden.flatten(0, 1), None
-
-
-def test_what_is_kept_for_the_backward_belongs_to_its_call():
-    """A buffer for all calls: A, B, A with each backward at once sees nothing; two forwards before a backward do."""
-    x = inputs(bias="none")
-    shared = wrong(lambda v: {"logps": _Workspace.apply(v.hidden, v.weight, v.ids)})
-    shared = dataclasses.replace(shared, outputs=frozenset())
-    other, first = inputs(seed=4, bias="none"), execute(shared, x)
-    assert first.verdict == "ran"
-    assert broken(shared, x, other, first, "repeated") == []
-    found = broken(shared, x, other, first, "interleaved")
-    assert sorted(m.split()[0] for m in found) == ["grad_hidden", "grad_weight"]
-    rows = list(run_case(x.case, [shared]))
-    (protocol_row,) = [r for r in rows if r.quantity == "protocol"]
-    assert "another forward comes before its backward" in protocol_row.message
-    for control_ in CONTROLS["logprobs"]:
-        assert broken(control_, x, other, execute(control_, x), "interleaved") == [], control_.id
 
 
 def test_two_forwards_that_cannot_be_are_named():
