@@ -1,20 +1,14 @@
 """The command line: exit codes of the contract, one-line errors."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from fixtures import warm
 from parity.cli.commands import main
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
-
-
-def parity(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "parity", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def here(*words: str) -> Result:
@@ -69,7 +63,7 @@ def test_a_number_of_workers_is_at_least_one(count):
 
 
 def test_the_command_line_ends_with_the_code_and_one_line():
-    done = parity("run", "--dtype", "fp8")
+    done = warm.run("parity", "run", "--dtype", "fp8")
     assert done.returncode == 2, done.stderr
     assert "fp8" in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
@@ -92,7 +86,7 @@ def test_a_malformed_case_is_one_line_and_no_judgement(tmp_path, text, words):
 
 
 def test_replay_follows_the_contract():
-    known = parity("replay", "trl-entropy-minus-inf", "--implementation", "trl.selective_log_softmax")
+    known = warm.run("parity", "replay", "trl-entropy-minus-inf", "--implementation", "trl.selective_log_softmax")
     assert known.returncode == 1, known.stderr
     assert known.stdout.index("class") < known.stdout.index("wrong") < known.stdout.index("replay")
     fine = here("replay", "trl-entropy-minus-inf", "--implementation", "fixes.selective_log_probs")
@@ -104,7 +98,7 @@ def test_replay_follows_the_contract():
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_one_line_and_exit_3(tmp_path):
     words = "run --profile quick --family divergence --results /dev/full --reports".split()
-    done = parity(*words, str(tmp_path))
+    done = warm.run("parity", *words, str(tmp_path))
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[1:] == ["parity: /dev/full: No space left on device"], "behind how many workers"
 

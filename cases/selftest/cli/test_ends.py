@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 import parity
 from cases.selftest.results.runs import HEADER, LOSS
+from fixtures import warm
 from parity.cli import commands
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
@@ -31,11 +32,6 @@ def own(hidden, weight, ids, temperature=1.0):
     return hidden
 {outside}
 """
-
-
-def run(*words, **popen):
-    command = [sys.executable, "-m", "parity", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **popen)
 
 
 def kernel(folder: Path, inside="pass", outside="") -> str:
@@ -93,7 +89,7 @@ def test_a_loss_that_calls_sys_exit_has_crashed():
 def test_a_loss_that_ends_its_process_with_0_does_not_agree(tmp_path):
     """`git bisect run` would mark the revision as good."""
     spec = kernel(tmp_path, "os._exit(0)")
-    done = run("replay", finding(tmp_path, spec), "--implementation", spec)
+    done = warm.run("parity", "replay", finding(tmp_path, spec), "--implementation", spec)
     assert done.returncode == 125, done.stdout + done.stderr
 
 
@@ -151,6 +147,7 @@ def test_a_folder_trl_where_the_user_stands_is_not_the_installed_one(tmp_path):
     (tmp_path / "trl").mkdir()
     (tmp_path / "trl" / "__init__.py").write_text("raise RuntimeError('the folder, not the package')\n")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = run("replay", "policy-empty-row", "--implementation", "trl.GRPOTrainer", cwd=tmp_path, env=env)
+    command = [sys.executable, "-m", "parity", "replay", "policy-empty-row", "--implementation", "trl.GRPOTrainer"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env)
     assert "the folder, not the package" not in done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr

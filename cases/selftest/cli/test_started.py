@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from cases.selftest.nightly.test_action import ROOT
+from fixtures import warm
 from parity.cli.commands import main
 from parity.cli.init import init
 from parity.errors import UsageError
@@ -66,15 +67,16 @@ def test_init_writes_a_test_that_passes_and_leaves_what_is_there(repository):
     first = CliRunner().invoke(main, ["init"])
     assert first.exit_code == 0 and "wrote test/test_parity.py" in first.output
     assert "next: python -m pytest test/test_parity.py" in first.output
-    done = ran(repository, "-m", "pytest", "-q", "test/test_parity.py")
+    done = warm.run("pytest", "-q", "test/test_parity.py", cwd=repository)
     assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout
     wrong = (repository / "test/test_parity.py").read_text().replace("weight, 1e-6)", "weight.roll(1), 1e-6)")
     (repository / "test/test_parity.py").write_text(wrong)
     assert "test/test_parity.py is there already" in CliRunner().invoke(main, ["init"]).output
-    done = ran(repository, "-m", "pytest", "-q", "test/test_parity.py")
+    done = warm.run("pytest", "-q", "test/test_parity.py", cwd=repository)
     assert "6 failed" in done.stdout, done.stdout
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
     (repository / "mine.py").write_text((ROOT / "fixtures" / "kernels.py").read_text())
     done = CliRunner().invoke(main, ["init", "mine.py:right"])
@@ -82,8 +84,8 @@ def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
     line = re.search("- run: parity (run --implementation mine.py:right .*)", workflow.read_text())[1]
     assert done.exit_code == 0 and f"parity {line} --profile quick" in done.output
     quick = ["--profile", "quick", "--dtype", "fp32", "--workers", "1"]
-    run = ran(repository, "-m", "parity", *shlex.split(line), *quick)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = CliRunner().invoke(main, [*shlex.split(line), *quick])
+    assert run.exit_code == 0, run.output
     assert "llm-parity[cli]" in workflow.read_text()
     done = ran(repository, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(workflow))
     assert done.returncode == 0, done.stdout
@@ -114,7 +116,7 @@ def test_the_workflow_installs_from_where_this_was_installed(repository, monkeyp
 def test_init_needs_a_repository_and_the_file_of_the_loss(tmp_path, monkeypatch, repository):
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
-    done = ran(tmp_path / "below", "-m", "parity", "init")
+    done = warm.run("parity", "init", cwd=tmp_path / "below")
     assert done.returncode == 2 and "no git repository" in done.stderr
     (repository / "mine.py").write_text("def loss(hidden, weight, ids): ...\n")
     for loss, said in {

@@ -1,15 +1,12 @@
 """Drawn inputs: what a description covers, ids that hold a case, and failures that shrink to the smallest one."""
 
-import os
-import subprocess
-import sys
-
 import hypothesis
 import pytest
 import torch
 
 from cases.selftest.judge.operations import OPERATIONS, hand_rms
 from cases.selftest.mutants.steps import through
+from fixtures import warm
 from parity.testing import ParityError, draw, index, tensor
 from parity.testing import definitions as D
 from parity.testing.drawing import LAYOUTS, REPEATS, VALUES
@@ -191,13 +188,11 @@ def test_a_pytest_parametrisation_has_ids_that_select_a_case(tmp_path):
     (tmp_path / "test_kernel.py").write_text(PROGRAM)
 
     def run(*arguments):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path), *arguments]
-        environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
-        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        return warm.run("pytest", "-q", "-p", "no:cacheprovider", tmp_path, *arguments, cwd=tmp_path)
 
     listed = run("--collect-only").stdout
     assert "test_right[fp32/N:2/H:3/eps:1e-05/x:ties+sliced/upstream:ones/grad:x/seed:9]" in listed
-    done = run("-k", "test_right or seed:2", "-n", "2")
+    done = run("-k", "test_right or seed:2")
     assert "6 passed" in done.stdout or ("5 passed" in done.stdout and "1 failed" in done.stdout), done.stdout
 
 

@@ -1,12 +1,12 @@
 """`parity replay --test`: a finding as a test for the user's own repository."""
 
-import subprocess
-import sys
-
 import pytest
 from click.testing import CliRunner
 
+from fixtures import warm
 from parity.cli.commands import main
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 LOSS = """
 import torch
@@ -33,9 +33,7 @@ def parity(*words):
 
 
 def outcome_in(folder):
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "test_kept.py"], capture_output=True, text=True, cwd=folder / "tests"
-    )
+    found = warm.run("pytest", "-q", "test_kept.py", cwd=folder / "tests")
     return found.returncode, found.stdout
 
 
