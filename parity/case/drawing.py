@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -28,7 +28,7 @@ FEW = 16
 
 @st.composite
 def cases(draw: Any, family: Family, dtypes: Sequence[str], profile: str) -> Case:
-    """A case of `family` in one of `dtypes`; the defaults of every dimension come first, so that it shrinks to them."""
+    """A case of `family` in one of `dtypes`."""
     dtype = draw(st.sampled_from(tuple(dtypes)))
     contexts: tuple[str, ...] = CONTEXTS.get(profile, ("plain",) * 8 + ("checkpoint", "compile"))
     if dtype == "fp32":
@@ -79,11 +79,9 @@ BATCH = 10
 """Draws in a batch: behind its tenth example Hypothesis mutates what it has, and draws stop being independent."""
 
 
-def batch(strategy: st.SearchStrategy[Case], key: str, body: Callable[[Case], None]) -> None:
-    """Call `body` on the simplest case and up to nine independent ones; a raised exception is shrunk and raised anew.
-
-    The same key draws the same cases. While shrinking, Hypothesis calls `body` again on smaller cases.
-    """
+def batch(strategy: st.SearchStrategy[Any], key: str) -> list[Any]:
+    """The simplest case and up to nine independent ones: the same key draws the same."""
+    found: list[Any] = []
 
     @seed(zlib.crc32(key.encode()))
     @settings(
@@ -91,33 +89,24 @@ def batch(strategy: st.SearchStrategy[Case], key: str, body: Callable[[Case], No
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-        print_blob=False,
-        report_multiple_bugs=False,
+        phases=[Phase.generate],
     )
     @given(strategy)
-    def stream(case: Case) -> None:
-        body(case)
+    def stream(case: Any) -> None:
+        found.append(case)
 
     with alone():
         stream()
+    return found
 
 
 def draws(strategy: st.SearchStrategy[Case], key: str, count: int) -> Iterator[Case]:
     """`count` different cases, drawn in independent batches."""
-    for _, case in batches(strategy, key, count):
-        yield case
-
-
-def batches(strategy: st.SearchStrategy[Case], key: str, count: int) -> Iterator[tuple[str, Case]]:
-    """The same, each with the key of its batch."""
     seen: set[str] = set()
     number = 0
     while len(seen) < count and number < 10 * count:
-        found: list[Case] = []
-        batch(strategy, f"{key}/{number}", found.append)
-        for case in found:
+        for case in batch(strategy, f"{key}/{number}"):
             if case.id not in seen and len(seen) < count:
                 seen.add(case.id)
-                yield f"{key}/{number}", case
+                yield case
         number += 1

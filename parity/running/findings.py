@@ -71,11 +71,8 @@ class Findings:
             minimise = bool(drawn) and within and seconds > 0
             if drawn and not minimise and self.minimise:
                 lead.minimised = False
-            cases = [
-                (shard.index, shard.of, case.to_json())
-                for shard, row in rows[: AGAIN if self.fresh else 1]
-                if (case := case_of(row)) is not None
-            ]
+            found_in = [case_of(row) for _, row in rows[: AGAIN if self.fresh else 1]]
+            cases = [case.to_json() for case in found_in if case is not None]
             if not cases or not within or not (minimise or self.fresh):
                 continue
             sought = Sought(

@@ -100,13 +100,13 @@ class Options:
 
 class Sought(msgspec.Struct, frozen=True, kw_only=True):
     """A new finding that is looked at again: who fails, in which (quantity, class), the first of which is minimised, and up
-    to three cases as drawn, each with its stream. `fresh`: in a process that has judged nothing else, and what no case
+    to three cases as drawn. `fresh`: in a process that has judged nothing else, and what no case
     shows there does not count. `seconds`: for minimising the first of them; 0: not at all."""
 
     implementation: str
     subjects: list[tuple[str, str | None]]
     gate: str | None
-    cases: list[tuple[int, int, dict[str, Any]]]
+    cases: list[dict[str, Any]]
     fresh: bool = False
     seconds: float = 0.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -12,11 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from hypothesis.errors import Flaky
 from msgspec.structs import replace
 
 from parity.case.case import Case, Frozen
-from parity.case.drawing import batch, batches, cases
+from parity.case.drawing import cases, draws
 from parity.case.profiles import Profile, cases_drawn, dealt, streams
 from parity.compare.result_rows import empty_row, replay_line
 from parity.implementations.implementation import Implementation
@@ -28,7 +26,7 @@ from parity.results.ledger import Ledger, stale
 from parity.results.recorded import Recorded
 from parity.results.row import Row
 from parity.running.plan import At, Checked, Confirmed, Event, Judged, Shard, Signature, Sought, Started, signature_of
-from parity.sampling.capabilities import besides, left_out, refusal, repeated, second_pass, selected
+from parity.sampling.capabilities import besides, left_out, refusal, repeated, second_pass, selected, smaller
 from parity.trainers import catalogue
 
 STREAMS = 4  # streams of a family whose cases are moved to what an implementation takes
@@ -81,7 +79,7 @@ class Session:
         every: Sequence[Any]
         end = shard.start + shard.count
         if shard.kind == "drawn":
-            every = [case for _, case in self._stream(shard.family, shard.index, shard.of, shard.seed).first(end)]
+            every = self._stream(shard.family, shard.index, shard.of, shard.seed).first(end)
         elif shard.kind == "frozen":
             every = [one for one in self.frozen.items() if one[1].case.family == shard.family]
         else:
@@ -92,7 +90,7 @@ class Session:
         key = family, index
         if key not in self.streams:
             strategy = cases(loss_family(family), self.dtypes, self.profile_name)
-            self.streams[key] = Stream(batches(strategy, f"{seed}/{family}/{index}", of))
+            self.streams[key] = Stream(draws(strategy, f"{seed}/{family}/{index}", of))
             for old in list(self.streams)[:-KEPT]:
                 del self.streams[old]
         return self.streams[key]
@@ -172,11 +170,11 @@ class Session:
         if own is None:  # left out: it has cost too many workers
             return True
         counts = streams(cases_drawn(shard.family, self.profile_name), self.device)
-        keyed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
-        drawn = [case for stream in keyed for _, case in stream]
+        streamed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
+        drawn = [case for stream in streamed for case in stream]
         users = any(i.is_function for i in self.implementations if i.family == shard.family)
         ends = dealt(self.profile_name, counts, users)
-        given = {case.id for stream, end in zip(keyed, ends, strict=False) for _, case in stream[:end]}
+        given = {case.id for stream, end in zip(streamed, ends, strict=False) for case in stream[:end]}
 
         def gets(case: Case) -> bool:  # of those that it takes: a reference where a candidate takes it too
             if case.id not in given:
@@ -196,7 +194,7 @@ class Session:
         """Look for a new finding once more where that is asked for, then minimise the case that showed it first."""
         sought = shard.sought
         assert sought is not None
-        found = [Case.from_json(data) for _, _, data in sought.cases]
+        found = [Case.from_json(data) for data in sought.cases]
         if sought.fresh:
             shown: set[tuple[str, str | None]] = set()
             for case in found:
@@ -205,42 +203,34 @@ class Session:
             self.emit(Confirmed([subject for subject in sought.subjects if subject in shown]))
             if sought.subjects[0] not in shown:
                 return
-        index, of, _ = sought.cases[0]
-        if sought.seconds and of:
-            self._minimise(found[0], self._stream(shard.family, index, of, shard.seed).first(of), sought)
+        if sought.seconds:
+            self._minimise(found[0], sought)
 
-    def _minimise(self, case: Case, stream: Sequence[tuple[str, Case]], sought: Sought) -> None:
-        """Hypothesis draws the batch of the case again, is told of the finding there, and asks about smaller cases that
-        show all of it. Past the deadline nothing shows it but the smallest so far, which Hypothesis asks for once more."""
-        key = next((key for key, one in stream if one == case), None)
-        smallest: list[Case] = []
-        until, whole = [0.0], set[str]()
+    def _minimise(self, case: Case, sought: Sought) -> None:
+        """Go to smaller cases that show all that this one shows, while there is time, and judge the last."""
+        until, asked = time.monotonic() + sought.seconds, set[str]()
 
-        def visit(one: Case) -> None:
-            if not smallest and one != case:
-                return
-            if smallest and time.monotonic() > until[0] and one != smallest[-1]:
-                return
+        def shown(one: Case) -> set[str]:
+            asked.add(one.id)
             failing = [row for row in self._again(one, sought, sought.gate in ("protocol", "relation")) if row.new]
-            row = next((row for row in failing if signature_of(row) == sought.signature), None)
-            subjects = {row.subject for row in failing}
-            if row is not None and whole <= subjects:
-                whole.update(() if smallest else subjects)
-                until[0] = until[0] or time.monotonic() + sought.seconds
-                smallest.append(one)
-                raise Disagreement(one, row)  # here alone: Hypothesis tells findings apart by where they are raised
+            return {row.subject for row in failing} if sought.signature in map(signature_of, failing) else set()
 
-        with contextlib.suppress(Flaky):  # it shows no more when asked again: its row stands as drawn
-            try:
-                if key is not None:
-                    batch(cases(loss_family(case.family), self.dtypes, self.profile_name), key, visit)
-            except Disagreement as found:  # told of with the file that it will be in (`Findings.freeze`)
-                who, path = found.row.implementation, self.findings_dir / f"{found.case.id}.json"
-                line = replay_line(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path), who)
-                chosen = [i for i in self._of(found.case) if i.id == who or i.role == "reference"]
-                for row in self._run(found.case, chosen, None, thorough=True):
-                    if row.implementation == who:
-                        self.emit(Judged(replace(row, minimised=True, replay=line)))
+        whole = shown(case)
+        if not whole:  # it shows no more when asked again: its row stands as drawn
+            return
+        left = smaller(case)
+        while time.monotonic() < until and (one := next(left, None)) is not None:
+            if one.id not in asked and whole <= shown(one):
+                case, left = one, smaller(one)
+        path, who = (
+            self.findings_dir / f"{case.id}.json",
+            sought.implementation,
+        )  # the file is made by `Findings.freeze`
+        line = replay_line(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path), who)
+        chosen = [i for i in self._of(case) if i.id == who or i.role == "reference"]
+        for row in self._run(case, chosen, None, thorough=True):
+            if row.implementation == who:
+                self.emit(Judged(replace(row, minimised=True, replay=line)))
 
     def _again(self, case: Case, sought: Sought, thorough: bool) -> list[Row]:
         chosen = [i for i in self._of(case) if i.id == sought.implementation]
@@ -303,24 +293,15 @@ class Session:
 
 
 class Stream:
-    """The drawn cases of a stream, each with the key of its batch; drawn as far as they were asked for."""
+    """The drawn cases of a stream, as far as they were asked for."""
 
-    def __init__(self, source: Iterator[tuple[str, Case]]):
-        self._source, self._drawn = source, list[tuple[str, Case]]()
+    def __init__(self, source: Iterator[Case]):
+        self._source, self._drawn = source, list[Case]()
 
-    def first(self, count: int) -> Sequence[tuple[str, Case]]:
+    def first(self, count: int) -> Sequence[Case]:
         self._drawn += itertools.islice(self._source, max(0, count - len(self._drawn)))
         return self._drawn[:count]
 
 
-class Retired(BaseException):
-    """(case, implementation) after which this process must not judge anybody: `parity.protocol.process_state.broken`.
-    No Exception: Hypothesis would minimise it."""
-
-
-class Disagreement(Exception):
-    """A new disagreement, raised so that Hypothesis minimises the case that shows it."""
-
-    def __init__(self, case: Case, row: Row):
-        super().__init__(f"{row.implementation} {row.quantity}")
-        self.case, self.row = case, row
+class Retired(Exception):
+    """(case, implementation) after which this process must not judge anybody: `parity.protocol.process_state.broken`."""

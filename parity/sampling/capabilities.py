@@ -130,6 +130,25 @@ def _stands(case: Case) -> bool:
     return True
 
 
+def smaller(case: Case) -> Iterator[Case]:
+    """Cases with one of its settings at the default, then those with one size at 1, half as large, or one less."""
+    family = loss_family(case.family)
+    full = vars(family.full_settings(case))
+    names = sorted(
+        case.settings.keys() - {*family.shapes}, key=lambda name: (name != "context", name)
+    )  # a compiled call is slow
+    moves = [{name: family.settings[name].default} for name in names]
+    for size in family.shapes:
+        moves += [{size: n} for n in dict.fromkeys((1, full[size] // 2, full[size] - 1)) if 0 < n < full[size]]
+    for move in moves:
+        now = {**case.settings, **move}
+        for name in [n for n in case.settings if isinstance(now[n], list)]:  # a number for each sequence
+            now[name] = [min(n, now.get("T", full["T"])) for n in now[name]][: now.get("B", full["B"])]
+        one = _settled(family, case.seed, case.dtype, now)
+        if one.id != case.id and _stands(one):
+            yield one
+
+
 def shown(case: Case) -> frozenset[Hashable]:
     """The pairs of settings away from their defaults, and the values of those that have choices."""
     family = loss_family(case.family)

@@ -237,7 +237,7 @@ for name in ("parity.trainers.catalogue", "cases.selftest.mutants.matrix", "my_m
     __import__(name)
 found = []
 for number in range(80):
-    batch(st.integers(0, 1 << 20), str(number), found.append)
+    found += batch(st.integers(0, 1 << 20), str(number))
 print(*found)
 """
 

@@ -152,7 +152,7 @@ def test_the_smallest_case_fails_in_all_that_the_finding_fails_in(tmp_path):
     _, _, (first, *_) = looked_for(own, events, shard)
     lead = next(r for r in rows(events) if r.quantity == "grad_hidden" and r.new)
     case = next(e.data for e in events if isinstance(e, Started) and e.case == lead.case)
-    sought = replace(first.sought, subjects=[("logps", lead.cls)], cases=[(0, 20, case)])
+    sought = replace(first.sought, subjects=[("logps", lead.cls)], cases=[case])
     found = {r.quantity: r for r in rows(heard(own, replace(first, sought=sought))) if r.minimised is True and r.new}
     assert found.keys() >= {"logps", "grad_hidden"}
     assert found["logps"].settings["V"] == 2
@@ -183,7 +183,7 @@ def test_a_finding_counts_once_a_fresh_process_shows_it(wrong):
     found, findings, (first, *_) = looked_for(own, events, shard, derandomised=False, minimise_seconds=0.0)
     assert first.sought.fresh and len(first.sought.cases) == 3
     assert [e for e in heard(own, first) if isinstance(e, Confirmed)] == [Confirmed(first.sought.subjects)]
-    right = replace(first.sought, cases=[(0, 60, Case("logprobs", 1, "fp32", {"V": 3}).to_json())])
+    right = replace(first.sought, cases=[Case("logprobs", 1, "fp32", {"V": 3}).to_json()])
     assert heard(own, replace(first, sought=right))[-1] == Confirmed([])
     findings.confirmed(first, first.sought.subjects)
     assert not any(r.verdict == "nondeterministic" for r in found)
