@@ -1,12 +1,11 @@
 """JSON and TOML, read into typed structures: what is wrong with a file is one line of `UsageError`. Files are written whole."""
 
 import hashlib
-import json
 import os
 import threading
 import tomllib
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -25,22 +24,6 @@ def text_of(path: Path, what: str) -> str:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a readable {what}: not UTF-8") from None
-
-
-def json_of(text: str | bytes, where: str, what: str = "JSON object") -> Any:
-    """Plain values of a strict JSON text; `what` it should be is named where it is malformed. Raises UsageError naming
-    `where`: malformed, not UTF-8, NaN or an infinity, a number too large, too deeply nested."""
-    try:
-        return json.loads(text, parse_constant=_not_strict, parse_float=_in_range)
-    except UnicodeDecodeError:
-        raise UsageError(f"{where}: not UTF-8") from None
-    except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise UsageError(f"{where}: not a {what}: {error.msg} at {at}") from None
-    except RecursionError:
-        raise UsageError(f"{where}: nested too deeply") from None
-    except ValueError as error:
-        raise UsageError(f"{where}: {short(str(error))}") from None
 
 
 def toml_of(text: str, where: str, what: str) -> dict[str, Any]:
@@ -63,13 +46,18 @@ def convert(kind: Any, data: Any, where: str) -> Any:
         raise UsageError(f"{where}: nested too deeply") from None
 
 
-def decode(kind: Any, line: str | bytes, where: str) -> Any:
-    """A line of JSON as a typed structure; the same as `convert(kind, json_of(line))`, in one pass where nothing is wrong."""
-    content = line.encode(errors="surrogatepass") if isinstance(line, str) else line
+def decode(kind: Any, text: str | bytes, where: str) -> Any:
+    """Strict JSON as a typed structure, or with `Any` as plain values. Raises UsageError naming `where`: malformed, not UTF-8,
+    NaN, a number too large, too deeply nested, or what msgspec says of a field."""
+    content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return convert(kind, json_of(line, where), where)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{where}: {short(str(error), 300)}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{where}: not readable JSON: {short(str(error))}") from None
+    except RecursionError:
+        raise UsageError(f"{where}: nested too deeply") from None
 
 
 def tensors_of(content: bytes, sha256: str, where: str) -> dict[str, Any]:
@@ -123,17 +111,6 @@ def of_schema(data: Any, schema: int, where: str, name: str) -> None:
         raise UsageError(f'{where}: schema is mandatory (this parity writes "schema": {schema})')
     if data["schema"] != schema or isinstance(data["schema"], bool):
         raise UsageError(f"{where}: schema {short(repr(data['schema']))} is not readable here, expected {schema}")
-
-
-def _not_strict(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not strict JSON")
-
-
-def _in_range(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text} is too large for a number")
-    return value
 
 
 def short(text: str, most: int = SHOWN) -> str:

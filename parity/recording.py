@@ -102,7 +102,7 @@ def load(path: str | Path) -> Recording:
 
 
 def _facts(manifest: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = decoding.json_of(decoding.text_of(manifest, "recording"), str(manifest), "manifest")
+    facts: dict[str, Any] = decoding.decode(dict[str, Any], decoding.text_of(manifest, "recording"), str(manifest))
     decoding.of_schema(facts, SCHEMA, str(manifest), "a recording's manifest")
     if missing := [name for name in FACTS if name not in facts]:
         raise UsageError(f"{manifest}: not a recording's manifest: no {', '.join(missing)}")

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-from parity.decoding import convert, json_of, of_schema, shown, text_of
+from parity.decoding import convert, decode, of_schema, shown, text_of
 from parity.errors import UsageError
 from parity.judge import values
 
@@ -117,7 +117,7 @@ class Frozen:
         """Read a case file: a case, or one under the key "case" beside remarks. Raises UsageError, in one line that names
         the file, the field and its value."""
         where = str(path)
-        data = json_of(text_of(Path(path), "case"), where, "readable JSON case")
+        data = decode(Any, text_of(Path(path), "case"), where)
         if not isinstance(data, dict) or "case" not in data:
             return cls(_beside(Path(path), Case.from_json(data, where)))
         raw = convert(_File, data, where)

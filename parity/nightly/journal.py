@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import field
 
-from parity.decoding import convert, json_of, save_json, text_of
+from parity.decoding import decode, save_json, text_of
 from parity.errors import UsageError
 
 FILE, LOCK = "night.json", "night.lock"
@@ -46,7 +46,7 @@ class Journal(msgspec.Struct, kw_only=True):
     def read(cls, reports: Path) -> Journal:
         """The night that was written last. Raises UsageError where there is none, or none that can be read."""
         path = reports / FILE
-        found: Journal = convert(cls, json_of(text_of(path, "night"), str(path)), str(path))
+        found: Journal = decode(cls, text_of(path, "night"), str(path))
         return found
 
     @classmethod

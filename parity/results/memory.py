@@ -9,10 +9,11 @@ import datetime
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from parity.decoding import convert, json_of, of_schema, save_json, text_of
+from parity.decoding import convert, decode, of_schema, save_json, text_of
 from parity.errors import UsageError
 from parity.results.report.findings import Finding, headroom
 from parity.results.report.summary import Summary
@@ -148,7 +149,7 @@ def runs(folder: Path, say: Callable[[str], object] = print) -> list[Run]:
     found = []
     for path in sorted(folder.glob("[!.]*.json")):
         try:
-            data = json_of(text_of(path, "kept run"), str(path))
+            data = decode(Any, text_of(path, "kept run"), str(path))
             of_schema(data, SCHEMA, str(path), "a kept run")
             found.append(convert(Run, data, str(path)))
         except UsageError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from packaging.version import Version
 
-from parity.decoding import convert, json_of, text_of, write
+from parity.decoding import convert, decode, text_of, write
 from parity.process import installed
 from parity.results.ledger import GROWTH, Entry
 from parity.results.row import Class, Row, finite
@@ -109,7 +109,7 @@ def merged(before: Sequence[Recorded], now: Recorded) -> list[Recorded]:
 def save(path: Path, now: Recorded) -> bool:
     """Put a record into a case file; whether that changed the file."""
     text = text_of(path, "case")
-    data = json_of(text, str(path), "readable JSON case")
+    data = decode(Any, text, str(path))
     if "case" not in data:
         data = {"case": data}
     whole = merged(read(data.get("recorded", ()), str(path)), now)

@@ -71,7 +71,7 @@ def test_the_command_line_ends_with_the_code_and_one_line():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "not a readable JSON"),
+        ("{", "not readable JSON"),
         ('{"schema": 9}', "schema 9"),
         ('{"schema": 1, "family": "logprobs", "seed": 1, "dtype": "fp32", "settings": {"V": 0}}', "V=0"),
     ],

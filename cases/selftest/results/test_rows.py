@@ -145,7 +145,7 @@ def comparison(**changed):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "line 2: not a JSON object"),
+        ("{", "line 2: not readable JSON"),
         ("[1]", "line 2: Expected `object`, got `array`"),
         (comparison(verdict="fine"), "line 3: Invalid enum value 'fine' - at `$.verdict`"),
         (comparison(dtype=3), "line 3: Expected `str`, got `int` - at `$.dtype`"),
@@ -153,7 +153,7 @@ def comparison(**changed):
         ('{"case": "policy-9", "quantities": []}', "line 2: a comparison on case policy-9, of which no line before"),
         ('{"case": ["policy-9"], "quantities": []}', "line 2: Expected `str`, got `array`"),
         ('{"settings": {}}', "line 2: Expected `str`, got `null`"),
-        (comparison().replace("0.1", "NaN"), "line 3: NaN is not strict JSON"),
+        (comparison().replace("0.1", "NaN"), "line 3: not readable JSON"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, says):

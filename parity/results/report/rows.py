@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from parity.decoding import convert, decode, json_of, of_schema, short
+from parity.decoding import convert, decode, of_schema, short
 from parity.errors import UsageError
 from parity.results.row import DECLINED, SCHEMA, Header, Last, Parted, Row
 
@@ -134,7 +134,7 @@ def read(path: str | Path) -> tuple[Header, list[Row]]:
     *lines, rest = content.split(b"\n")
     if not lines:
         raise UsageError(f"{path}: no header row; the run that wrote it ended before it began")
-    first, where = json_of(lines[0], f"{path} line 1"), f"{path} line 1"
+    first, where = decode(Any, lines[0], f"{path} line 1"), f"{path} line 1"
     if not isinstance(first, dict) or not isinstance(first.get("header"), dict):
         raise UsageError(f"{where}: expected the header row {{schema, run, header}} of a results file")
     of_schema(first, SCHEMA, where, "a header")
