@@ -93,7 +93,7 @@ def test_a_night_whose_time_was_over_can_be_green(played, tmp_path, monkeypatch)
     assert rows and not header.end.complete, "it had time for all"
     assert code == 0 and title == f"parity: green ({datetime.datetime.now(datetime.UTC):%Y-%m-%d})"
     (kept,) = memory.runs(tmp_path / "history")
-    assert kept.green and not kept.whole and any("the time was over: logprobs after" in r for r in kept.reasons)
+    assert kept.green and not kept.whole and any("the time was over: stopped after" in r for r in kept.reasons)
     assert "the time was over: logprobs after" in (tmp_path / "issue.md").read_text()
 
 
@@ -121,7 +121,7 @@ def test_rows_of_a_shard_that_the_time_cut_short_outlast_a_kill(played, tmp_path
     code, title, _ = run(resume=True)
     assert rows_of(tmp_path) == written[0] and code == 0 and "green" in title
     (kept,) = memory.runs(tmp_path / "history")
-    assert kept.ended and sum("the time was over: logprobs after" in r for r in kept.reasons) == 1
+    assert kept.ended and sum("the time was over: stopped after" in r for r in kept.reasons) == 1
 
 
 def test_what_a_fresh_process_does_not_show_is_nondeterministic(played, tmp_path, monkeypatch):
