@@ -94,7 +94,7 @@ def test_a_night_whose_time_was_over_can_be_green(played, tmp_path, monkeypatch)
     assert code == 0 and title == f"parity: green ({datetime.datetime.now(datetime.UTC):%Y-%m-%d})"
     (kept,) = memory.runs(tmp_path / "history")
     assert kept.green and not kept.whole and any("the time was over: stopped after" in r for r in kept.reasons)
-    assert "the time was over: logprobs after" in (tmp_path / "issue.md").read_text()
+    assert "the time was over: stopped after" in (tmp_path / "issue.md").read_text()
 
 
 def test_rows_of_a_shard_that_the_time_cut_short_outlast_a_kill(played, tmp_path, monkeypatch):
