@@ -134,17 +134,6 @@ def test_what_a_fresh_process_does_not_show_is_nondeterministic(played, tmp_path
         assert {row.verdict for row in rows if row.implementation == "plain"} == {"agree"}
 
 
-def test_progress_tells_which_finding_is_looked_at_again(played, tmp_path, monkeypatch):
-    monkeypatch.setenv("PLAYED_WRONG", "fused")
-    monkeypatch.setenv("PLAYED_SHOWN", "yes")
-    given = Options(profile="quick", families=("logprobs",), implementations=("fixes",), reports=tmp_path)
-    stages = []
-    night.run(given, lambda line: None, lambda rows, done, of, now, stage, seconds: stages.append(stage))
-    assert [stage for stage, _ in itertools.groupby(stages)] == ["", "minimising 1 of 1"], (
-        "confirmed at its first event"
-    )
-
-
 def test_a_night_that_was_killed_goes_on(played, tmp_path, monkeypatch):
     run, _ = played
     run(seed=7)
