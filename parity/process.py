@@ -137,6 +137,8 @@ def prepare(device: str) -> None:
 
     torch._dynamo.config.recompile_limit = 10_000  # shapes differ from case to case here, as they do not in training
     torch._dynamo.config.accumulated_recompile_limit = 10_000
+    if device == "cpu":  # those of weights too; else each case costs g++ two seconds
+        torch._dynamo.config.force_parameter_static_shapes = False
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)
 
 

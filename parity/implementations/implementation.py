@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +78,12 @@ class Implementation:
     def is_trainer(self) -> bool:
         """Whether checks drive it: its call takes a case of one."""
         return self.family.endswith("-trainer")
+
+    @property
+    def declared(self) -> Hashable:
+        """All that decides which cases it takes."""
+        names = "library family dtypes contexts limits rejects takes parameters interpreted"
+        return tuple(getattr(self, name) for name in names.split())
 
     def recipe_for(self, inputs: Inputs) -> Recipe:
         """The recipe on these inputs, autocast and tf32 products included (a GPU's; CPUs have none)."""

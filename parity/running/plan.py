@@ -118,7 +118,7 @@ class Sought(msgspec.Struct, frozen=True, kw_only=True):
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """`count` cases of a family, from number `start` on: frozen ones, those of a trainer's checks, or of the `of` that
-    are drawn in stream `index`; what an `implementation` gets besides its draws, which counts as one case; or a
+    are drawn in stream `index`; what `implementations` get besides their draws, which counts as one case; or a
     finding. `resume` cases at the start were done before a worker died; `skip` names pairs (case, implementation) that
     killed it, `exclude` implementations left out."""
 
@@ -129,7 +129,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     start: int = 0
     index: int = 0
     of: int = 0
-    implementation: str = ""
+    implementations: tuple[str, ...] = ()
     sought: Sought | None = None
     resume: int = 0
     skip: tuple[tuple[str, str], ...] = ()
@@ -140,7 +140,8 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         """The same in every run with this seed and profile."""
         if self.sought is not None:
             return " ".join([self.family, "finding", *map(str, self.sought.signature)])
-        return f"{self.family} {self.kind} {self.implementation or f'{self.index}.{self.start}'}"
+        what = ",".join(self.implementations) or f"{self.index}.{self.start}"
+        return f"{self.family} {self.kind} {what}"
 
 
 class Plan(msgspec.Struct, kw_only=True):
@@ -227,9 +228,12 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         for index, (of, end) in enumerate(zip(counts, dealt(options.profile, counts, name in own), strict=True)):
             first, others = slices(min(FIRST, end), FIRST), slices(max(0, end - FIRST), SHARD, FIRST)
             cut(name, "drawn", [*first, *others], index=index, of=of)
+    together: dict[tuple[str, str], list[str]] = {}  # of a library, which takes much the same: so a case is judged once
     for one in chosen if not options.only else ():
         if one.family in families:
-            shards += [Shard(family=one.family, kind="besides", seed=seed, count=1, implementation=one.id)]
+            together.setdefault((one.family, one.library or one.id), []).append(one.id)
+    for (name, _), ids in together.items():
+        shards.append(Shard(family=name, kind="besides", seed=seed, count=1, implementations=tuple(ids)))
     for name in checked if not options.only else ():
         cut(name, "checks", slices(len(catalogue.cases(name, options.profile, seed)), CHECKS))
     count, why = workers(options.workers, len(shards))

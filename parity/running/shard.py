@@ -26,7 +26,7 @@ from parity.results.ledger import Ledger, stale
 from parity.results.recorded import Recorded
 from parity.results.row import Row
 from parity.running.plan import At, Checked, Confirmed, Event, Judged, Shard, Signature, Sought, Started, signature_of
-from parity.sampling.capabilities import besides, refusal, repeated, second_pass, selected, smaller
+from parity.sampling.capabilities import Nearest, besides, refusal, repeated, second_pass, selected, smaller
 from parity.trainers import catalogue
 
 STREAMS = 4  # streams of a family whose cases are moved to what an implementation takes
@@ -164,11 +164,8 @@ class Session:
         return chosen if takes or alone else []
 
     def _besides(self, shard: Shard) -> bool:
-        """What an implementation gets besides its draws; whether the time was enough."""
-        own = next((i for i in self.implementations if i.id == shard.implementation), None)
+        """What implementations get besides their draws, a case of several of them once; whether the time was enough."""
         self.emit(At(0))
-        if own is None:  # left out: it has cost too many workers
-            return True
         counts = streams(cases_drawn(shard.family, self.profile_name), self.device)
         streamed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
         drawn = [case for stream in streamed for case in stream]
@@ -176,17 +173,24 @@ class Session:
         ends = dealt(self.profile_name, counts, users)
         given = {case.id for stream, end in zip(streamed, ends, strict=False) for case in stream[:end]}
 
-        def gets(case: Case) -> bool:  # of those that it takes: a reference where a candidate takes it too
-            if case.id not in given:
+        def gets(own: Implementation, case: Case) -> bool:  # a reference what a candidate takes too
+            if case.id not in given or not selected(own, case, self.profile.cost, self.device):
                 return False
-            chosen = selected(own, case, self.profile.cost, self.device)
-            return chosen and (own.role != "reference" or own in self._given(case))
+            return own.role != "reference" or own in self._given(case)
 
-        for _, case in besides(own, drawn, gets, self.profile.least, self.device, self.profile.cost == 1):
+        found: dict[str, tuple[Case, list[Implementation]]] = {}
+        near: Nearest = {}
+        for own in self.implementations:  # without those that have cost too many workers
+            if own.id in shard.implementations:
+                of_own = functools.partial(gets, own)
+                least, every_pair = self.profile.least, self.profile.cost == 1
+                for _, case in besides(own, drawn, of_own, least, self.device, every_pair, near):
+                    found.setdefault(case.id, (case, []))[1].append(own)
+        for case, owns in found.values():
             if self.deadline is not None and time.time() > self.deadline:
                 return False
-            references = [r for r in self._of(case) if r.role == "reference" and r is not own]
-            for row in self._judged(case, [*references, own], shard):
+            references = [r for r in self._of(case) if r.role == "reference" and r not in owns]
+            for row in self._judged(case, [*references, *owns], shard):
                 self.emit(Judged(row))
         return True
 

@@ -5,7 +5,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from parity.case.case import Case, covering
 from parity.case.family import Family
@@ -51,6 +51,10 @@ REAL, TOKENS, HIDDEN = 20, 8, 4
 PEAKED = 12.0
 """Standard deviation of the logits in half of them: where a few tokens carry the gradient, a sum of a thousand blocks in 16 bits
 errs by less than a percent; where all do, by several, and a wrong factor of 1.1 is within that."""
+
+
+Nearest: TypeAlias = dict[Hashable, dict[str, Case | None]]
+"""What implementations declare to take -> the id of a draw -> the nearest case that they take."""
 
 
 def refusal(implementation: Implementation, case: Case, device: str) -> str | None:
@@ -160,18 +164,24 @@ def besides(
     least: int,
     device: str,
     every_pair: bool = True,
+    known: Nearest | None = None,
 ) -> list[tuple[Case, Case]]:
     """What an implementation gets besides the draws that it takes and is given: (draw, the nearest case that it takes).
 
     A covering array over what it takes: each brings two settings together, or a value, that none of its cases has yet; small
     ones for a kernel in Triton's interpreter. Then others, until it has `least` cases: of those that cost as much as ten a tenth
-    first, and the rest where there is nothing else. Without `every_pair` no more than `least`.
+    first, and the rest where there is nothing else. Without `every_pair` no more than `least`. `known`: found for others.
     """
+    found = {} if known is None else known.setdefault(implementation.declared, {})
     own = [case for case in drawn if gets(case) and refusal(implementation, case, device) is None]
     given = {case.id for case in own}
     pool: dict[str, tuple[Case, Case]] = {}
     for case in drawn:
-        near = _nearest(implementation, case, device) if case.id not in given else None
+        if case.id in given:
+            continue
+        if case.id not in found:
+            found[case.id] = _nearest(implementation, case, device)
+        near = found[case.id]
         if near is not None and near.id not in given:
             pool.setdefault(near.id, (case, near))
     for case, near in _joined(implementation, [*own, *(near for _, near in pool.values())], device):

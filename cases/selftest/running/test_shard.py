@@ -201,7 +201,7 @@ def test_a_case_that_no_candidate_takes_is_not_run(tmp_path, monkeypatch):
 def test_what_an_implementation_gets_besides_is_nothing_where_it_was_left_out(tmp_path):
     own, events = session("right", tmp_path)
     own.implementations = []
-    assert own.run(drawn_shard(1, 5, kind="besides", implementation="costly")) == 1 and not rows(events)
+    assert own.run(drawn_shard(1, 5, kind="besides", implementations=("costly",))) == 1 and not rows(events)
 
 
 @pytest.mark.parametrize(("name", "given"), [("lib.logps", 400), ("own.py:logps", 700)])
@@ -212,7 +212,7 @@ def test_draws_that_a_library_is_not_given_are_none_of_its_cases(tmp_path, monke
     monkeypatch.setattr(
         shard_module, "besides", lambda i, drawn, gets, *_: asked.update({c.id: gets(c) for c in drawn}) or []
     )
-    own.run(drawn_shard(1, 5, kind="besides", implementation=name))
+    own.run(drawn_shard(1, 5, kind="besides", implementations=(name,)))
     assert given - 10 <= sum(asked.values()) <= given, "some cases are in both streams"
 
 

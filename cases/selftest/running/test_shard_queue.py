@@ -30,7 +30,7 @@ def test_what_shows_a_mistake_soonest_is_first():
         shard("policy", 8),
         shard("logprobs", 8),
         shard("policy", 58),
-        shard("policy", 0, 1, "besides", implementation="a"),
+        shard("policy", 0, 1, "besides", implementations=("a",)),
         shard("dpo", 4, 4, "checks"),
     ]
     for seed in range(20):

@@ -213,7 +213,7 @@ def test_all_pairs_that_are_taken_are_met_and_nothing_else_is_tried(tmp_path, mo
     for index, of in enumerate(streams(60, "cpu")):
         own.run(Shard(family="logprobs", kind="drawn", seed=1, count=of, index=index, of=of))
     by_draws = len(events)
-    assert own.run(Shard(family="logprobs", kind="besides", seed=1, count=1, implementation="own.narrow")) == 1
+    assert own.run(Shard(family="logprobs", kind="besides", seed=1, count=1, implementations=("own.narrow",))) == 1
     rows = [e.row for e in events if isinstance(e, Judged)]
     assert {row.verdict for row in rows} <= {"agree", "unsupported"}
     assert not any("tried" in row.message for row in rows)
@@ -236,7 +236,7 @@ def test_a_draw_that_no_candidate_takes_was_not_given_to_the_reference(tmp_path,
     for index, of in enumerate(streams(20, "cpu")):
         own.run(Shard(family="logprobs", kind="drawn", seed=1, count=of, index=index, of=of))
     assert not any(isinstance(e, Judged) for e in events)
-    own.run(Shard(family="logprobs", kind="besides", seed=1, count=1, implementation=both[0].id))
+    own.run(Shard(family="logprobs", kind="besides", seed=1, count=1, implementations=(both[0].id,)))
     drawn = {case.id for stream in own.streams.values() for _, case in stream.first(10)}
     assert len(drawn & {e.row.case for e in events if isinstance(e, Judged)}) >= 5
 
