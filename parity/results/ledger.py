@@ -275,11 +275,13 @@ def _entry(raw: dict[str, Any], path: Path) -> Entry:
     return entry
 
 
-def stale(entry: Entry, rows: Sequence[Row]) -> bool | None:
+def stale(entry: Entry, rows: Sequence[Row], device: str) -> bool | None:
     """Whether the rows of an entry's own case all agree where the entry says they do not; None: it was not evaluated."""
+    if not entry.in_force() or (entry.devices and device not in entry.devices):
+        return None
     its = [r for r in rows if entry.covers_implementation(r.implementation)]
     if any(r.verdict in entry.verdicts for r in its):
         return False
     agreeing = [str(r.quantity) for r in its if r.verdict == "agree"]
-    elsewhere = entry.rests_on and all(r.device not in entry.rests_on for r in rows)
+    elsewhere = entry.rests_on and device not in entry.rests_on
     return True if not elsewhere and any(fnmatch.filter(agreeing, p) for p in entry.quantities) else None

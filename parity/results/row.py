@@ -175,7 +175,6 @@ class Part(msgspec.Struct, kw_only=True):
     name: str
     cases: int
     seconds: float = 0.0
-    checked: dict[str, bool | None] = field(default_factory=dict)
     shown: list[tuple[str, str | None]] | None = None
 
 

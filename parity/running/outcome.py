@@ -2,11 +2,11 @@
 
 import collections
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from parity.registry import load, select
-from parity.results.ledger import Ledger
+from parity.registry import facts, load, select
+from parity.results.ledger import Ledger, stale
 from parity.results.row import STOPPED, Row
 from parity.running import gpu
 from parity.running.plan import Options, from_user
@@ -31,9 +31,7 @@ def required_kernels(options: Options) -> list[str]:
     return [i.id for i in select(options.implementations) if i.interpreted and not i.opt_in and not i.missing()]
 
 
-def judge_run(
-    options: Options, rows: Sequence[Row], stale: Sequence[str], lost: Sequence[str], device: str
-) -> tuple[int, list[str]]:
+def judge_run(options: Options, rows: Sequence[Row], lost: Sequence[str], device: str) -> tuple[int, list[str]]:
     """The exit code and, a line each, why it is not 0."""
     nothing = [f"a worker was lost: {message}" for message in lost]
     comparisons = cases_compared(rows)
@@ -52,18 +50,25 @@ def judge_run(
     silent = sorted(id for id in own if not comparisons[id] and not new[id])
     nothing += [f"{id}: nothing was compared, {why(id, rows)}" for id in silent]
     ledger = Ledger.known(options.ledger)
-    rotten = [f"ledger entry {name} {_rot(ledger, name, rows)}: {ledger.line_of(name)}" for name in stale]
+    rotten = sorted(stale_entries(ledger, rows, device))
     rotten += ledger.expired(datetime.datetime.now(datetime.UTC).date())
     rotten += ledger.unmatched([*load(), *catalogue.implementations(), *own])
     code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE
     return code, nothing + found + rotten
 
 
-def _rot(ledger: Ledger, name: str, rows: Sequence[Row]) -> str:
-    entry = next(e for e in ledger.entries if e.id == name)
-    mine = (r for r in rows if r.frozen == Path(entry.case).name and entry.covers_implementation(r.implementation))
-    fails = any(r.verdict in entry.verdicts for r in mine)
-    return "covers nothing of what fails in its case" if fails else "no longer reproduces, its case agrees"
+def stale_entries(ledger: Ledger, rows: Sequence[Row], device: str) -> Iterator[str]:
+    """A line for each entry whose own case agrees now, or fails in nothing that is in the entry's scope."""
+    of_case = collections.defaultdict[str, list[Row]](list)
+    for row in rows:
+        of_case[row.frozen or ""].append(row)
+    for entry, case in ledger.frozen():
+        its = of_case[Path(entry.case).name]
+        agrees = stale(entry, its, device)
+        if agrees:
+            yield f"ledger entry {entry.id} no longer reproduces, its case agrees: {ledger.line_of(entry.id)}"
+        elif agrees is False and not any(entry.covers(row, facts(case)) for row in its):
+            yield f"ledger entry {entry.id} covers nothing of what fails in its case: {ledger.line_of(entry.id)}"
 
 
 def why(id: str, rows: Iterable[Row]) -> str:

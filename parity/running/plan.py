@@ -321,13 +321,6 @@ class Judged(_Event, frozen=True):
     lost: int = 0
 
 
-class Checked(_Event, frozen=True):
-    """A ledger entry's own case was run; `stale`: it agrees, or nothing that fails is in the entry's scope; None: not run."""
-
-    entry: str
-    stale: bool | None
-
-
 class Confirmed(_Event, frozen=True):
     """A fresh process has looked at a finding again: the (quantity, class) that it shows there."""
 
@@ -355,4 +348,4 @@ class Lost(_Event, frozen=True):
     refused: bool = False
 
 
-Event: TypeAlias = At | Started | Judged | Checked | Confirmed | ShardDone | Retired | Lost
+Event: TypeAlias = At | Started | Judged | Confirmed | ShardDone | Retired | Lost

@@ -21,7 +21,7 @@ from parity.results.row import End, Last, Part, Parted, Row
 from parity.running import outcome, supervisor
 from parity.running.findings import Findings
 from parity.running.nodes import Nodes
-from parity.running.plan import At, Checked, Confirmed, Judged, Lost, Options, Shard, ShardDone, Started, check, planned
+from parity.running.plan import At, Confirmed, Judged, Lost, Options, Shard, ShardDone, Started, check, planned
 from parity.running.provenance import header, resolve_device
 from parity.running.shard_queue import ShardQueue
 from parity.running.state import RunResult, again, locked, same
@@ -130,8 +130,6 @@ def _follow(
                 write(state.rows[-1])
                 if event.row.minimised is True:
                     found.freeze(state.rows[-1])
-            case Checked():
-                part.checked[event.entry] = event.stale
             case Confirmed():
                 part.shown = event.shown
                 found.confirmed(shard, event.shown)
@@ -156,9 +154,7 @@ def finish(state: RunResult, device: str, path: Path, cannot: str | None = None)
     whole = [replace(row, run=head.run, shard=UNSET) for row in pooled(state.rows)]
     state.rows += whole
     code, reasons = (
-        (outcome.NOTHING, [cannot])
-        if cannot
-        else outcome.judge_run(state.options, state.rows, state.stale, state.lost, device)
+        (outcome.NOTHING, [cannot]) if cannot else outcome.judge_run(state.options, state.rows, state.lost, device)
     )
     complete = state.done == of and not ended and not state.lost
     if ended:

@@ -25,7 +25,7 @@ from parity.results import recorded
 from parity.results.ledger import Ledger, stale
 from parity.results.recorded import Recorded
 from parity.results.row import Row
-from parity.running.plan import At, Checked, Confirmed, Event, Judged, Shard, Signature, Sought, Started, signature_of
+from parity.running.plan import At, Confirmed, Event, Judged, Shard, Signature, Sought, Started, signature_of
 from parity.sampling.capabilities import Nearest, besides, refusal, repeated, second_pass, selected, smaller
 from parity.trainers import catalogue
 
@@ -100,17 +100,14 @@ class Session:
         case, only, thorough = of_file.case, of_file.implementations, not of_file.fast
         chosen = [i for i in self._of(case) if only is None or i.id in only or i.is_function]
         rows = list(self._judged(case, chosen, shard, thorough and self.profile.frozen_whole))
+        for entry in self.ledger.entries:
+            if Path(entry.case).name == name and stale(entry, rows, self.device):  # it must agree twice
+                concerned = {i.id for i in chosen if entry.covers_implementation(i.id)}
+                again = list(self._run(case, [i for i in chosen if i.id in concerned], shard, thorough))
+                if not stale(entry, again, self.device):
+                    rows = [row for row in rows if row.implementation not in concerned] + again
         for row in rows:
             self.emit(Judged(replace(row, frozen=name)))
-        for entry, frozen in self.ledger.frozen():
-            if frozen == case and entry.in_force() and (not entry.devices or self.device in entry.devices):
-                verdict = stale(entry, rows)
-                if verdict:  # it must agree twice before the ledger is called stale
-                    concerned = [i for i in chosen if entry.covers_implementation(i.id)]
-                    verdict = stale(entry, list(self._run(case, concerned, shard, thorough)))
-                elif verdict is False:  # it fails as before: is that inside the entry's scope?
-                    verdict = not any(entry.covers(row, facts(case)) for row in rows)
-                self.emit(Checked(entry.id, verdict))
 
     def _judged(
         self,

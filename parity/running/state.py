@@ -49,11 +49,6 @@ class RunResult:
         planned = self.header.header.shards
         return sum(count for name, count in self.cases.items() if name in planned)
 
-    @property
-    def stale(self) -> list[str]:
-        """Ledger entries whose own case agrees now."""
-        return sorted(entry for part in self.parts.values() for entry, stale in part.checked.items() if stale)
-
     def rewrite(self, path: Path) -> None:
         """Its file anew, without an end."""
         rewrite(path, replace(self.header, parts=list(self.parts.values())), self.rows)

@@ -245,20 +245,20 @@ def test_own_code_that_was_never_compared_is_no_success(tmp_path):
     reference = row("agree", name="trl.selective_log_softmax")
     unsupported = row("unsupported", "no bias", spec)
     rows = [reference, unsupported, unsupported, row("refused", "not for you", spec)]
-    code, reasons = judge_run(options, rows, [], [], "cpu")
+    code, reasons = judge_run(options, rows, [], "cpu")
     assert code == 3
     assert reasons == [f"{spec}: nothing was compared, refused: not for you"]
-    assert judge_run(options, [*rows, row("agree", name=spec)], [], [], "cpu")[0] == 0
-    assert judge_run(options, [*rows, row("crashed", "boom", spec)], [], [], "cpu")[0] == 1
-    assert "no case was drawn" in judge_run(options, [reference], [], [], "cpu")[1][0]
+    assert judge_run(options, [*rows, row("agree", name=spec)], [], "cpu")[0] == 0
+    assert judge_run(options, [*rows, row("crashed", "boom", spec)], [], "cpu")[0] == 1
+    assert "no case was drawn" in judge_run(options, [reference], [], "cpu")[1][0]
 
 
 def test_an_implementation_in_a_file_is_known_by_its_own_id(tmp_path):
     imported = "from parity.implementations.implementation import Implementation\n"
     text = imported + "own = Implementation('mine', 'logprobs', 'candidate', len)\n"
     options = Options(implementations=(own_file(tmp_path, text),))
-    assert judge_run(options, [row("agree", name="mine")], [], [], "cpu") == (0, [])
-    code, reasons = judge_run(options, [row("agree", name="trl.selective_log_softmax")], [], [], "cpu")
+    assert judge_run(options, [row("agree", name="mine")], [], "cpu") == (0, [])
+    code, reasons = judge_run(options, [row("agree", name="trl.selective_log_softmax")], [], "cpu")
     assert (code, reasons) == (3, ["mine: nothing was compared, no case was drawn for it"])
 
 

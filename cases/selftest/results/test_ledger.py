@@ -65,18 +65,18 @@ def test_a_scope_of_variants_holds_what_they_explain(ledger):
 
 def test_stale(ledger):
     (entry,) = Ledger.load(ledger).entries
-    assert stale(entry, [row()]) is False
-    assert stale(entry, [row(verdict="agree")]) is True
-    assert stale(entry, [row(verdict="unsupported", quantity=None)]) is None
-    assert stale(entry, [row(implementation="other.f", verdict="agree")]) is None
+    assert stale(entry, [row()], "cpu") is False
+    assert stale(entry, [row(verdict="agree")], "cpu") is True
+    assert stale(entry, [row(verdict="unsupported", quantity=None)], "cpu") is None
+    assert stale(entry, [row(implementation="other.f", verdict="agree")], "cpu") is None
 
 
 def test_a_case_that_rests_on_the_rounding_of_one_device_is_not_stale_on_another(ledger):
     ledger.write_text(ENTRY.replace('case = "case.json"', 'case = "case.json"\nrests_on = ["cpu"]'))
     (entry,) = Ledger.load(ledger).entries
-    assert stale(entry, [row(verdict="agree", device="cuda")]) is None
-    assert stale(entry, [row(verdict="agree", device="cpu")]) is True
-    assert stale(entry, [row(device="cuda")]) is False
+    assert stale(entry, [row(verdict="agree", device="cuda")], "cuda") is None
+    assert stale(entry, [row(verdict="agree", device="cpu")], "cpu") is True
+    assert stale(entry, [row(device="cuda")], "cuda") is False
 
 
 def test_entries_of_cases_that_agree_on_an_h200_say_so():

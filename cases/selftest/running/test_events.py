@@ -20,7 +20,6 @@ EVENTS = [
     At(3),
     plan.Started("c", "i", {"seed": 1}),
     plan.Judged(ROW),
-    plan.Checked("entry", None),
     plan.Confirmed([("loss", None)]),
     plan.ShardDone(3, 0.5),
     plan.Retired("c", "i"),

@@ -67,9 +67,9 @@ def test_where_triton_can_compile_nothing_no_run_begins(monkeypatch, tmp_path):
 def test_kernels_are_required_on_cuda():
     kernels = outcome.required_kernels(Options())
     assert "trl.chunked_logprob_kernel" in kernels and "cce.default" in kernels
-    code, reasons = outcome.judge_run(Options(), [], [], [], "cuda")
+    code, reasons = outcome.judge_run(Options(), [], [], "cuda")
     assert code == NOTHING and any("required on CUDA: cce.default" in r for r in reasons)
-    assert not any("required on CUDA" in r for r in outcome.judge_run(Options(), [], [], [], "cpu")[1])
+    assert not any("required on CUDA" in r for r in outcome.judge_run(Options(), [], [], "cpu")[1])
 
 
 def test_the_environment_of_a_worker(monkeypatch):

@@ -13,7 +13,7 @@ def test_what_is_required_is_excused_by_a_new_crash_alone(known, code):
     rows = [row(f"c{n}", family="logprobs") for n in range(5)]
     rows.append(row("c9", None, "crashed", family="logprobs", known=known))
     options = Options(require=("lib.loss",))
-    assert judge_run(options, rows, [], [], "cpu")[0] == code
+    assert judge_run(options, rows, [], "cpu")[0] == code
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_what_is_required_is_excused_by_a_new_crash_alone(known, code):
 def test_an_entry_whose_implementation_is_not_there_is_stale(tmp_path, name, code):
     case = str(data.cases_dir() / "regressions" / "one-token.json")
     path = ledger_of(tmp_path / "ledger.toml", {"implementations": [name], "case": case})
-    found, reasons = judge_run(Options(ledger=path), [row("c", family="logprobs")], [], [], "cpu")
+    found, reasons = judge_run(Options(ledger=path), [row("c", family="logprobs")], [], "cpu")
     assert found == code
     said = [f"ledger entry one: there is no implementation {name}: {path} line 3"]
     assert reasons == (said if code == STALE else [])

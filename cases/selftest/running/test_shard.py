@@ -21,8 +21,8 @@ from parity.results import recorded
 from parity.results.ledger import Ledger
 from parity.running import shard as shard_module
 from parity.running.findings import Findings
-from parity.running.outcome import judge_run
-from parity.running.plan import At, Checked, Confirmed, Judged, Options, Shard, Started
+from parity.running.outcome import judge_run, stale_entries
+from parity.running.plan import At, Confirmed, Judged, Options, Shard, Started
 from parity.running.shard import Session
 
 KERNELS = "fixtures/kernels.py"
@@ -229,15 +229,15 @@ def test_a_shard_that_is_late_says_how_far_it_came(tmp_path):
 
 
 SCOPES = {
-    "its scope": ({}, False, ""),
-    "a typing error": ({"settings": {"bais": "banned"}}, True, "covers nothing of what fails in its case"),
-    "another quantity": ({"quantities": ["logps"]}, True, "covers nothing of what fails in its case"),
-    "a case that agrees": ({"case": "agrees.json"}, True, "no longer reproduces, its case agrees"),
+    "its scope": ({}, ""),
+    "a typing error": ({"settings": {"bais": "banned"}}, "covers nothing of what fails in its case"),
+    "another quantity": ({"quantities": ["logps"]}, "covers nothing of what fails in its case"),
+    "a case that agrees": ({"case": "agrees.json"}, "no longer reproduces, its case agrees"),
 }
 
 
-@pytest.mark.parametrize("change, stale, said", SCOPES.values(), ids=SCOPES)
-def test_an_entry_that_covers_nothing_is_named_with_its_line(tmp_path, change, stale, said):
+@pytest.mark.parametrize("change, said", SCOPES.values(), ids=SCOPES)
+def test_an_entry_that_covers_nothing_is_named_with_its_line(tmp_path, change, said):
     banned = Case.load(data.cases_dir() / "regressions" / "trl-entropy-minus-inf.json")
     agrees = dataclasses.replace(banned, settings={k: v for k, v in banned.settings.items() if k != "bias"})
     for name, one in (("banned", banned), ("agrees", agrees)):
@@ -252,9 +252,8 @@ def test_an_entry_that_covers_nothing_is_named_with_its_line(tmp_path, change, s
     own.implementations, own.ledger = [load()["trl.selective_log_softmax"]], Ledger.load(path)
     own.frozen = {fields["case"]: Frozen(Case.load(tmp_path / fields["case"]), fast=True)}
     own.run(FROZEN)
-    assert [e.stale for e in events if isinstance(e, Checked)] == [stale]
-    reasons = judge_run(Options(ledger=path), rows(events), ["one"] if stale else [], [], "cpu")[1]
-    assert [r for r in reasons if "ledger" in r] == ([f"ledger entry one {said}: {path} line 3"] if stale else [])
+    reasons = judge_run(Options(ledger=path), rows(events), [], "cpu")[1]
+    assert [r for r in reasons if "ledger" in r] == ([f"ledger entry one {said}: {path} line 3"] if said else [])
 
 
 @pytest.fixture
@@ -270,7 +269,6 @@ def known(tmp_path):
         own.measuring = not records
         own.frozen = {"mine.json": Frozen(case, fast=True, recorded=tuple(to_builtins(one) for one in records))}
         own.run(FROZEN)
-        assert [e.stale for e in events if isinstance(e, Checked)] == [False]
         return [row for row in rows(events) if row.failing], path
 
     return ran
@@ -299,7 +297,7 @@ def test_a_known_finding_that_is_not_what_its_frozen_case_gave_is_new(known, cha
     found, path = known(replace(gave, failing={who: change(failing)}))
     new = {row.quantity: row.message for row in found if row.new}
     assert (said in new.get("logps", "")) if said else not new
-    code, _ = judge_run(Options(ledger=path), found, [], [], "cpu")
+    code, _ = judge_run(Options(ledger=path), found, [], "cpu")
     assert code == (1 if said else 0)
     for message in new.values():
         assert f"one is known ({path} line 3)" in message
@@ -343,9 +341,9 @@ def test_a_short_run_repeats_calls_of_a_frozen_case_where_nothing_else_shows_wha
     own.ledger, own.frozen = Ledger.load(path), {"mine.json": Frozen(case)}
     own.profile = dataclasses.replace(PROFILE, frozen_whole=whole)
     own.run(FROZEN)
-    assert [e.stale for e in events if isinstance(e, Checked)] == [not drifts]
-    assert {row.known for row in rows(events) if row.failing} == ({"one"} if whole else set())
-    assert any(row.subject.startswith("relation") for row in rows(events)) == whole
+    assert {row.known for row in rows(events) if row.failing} == ({"one"} if drifts else set())
+    assert any(row.subject.startswith("relation") for row in rows(events)) == drifts
+    assert bool([*stale_entries(own.ledger, rows(events), "cpu")]) == (not drifts)
 
 
 @pytest.mark.parametrize("kind", ["frozen", "drawn"])
