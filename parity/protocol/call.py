@@ -1,7 +1,9 @@
 """Run one implementation on one set of inputs, forward and backward. An exception is a verdict."""
 
+import collections
 import contextlib
 import dataclasses
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 
@@ -18,6 +20,9 @@ from parity.judge.recipe import DTYPES
 from parity.protocol import faults, process_state
 from parity.protocol.exceptions import Outcome, ended_by
 from parity.protocol.process_state import matmul_precision
+
+SECONDS = collections.defaultdict[str, list[float]](list)
+"""A user's function -> how long its calls took in this process, forward and backward."""
 
 
 def fresh(inputs: Inputs) -> Inputs:
@@ -136,10 +141,13 @@ def execute(implementation: Implementation, inputs: Inputs) -> Outcome:
 
 def _both(implementation: Implementation, inputs: Inputs) -> Outcome:
     with surroundings(implementation, inputs) as x:
+        begun = time.monotonic()
         outputs = forward(implementation, x)
         leaks = backward(x, outputs)
         if x.device.type == "cuda":  # an error of what was launched belongs to who launched it
             torch.cuda.synchronize()
+        if implementation.is_function:
+            SECONDS[implementation.id].append(time.monotonic() - begun)
     detached: dict[str, torch.Tensor | None] = {k: v.detach() for k, v in outputs.items()}
     differentiable = frozenset(k for k, v in outputs.items() if v.requires_grad)
     unknown = getattr(outputs, "unknown", ())

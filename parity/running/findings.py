@@ -1,11 +1,12 @@
 """New findings of a run: looked at again in a fresh process where the seed is, and minimised, as far as there is time."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from parity.case.profiles import Profile
 from parity.decoding import save_json
+from parity.results.report import wording
 from parity.results.row import Part, Row
 from parity.running.plan import Shard, Signature, Sought, signature_of
 from parity.sampling.find import case_of
@@ -29,6 +30,14 @@ class Findings:
         self.rows, self.profile, self.folder = rows, profile, folder
         self.fresh = confirm or not profile.derandomised
         self.minimise, self.seconds = minimise, profile.minimise_seconds * workers * minimise
+        self._told: set[tuple[str, str]] = set()
+
+    def news(self, rows: Iterable[Row]) -> Iterator[str]:
+        """A line for the first new finding of an implementation in a family."""
+        for row in rows:
+            if row.new and (row.implementation, row.family) not in self._told:
+                self._told.add((row.implementation, row.family))
+                yield f"NEW {row.implementation}: {wording.cls(row)} in {wording.size(row)} · {row.replay}"
 
     def freeze(self, row: Row) -> None:
         """The case of a minimised row as a file: the worker that found it may have another disk."""
@@ -81,14 +90,19 @@ class Findings:
                 self.confirmed(shard, shown)
         return [shard for shard in out if shard.name not in before]
 
-    def confirmed(self, shard: Shard, shown: Sequence[tuple[str, str | None]]) -> None:
-        """A fresh process has looked at a finding again, and seen this of it."""
+    def confirmed(self, shard: Shard, shown: Sequence[tuple[str, str | None]]) -> list[Row]:
+        """A fresh process has looked at a finding again, and seen this of it: the rows that stay."""
         assert shard.sought is not None
         note = f"a fresh process does not show it in {len(shard.sought.cases)} of its cases"
-        who = shard.sought.implementation
+        who, stay = shard.sought.implementation, []
         for row in self.rows:
             mine = row.new and (row.implementation, row.family) == (who, shard.family)
             subject = row.subject, row.cls
-            if mine and subject in shard.sought.subjects and subject not in shown:
-                row.verdict, row.cls = "nondeterministic", None
-                row.message = "; ".join(filter(None, [note, row.message]))
+            if not mine or subject not in shard.sought.subjects:
+                continue
+            if subject in shown:
+                stay.append(row)
+                continue
+            row.verdict, row.cls = "nondeterministic", None
+            row.message = "; ".join(filter(None, [note, row.message]))
+        return stay

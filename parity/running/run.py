@@ -4,7 +4,7 @@ import dataclasses
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def execute(
                             if nodes
                             else supervisor.run(plan.workers, queue, *limits)
                         )
-                        _follow(state, events, found, write, tell)
+                        _follow(state, events, found, write, tell, say)
             except KeyboardInterrupt as error:
                 state.exit_code = outcome.TERMINATED if isinstance(error, Terminated) else outcome.INTERRUPTED
         state.rewrite(path)  # rows were marked since they were written, and whatever a loss did to the file is undone
@@ -108,6 +108,7 @@ def _follow(
     found: Findings,
     write: Callable[[Any], None],
     progress: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> None:
     """The events of a run, into its state and its file."""
     run = state.header.run
@@ -117,6 +118,7 @@ def _follow(
     now = ""
     for shard, event in events:
         part = underway.setdefault(shard.name, Part(name=shard.name, cases=0))
+        news: Iterable[str] = ()
         match event:
             case Judged() if event.row.absent and event.row.implementation in absent:
                 pass  # one row says it for the run
@@ -128,11 +130,12 @@ def _follow(
                 if shard.kind in ("drawn", "besides"):  # whose cases only this run's rows have
                     state.rows[-1].replay += state.options.place
                 write(state.rows[-1])
+                news = () if found.fresh else found.news(state.rows[-1:])
                 if event.row.minimised is True:
                     found.freeze(state.rows[-1])
             case Confirmed():
                 part.shown = event.shown
-                found.confirmed(shard, event.shown)
+                news = found.news(found.confirmed(shard, event.shown))
             case Lost():
                 state.lost.append(event.message)
             case Started():
@@ -145,6 +148,8 @@ def _follow(
                 if event.cases == shard.count:
                     state.parts[part.name] = part
                     write(Parted(part=part, run=run))
+        for line in news:
+            say(line)
         progress(now)
 
 

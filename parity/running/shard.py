@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from parity.case.case import Case, Frozen
 from parity.case.drawing import cases, draws
 from parity.case.profiles import Profile, cases_drawn, dealt, streams
-from parity.compare.result_rows import replay_line
+from parity.compare.result_rows import empty_row, replay_line
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import CERTAIN, CONFIRMATION, NEAR, REPLICAS
 from parity.protocol import process_state
@@ -26,7 +26,7 @@ from parity.results.ledger import Ledger, stale
 from parity.results.recorded import Recorded
 from parity.results.row import Row
 from parity.running.plan import At, Confirmed, Event, Judged, Shard, Signature, Sought, Started, signature_of
-from parity.sampling.capabilities import Nearest, besides, refusal, repeated, second_pass, selected, smaller
+from parity.sampling.capabilities import Nearest, besides, left_out, refusal, repeated, second_pass, selected, smaller
 from parity.trainers import catalogue
 
 STREAMS = 4  # streams of a family whose cases are moved to what an implementation takes
@@ -248,8 +248,13 @@ class Session:
         thorough: bool | Callable[[Implementation], bool],
         most: int | None = None,
     ) -> Iterator[Row]:
-        """Rows of a case, the known ones marked; pairs that killed a worker before are left out."""
+        """Rows of a case, the known ones marked; pairs that killed a worker before are left out, and some of a slow function
+        where it is not judged once more."""
         skip = {i for c, i in shard.skip if c == case.id} if shard else set()
+        for i in chosen if shard and most else ():
+            if i.id not in skip and (message := left_out(i, case)):
+                skip.add(i.id)
+                yield empty_row(loss_family(case.family), case, i.id, self.device, message=message)
         last = ""
         usable = sorted((i for i in chosen if i.id not in skip), key=lambda i: bool(i.extends))
         extends = {i.id: i.extends for i in usable}

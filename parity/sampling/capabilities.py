@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import statistics
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -12,6 +13,7 @@ from parity.case.family import Family
 from parity.compare.one_case import skip_reason
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
+from parity.protocol.call import SECONDS
 from parity.registry import loss_family
 
 BASES: Mapping[str, tuple[Mapping[str, Any], ...]] = {
@@ -40,6 +42,8 @@ TOGETHER = 2
 """Settings that go beside others together where neither goes alone, at most."""
 TRIED = 3
 """Cases with one of two settings, and values of the other, of which a case with both is made, where no draw has both."""
+SECONDS_PER_CASE = 0.5
+"""Of a user's function whose calls take longer, a case costs this on average: it gets fewer of them."""
 LOGITS, CHUNKS, CHUNK_VOCABULARY = 1 << 14, 64, {"logprobs"}
 """So many logits, or chunks of a call, cost as much as a small case; the families whose `chunk_size` is of the vocabulary."""
 SECOND_PASS = 4
@@ -265,10 +269,25 @@ def price(implementation: Implementation, case: Case, device: str) -> float:
     return 1 + rows * length / LOGITS + (chunks - 1) / CHUNKS
 
 
+def left_out(implementation: Implementation, case: Case) -> str:
+    """Why a user's slow function does not get a case; nothing where it does. Its share is by the median of its calls so far."""
+    every = _one_in(implementation)
+    if zlib.crc32(f"slow/{implementation.id}/{case.id}".encode()) % every == 0:
+        return ""
+    return (
+        f"left out: a call takes {statistics.median(SECONDS[implementation.id]):.1f} s, so it gets one case in {every}"
+    )
+
+
+def _one_in(implementation: Implementation) -> int:
+    calls = SECONDS.get(implementation.id)
+    return max(1, round(statistics.median(calls) / SECONDS_PER_CASE)) if calls else 1
+
+
 def repeated(implementation: Implementation, case: Case, one_in: int, device: str) -> bool:
-    """Whether an implementation gets the repeated calls on a drawn case; costly ones sixteen times as rarely, and on a
+    """Whether an implementation gets the repeated calls on a drawn case; costly and slow ones sixteen times as rarely, and on a
     case that costs as much as ten ten times as rarely: what they show needs no size.
     Not by the lowest bits, as `selected`: a CRC is linear, so those of one share decide those of the other."""
-    one_in = one_in * 16 if implementation.every > 1 else one_in
+    one_in = one_in * 16 if implementation.every > 1 or _one_in(implementation) > 1 else one_in
     every = one_in if implementation.interpreted else int(one_in * price(implementation, case, device))
     return (zlib.crc32(f"thorough/{implementation.id}/{case.id}".encode()) >> 8) % every == 0

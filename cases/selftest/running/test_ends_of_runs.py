@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -149,6 +150,6 @@ def test_a_library_that_is_not_installed_has_one_row():
     told += [row(case="logprobs-9", verdict="unsupported", quantity=None, message="no bias parameter")] * 2
     state, written = running.RunResult(replace(HEADER)), []
     events = ((Shard(family="logprobs", kind="drawn", seed=1, count=9), Judged(one)) for one in told)
-    running._follow(state, events, None, written.append, lambda *_: None)
+    running._follow(state, events, SimpleNamespace(fresh=True), written.append, lambda *_: None, print)
     assert [one.implementation for one in state.rows] == ["gone.a", "gone.b", *[told[-1].implementation] * 2]
     assert len(written) == 4

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from parity.case.case import Case
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.results.report.rows import read, rewrite
@@ -92,6 +93,21 @@ def test_rows_depend_on_no_worker_and_none_leaves_a_folder(options, tmp_path, mo
     assert list(tmp_path.glob("died-*")), "no worker died"
     assert not list(own.glob("parity-*"))
     assert found[0] == found[1] == found[2] == found[3]
+
+
+@pytest.mark.parametrize(("confirm", "shown"), [(False, "no"), (True, "yes"), (True, "no")])
+def test_a_new_finding_is_told_once_as_soon_as_it_counts(options, monkeypatch, confirm, shown):
+    monkeypatch.setenv("PLAYED_WRONG", "fused")
+    monkeypatch.setenv("PLAYED_SHOWN", shown)
+    monkeypatch.setattr("parity.running.findings.case_of", lambda row: Case("logprobs", 1, "fp32", {}))
+    told, at = [], []
+    asked = Options(**vars(options) | {"confirm": confirm, "minimise": False})
+    running.execute(asked, lambda rows, done, *_: at.append((done, len(told))), told.append)
+    news = [line for line in told if line.startswith("NEW ")]
+    replays = [line.partition(" · ")[2].startswith("parity replay logprobs-") for line in news]
+    assert replays == [True] * (shown == "yes" or not confirm)
+    if not confirm:
+        assert min(done for done, lines in at if lines > 1) < 5, "it waited"
 
 
 def test_where_the_time_is_limited_the_seed_says_which_checks_come_first(options, tmp_path, monkeypatch):

@@ -16,9 +16,12 @@ from parity.case.profiles import Profile
 from parity.compare import hint
 from parity.implementations.implementation import Implementation, require
 from parity.judge.escalation import CONFIRMATION
+from parity.protocol.call import SECONDS
 from parity.registry import from_file, load, select
 from parity.results import recorded
 from parity.results.ledger import Ledger
+from parity.results.report.summary import summarise
+from parity.results.row import About, Header
 from parity.running import shard as shard_module
 from parity.running.findings import Findings
 from parity.running.outcome import judge_run, stale_entries
@@ -74,25 +77,40 @@ def test_a_right_kernel_has_no_findings(tmp_path):
     assert looked_for(own, events, shard)[2] == []
 
 
+def test_a_slow_function_gets_a_share_of_its_cases_and_the_summary_says_so(tmp_path, monkeypatch):
+    own, events = session("right", tmp_path)
+    name = own.implementations[0].id
+    monkeypatch.setitem(SECONDS, name, [3.0] * 100)
+    own.run(drawn_shard(40, 1))
+    left = [r for r in rows(events) if r.message.startswith("left out: a call takes 3.0 s")]
+    judged = {r.case for r in rows(events) if r.judged}
+    assert len(left) >= 2 * len(judged) > 0 and not judged & {r.case for r in left}
+    notes = summarise(Header(header=About()), rows(events)).notes
+    assert f"{name}: {len(left)} cases left out: a call takes 3.0 s, so it gets one case in 6" in notes
+
+
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory):
-    """A session with a kernel that is wrong beyond a vocabulary of eight, and the cases in which recipes were looked for."""
+    """A session that has run a kernel that is wrong beyond a vocabulary of eight, and the cases in which recipes were looked for.
+    Asked a second time about a case, a slow function would be left out."""
     own, events = session("wrong_beyond_eight", tmp_path_factory.mktemp("wrong"))
-    shard, searched, original = drawn_shard(60, 10), [], hint.undeclared
+    shard, asked, searched, original = drawn_shard(60, 10), [], [], hint.undeclared
 
     def counted(oracle, *about):
         searched.append(oracle.inputs.case.id)
         return original(oracle, *about)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_module, "left_out", lambda i, case: "left out" if case in asked else asked.append(case))
         patch.setattr(hint, "undeclared", counted)
         own.run(shard)
     return own, tuple(events), shard, searched
 
 
-def test_three_cases_of_what_is_wrong_are_judged_once_more(wrong):
+def test_three_cases_of_what_is_wrong_are_judged_once_more_and_not_left_out(wrong):
     _, events, _, searched = wrong
     failing = {r.case for r in rows(events) if r.failing}
+    assert failing and not [r for r in rows(events) if r.message == "left out"]
     assert len({*searched}) == len(searched) < len(failing) and {*searched} <= failing, "recipes are looked for once"
     assert len(searched) >= shard_module.AGAIN
 

@@ -8,9 +8,10 @@ from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.compare import stale_cache
 from parity.implementations.implementation import Implementation
+from parity.protocol.call import SECONDS
 from parity.registry import NAMES, load, loss_family
 from parity.running.plan import DTYPES
-from parity.sampling.capabilities import HIDDEN, TOKENS, VOCABULARIES, repeated, second_pass, selected
+from parity.sampling.capabilities import HIDDEN, TOKENS, VOCABULARIES, left_out, repeated, second_pass, selected
 
 
 def test_a_share_of_the_float32_cases_runs_with_tf32_products_on_cuda():
@@ -66,3 +67,19 @@ def test_repeated_calls_are_made_on_small_cases(large):
     assert 150 < sum(repeated(one, case, 4, "cpu") for case in small) < 250
     assert 0 < sum(repeated(one, case, 4, "cpu") for case in dear) < 60
     assert 150 < sum(repeated(one, case, 4, "cuda") for case in dear) < 250
+
+
+def test_a_slow_function_gets_fewer_cases_and_each_left_out_is_said(monkeypatch):
+    found = [Case("logprobs", seed, "fp32", {"V": 5}) for seed in range(200)]
+    slow = Implementation("slow.py:f", "logprobs", "candidate", lambda x: {})
+    monkeypatch.setitem(SECONDS, slow.id, [4.0, 4.1, 30.0])
+    said = [left_out(slow, case) for case in found]
+    assert 180 < sum(map(bool, said)) < 195  # one in eight stays
+    assert next(filter(None, said)) == "left out: a call takes 4.1 s, so it gets one case in 8"
+    assert (
+        sum(repeated(slow, case, 4, "cpu") for case in found)
+        < 10
+        < sum(repeated(dataclasses.replace(slow, id="quick.py:f"), case, 4, "cpu") for case in found)
+    )
+    monkeypatch.setitem(SECONDS, slow.id, [0.1, 0.1, 30.0])  # compiled once
+    assert not any(left_out(slow, case) for case in found)

@@ -12,6 +12,7 @@ from parity.results.row import DECLINED, STOPPED, About, End, Header, Row
 
 DTYPES = ("fp64", "fp32", "fp16", "bf16")
 ABSENT = re.compile(r" has no parameter (.+)$")  # how `parity.implementations.user` says which parameters a case needs
+LEFT_OUT = "left out: "  # how `parity.sampling.capabilities` begins to say that a slow function does not get a case
 
 Counts = collections.Counter[str]
 """Implementation-cases: `compared`, of which agree, known (all that fails is in the ledger), nondeterministic and disagree;
@@ -187,6 +188,7 @@ def _notes(cases: Iterable[ImplementationCase], found: Sequence[Finding]) -> Ite
     imported = collections.defaultdict[str, dict[str, None]](dict)
     unjudged = collections.defaultdict[str, dict[str, None]](dict)
     needs = collections.defaultdict[str, Counts](Counts)
+    slow = collections.defaultdict[str, list[str]](list)
     for case in cases:
         for row in case.rows:
             if row.imported_from:
@@ -194,6 +196,8 @@ def _notes(cases: Iterable[ImplementationCase], found: Sequence[Finding]) -> Ite
             unjudged[row.implementation] |= dict.fromkeys(row.unjudged)
         if case.outcome == "unsupported" and (absent := ABSENT.search(case.first.message)):
             needs[case.first.implementation].update(absent[1].split(", "))
+        if case.first.message.startswith(LEFT_OUT):
+            slow[case.first.implementation].append(case.first.message.removeprefix(LEFT_OUT))
     for file, names in imported.items():
         yield f"imported from {file}, not from site-packages: {', '.join(names)}"
     for who, names in unjudged.items():
@@ -202,6 +206,8 @@ def _notes(cases: Iterable[ImplementationCase], found: Sequence[Finding]) -> Ite
     for who, counted in needs.items():
         lacking = ", ".join(f"{name} ({count:,})" for name, count in counted.most_common(8))
         yield f"{who}: cases that need parameters which it has not: {lacking}"
+    for who, why in slow.items():
+        yield f"{who}: {len(why):,} cases {LEFT_OUT}{why[-1]}"
     if drawn := sum(f.known is None and f.minimised is False for f in found):
         yield f"{drawn:,} of the new findings are shown as drawn, not made smaller; run with --implementation for smaller cases"
 
