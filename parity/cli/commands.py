@@ -32,7 +32,7 @@ def main() -> None:
 @options.DEVICE
 @options.option("--seed", "of the drawn cases; default: fixed in quick and pr, else new", type=int)
 @options.with_versions
-@click.option("--require", multiple=True, metavar="ID", help="exit code 3 unless this was compared")
+@click.option("--require", multiple=True, metavar="ID[:cpu|cuda]", help="exit code 3 unless this was compared")
 @options.LEDGER
 @options.path("--results", "file for the results; default: results.ndjson in --reports")
 @options.REPORTS
@@ -84,7 +84,9 @@ def init_command(loss: str | None) -> None:
 
 @main.command("list", epilog="Example: parity list --family policy")
 @options.FAMILIES
-@options.option("--settings", "its settings", metavar="FAMILY", into="families")
+@options.option(
+    "--settings", "its settings; of a results file, what agreed with each", metavar="FAMILY|RESULTS", into="families"
+)
 @options.option("--checks", "the checks of this trainer", metavar="TRAINER", into="trainers")
 def list_command(families: tuple[str, ...], **sections: Any) -> None:
     """Show implementations; or settings, checks.

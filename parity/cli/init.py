@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import click
@@ -98,12 +99,19 @@ def _check(folder: Path, loss: str) -> None:
 
 
 def _requirement(extra: str) -> str:
-    """How pip gets what runs here: from the repository that it was installed from; where that has no address, OWNER stands
-    for it: the name is not published."""
+    """How pip gets what runs here: from the repository that it was installed from, or that it stands in. Where that has no
+    address, OWNER stands for it: the name is not published."""
     try:
         told = importlib.metadata.distribution("llm-parity").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
         told = None
     source = json.loads(told or "{}")
-    address = f"{source['url']}@{source['vcs_info']['commit_id']}" if "vcs_info" in source else UNKNOWN
-    return f"'llm-parity{extra} @ git+{address}'"
+    if "vcs_info" in source:
+        return f"'llm-parity{extra} @ git+{source['url']}@{source['vcs_info']['commit_id']}'"
+    folder = Path(source.get("url", "").removeprefix("file://") or Path(__file__).parents[2])
+    origin = ""
+    if (folder / ".git").exists():  # else that of a repository around site-packages
+        asked = ["git", "-C", str(folder), "remote", "get-url", "origin"]
+        origin = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    origin = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]|^https://[^/@]*@([^/]+)/", r"https://\1\2/", origin)
+    return f"'llm-parity{extra} @ git+{origin if origin.startswith('https://') else UNKNOWN}'"

@@ -10,7 +10,7 @@ import click
 
 from parity import data
 from parity.cli import options
-from parity.cli.group import NOTHING
+from parity.cli.group import NOTHING, Commands
 from parity.cli.progress import Shown
 from parity.errors import UsageError
 
@@ -18,7 +18,7 @@ MONTH = 30 * 24 * 3600.0  # seconds
 _LEDGER = options.path("--ledger", "your own; default: that of the run, else the shipped one")
 
 
-@click.group("ledger")
+@click.group("ledger", cls=Commands)
 def ledger_command() -> None:
     """Add findings to the list of known ones; measure those anew."""
 

@@ -3,6 +3,7 @@
 import collections
 import itertools
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +13,8 @@ from parity.case.family import Family
 from parity.cli.show import table_of
 from parity.errors import UsageError
 from parity.registry import family, load, loss_families, loss_family, meant, resolved
+from parity.results.report.rows import read
+from parity.results.row import DECLINED, Row
 from parity.trainers import catalogue
 
 DRAWN, SMALL = 60, 100
@@ -43,7 +46,10 @@ def implementations(families: Iterable[str], console: Console) -> None:
 
 
 def settings(name: str, console: Console) -> None:
-    """The settings of a loss family, or of a trainer's checks."""
+    """The settings of a loss family, or of a trainer's checks; of a results file, what came out with each."""
+    if Path(name).is_file():
+        _judged(read(Path(name))[1], console)
+        return
     rows = [(k, s.default, _with(s.doc, values=s.choices)) for k, s in family(name).settings.items()]
     _show(f"settings of {name}", ("name", "default", "meaning"), rows, console)
     if name in loss_families():
@@ -74,6 +80,33 @@ def _tensors(fam: Family) -> list[str]:
     for (name, _), shape in sorted(sizes.items()):
         shapes[name].append(f"({', '.join(min(fit, default='…') for fit in shape)})")
     return [f"{name} {' or '.join(found)}" for name, found in shapes.items()]
+
+
+def _judged(rows: Iterable[Row], console: Console) -> None:
+    """For each implementation and setting: on how many cases that move it the implementation was compared, and the
+    answers. A case moves a setting only where that has an effect (`Family.canonical`). Not taken: no case with it was
+    compared, but another implementation of the family had one."""
+    by_case = collections.defaultdict[tuple[str, str, str], list[Row]](list)
+    for row in rows:
+        by_case[row.family, row.implementation, row.case].append(row)
+    moved = collections.defaultdict[tuple[str, str], dict[str, list[list[Row]]]](dict)
+    for (name, one, _), case in by_case.items():
+        sizes = loss_family(name).shapes if name in loss_families() else ()
+        compared = all(row.verdict not in DECLINED for row in case)
+        for setting in case[0].settings.keys() - {*sizes}:
+            moved[name, one].setdefault(setting, []).extend([case] * compared)
+    for (name, one), cases in sorted(moved.items()):
+        console.print(Text(f"{name}: {one}", style="bold"))
+        told: dict[str, list[str]] = {}
+        for setting in sorted({s for (other, _), found in moved.items() if other == name for s in found}):
+            wrong = [case for case in cases.get(setting, ()) if any(row.failing for row in case)]
+            new, count = sum(any(row.new for row in case) for case in wrong), len(cases.get(setting, ()))
+            said, answer = setting, "disagree" if wrong else "agree" if count else "not taken"
+            if count:
+                said += f" {len(wrong)} of {count}" + f" ({new} new)" * bool(new) if wrong else f" {count}"
+            told.setdefault(answer, []).append(said)
+        for answer in sorted(told):
+            console.print(Text(f"  {answer}: {', '.join(told[answer])}"))
 
 
 def checks(name: str, console: Console) -> None:

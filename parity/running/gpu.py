@@ -4,7 +4,6 @@ import contextlib
 import glob
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sysconfig
@@ -12,10 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from parity.process import environment, packaged
+from parity.process import environment, interpreter, packaged
 
 OWN, STDLIB = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
 DEVICE_FILES = "/dev/nvidia[0-9]*"
+SECONDS = 300.0  # on the clock: longer than that no kernel takes to be compiled and run
 WHERE = signal.SIGUSR2
 """Asks a worker to write its stacks to stderr; `faulthandler` does so in C, while Python waits for a kernel."""
 
@@ -41,12 +41,17 @@ def unusable() -> str | None:
 
 
 def no_triton() -> str | None:
-    """Why Triton cannot compile here; None where it has what it needs."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
+    """Why Triton cannot compile here: one kernel is compiled and run in a process of its own; None where it can."""
+    command = interpreter("parity.running.one_kernel:main")
+    try:
+        done = subprocess.run(command, env=child("cuda"), capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"Triton compiles no kernel here: no answer in {SECONDS:.0f} s"
+    if not done.returncode:
         return None
-    lacks = "Python's headers are missing" if compiler else "there is no C compiler"
-    return f"Triton compiles no kernel here, {lacks} (Debian: apt-get install gcc python3-dev): or say --device cpu"
+    said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
+    remedy = "it needs a C compiler and Python's headers (Debian: apt-get install gcc python3-dev), or say --device cpu"
+    return f"Triton compiles no kernel here ({said.strip()[:200]}): {remedy}"
 
 
 def visible() -> list[str]:

@@ -9,7 +9,7 @@ from parity.registry import facts, load, select
 from parity.results.ledger import Ledger, stale
 from parity.results.row import STOPPED, Row
 from parity.running import gpu
-from parity.running.plan import Options, from_user
+from parity.running.plan import Options, demanded, from_user
 from parity.trainers import catalogue
 
 MINIMUM_REQUIRED = 20
@@ -40,10 +40,12 @@ def judge_run(options: Options, rows: Sequence[Row], lost: Sequence[str], device
     kernels = required_kernels(options) if device == "cuda" else []
     nothing += [f"required on CUDA: {name}: {why(name, rows)}" for name in kernels if not comparisons[name]]
     stopped = {r.implementation for r in rows if r.new and r.verdict in STOPPED}  # a new crash says why there is less
-    for name in options.require:
-        count = sum(n for i, n in comparisons.items() if i == name or i.startswith(f"{name}."))
+    for item in options.require:
+        name, wanted = demanded(item)
+        there = cases_compared(r for r in rows if r.device == wanted) if wanted else comparisons
+        count = sum(n for i, n in there.items() if i == name or i.startswith(f"{name}."))
         if count < MINIMUM_REQUIRED and not any(i == name or i.startswith(f"{name}.") for i in stopped):
-            nothing.append(f"required {name}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
+            nothing.append(f"required {item}: {count} judged comparisons, at least {MINIMUM_REQUIRED} expected")
     new = collections.Counter(r.implementation for r in rows if r.new)
     found = [f"{count} new failing rows of {name}" for name, count in new.most_common()]
     own = {i.id for i in from_user(options)}

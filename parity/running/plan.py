@@ -161,6 +161,16 @@ def signature_of(row: Row) -> Signature:
     return row.implementation, row.subject, row.cls
 
 
+def demanded(item: str) -> tuple[str, str]:
+    """ID[:cpu|cuda] or FILE.py:NAME[:cpu|cuda] as (id, device or nothing). Raises UsageError for another device."""
+    name, sign, device = item.rpartition(":")
+    if device in ("cpu", "cuda"):
+        return name, device
+    if sign and not name.endswith(".py"):
+        raise UsageError(f"--require {item!r}: device must be cpu or cuda")
+    return item, ""
+
+
 def imported(*names: str) -> int:
     """Load what FILE.py:NAME names; what is wrong with it otherwise, its import here says."""
     under_watch()
@@ -188,7 +198,7 @@ def check(options: Options) -> None:
     for one in from_user(options) if wanted else ():
         if one.family not in wanted:
             raise UsageError(f"{one.id} is of family {one.family}, and --family names {', '.join(options.families)}")
-    for item in (*options.implementations, *options.require):
+    for item in (*options.implementations, *(demanded(item)[0] for item in options.require)):
         select([item])
     resolve_device(options.device)
 

@@ -30,7 +30,7 @@ def here(*words: str) -> Result:
         ("run --profile nigthly", "did you mean nightly?"),
         ("run --dtype fp32,fp8", "dtype 'fp8' is unknown"),
         ("run --ledger gone.toml", "gone.toml"),
-        ("run --require nobody", "nobody"),
+        ("run --require nobody:cpu", "nobody"),
         ("run --max-time six", "time 'six' cannot be read"),
         ("report gone.ndjson", "gone.ndjson"),
         ("list --family polcy", "did you mean policy?"),
@@ -47,6 +47,10 @@ def here(*words: str) -> Result:
         ("compare trl==1.0.0 trl==1.0.0", "name two"),
         ("compare trl trl==1.0.0", "write PKG==VER"),
         ("compare trl==1.0.0 trl==1.1.0 --family no", "'no'"),
+        ("matrix trl 1.0.0..", "`parity matrix` was removed: compare two releases"),
+        ("audit --family policy", "`parity audit` was removed: `parity list --settings RESULTS`"),
+        ("rollouts replay name", "`parity rollouts replay` was removed"),
+        ("env list", "`parity env` was removed: environments that nobody used"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_2(words, said):

@@ -91,23 +91,37 @@ def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
     assert done.returncode == 0, done.stdout
 
 
+HERE = '{"url": "file://HERE", "dir_info": {}}'
+
+
 @pytest.mark.parametrize(
-    ("source", "address"),
+    ("source", "origin", "address"),
     [
-        ('{"url": "https://x.org/p.git", "vcs_info": {"commit_id": "abc"}}', "https://x.org/p.git@abc"),
-        ('{"url": "file:///nowhere/at/all", "dir_info": {}}', "https://github.com/OWNER/llm-parity"),
-        (None, "https://github.com/OWNER/llm-parity"),
+        ('{"url": "https://x.org/p.git", "vcs_info": {"commit_id": "abc"}}', None, "https://x.org/p.git@abc"),
+        (HERE, "https://x.org/p.git", "https://x.org/p.git"),
+        (HERE, "git@x.org:a/p.git", "https://x.org/a/p.git"),
+        (HERE, "https://me:secret@x.org/a/p.git", "https://x.org/a/p.git"),
+        (HERE, None, "https://github.com/OWNER/llm-parity"),
+        ('{"url": "file:///nowhere/at/all", "dir_info": {}}', None, "https://github.com/OWNER/llm-parity"),
+        (None, None, "https://github.com/OWNER/llm-parity"),
     ],
 )
-def test_the_workflow_installs_from_where_this_was_installed(repository, monkeypatch, source, address):
+def test_the_workflow_installs_from_where_this_was_installed(
+    repository, monkeypatch, tmp_path_factory, source, origin, address
+):
     """From a repository always: the name is not published."""
+    there = tmp_path_factory.mktemp("source")
+    subprocess.run(["git", "init", "-q", str(there)], check=True)
+    if origin:
+        subprocess.run(["git", "-C", str(there), "remote", "add", "origin", origin], check=True)
 
     def distribution(name):
         if source is None:
             raise importlib.metadata.PackageNotFoundError(name)
-        return SimpleNamespace(read_text=lambda name: source)
+        return SimpleNamespace(read_text=lambda name: source.replace("HERE", str(there)))
 
     monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    monkeypatch.setattr("parity.cli.init.__file__", str(there / "site-packages" / "parity" / "cli" / "init.py"))
     said = CliRunner().invoke(main, ["init"]).output
     workflow = (repository / ".github/workflows/parity.yml").read_text()
     assert f"'llm-parity @ git+{address}'" in workflow and address in said

@@ -73,7 +73,7 @@ def test_a_run_judges_it_in_worker_processes_and_knows_its_ledger(run):
 
 def test_every_report_shows_it(run):
     folder, done, _ = run
-    for text in (done.stdout, *((folder / n).read_text() for n in ("index.html", "summary.md"))):
+    for text in (done.stdout, *((folder / n).read_text() for n in ("index.html", "summary.md", "junit.xml"))):
         assert WRONG in text
         assert "rms_norm" in text
 

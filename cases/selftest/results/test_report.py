@@ -3,6 +3,7 @@
 import html.parser
 import io
 import re
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -79,7 +80,7 @@ def test_a_clean_run_says_what_it_compared():
 
 def test_an_interrupted_run_says_so():
     s = summary(LOSS, header=Header(run="r1", header=HEADER.header, interrupted=True))
-    assert all("interrupted" in text for text in (render.markdown(s), render.page(s)))
+    assert all("interrupted" in text for text in (render.markdown(s), render.page(s), render.junit(s)))
 
 
 def test_colour_adds_nothing_but_colour():
@@ -87,6 +88,11 @@ def test_colour_adds_nothing_but_colour():
     console = Console(file=out, width=100, force_terminal=True, color_system="standard", highlight=False)
     render.terminal(everything(), console, full=True)
     assert re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()) == shown(everything(), full=True)
+
+
+def test_what_crashed_and_was_not_judged_is_an_error_of_junit():
+    crashed = ElementTree.fromstring(render.junit(summary(CRASH, *KNOWN)))
+    assert (crashed.get("errors"), crashed.get("failures"), crashed.get("skipped")) == ("1", "0", "1")
 
 
 def test_nothing_from_a_file_becomes_markup():
@@ -198,7 +204,7 @@ def test_how_much_is_printed(tmp_path):
 
     said = CliRunner().invoke(commands.main, ["report", str(results), "-v"]).output
     in_order(said, "2 new", "worst entries of grad_hidden", "not compared, and why", "\nnext ")
-    assert all((tmp_path / name).stat().st_size > 500 for name in ("summary.md", "index.html"))
+    assert all((tmp_path / name).stat().st_size > 500 for name in ("junit.xml", "summary.md", "index.html"))
 
 
 class Links(html.parser.HTMLParser):

@@ -71,6 +71,7 @@ def shown():
         "verbose.txt": printed(lambda console: render.terminal(everything(), console, ENDING, full=True)),
         "replay.txt": printed(replayed),
         "summary.md": render.markdown(everything(), ENDING),
+        "junit.xml": render.junit(everything()),
         "index.html": render.page(everything(), ENDING),
         "night.html": page,
         "issue.md": issue,

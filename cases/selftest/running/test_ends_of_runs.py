@@ -62,7 +62,8 @@ def test_every_report_says_that_a_run_did_not_finish(tmp_path, records, says):
     assert says in " ".join(done.output.split())
     assert "0 new so far" in " ".join(done.output.split())
     summary = summarise(*read(path))
-    assert all(says in text for text in (render.markdown(summary), render.page(summary)))
+    assert all(says in text for text in (render.markdown(summary), render.page(summary), render.junit(summary)))
+    assert 'errors="1"' in render.junit(summary)
 
 
 def test_a_run_that_finished_and_an_older_file_are_whole(tmp_path):

@@ -18,7 +18,7 @@ from parity.protocol import process_state
 from parity.protocol.call import execute
 from parity.protocol.process_state import matmul_precision
 from parity.registry import family
-from parity.running import gpu, outcome, run, supervisor
+from parity.running import gpu, one_kernel, outcome, run, supervisor
 from parity.running.outcome import NOTHING
 from parity.running.plan import Options, planned
 from parity.trainers.rig import ranks
@@ -52,16 +52,17 @@ def test_a_driver_too_old_ends_the_run_with_its_cause(box, monkeypatch, tmp_path
     assert gpu.unusable() is None  # as the caller wished
 
 
-def test_where_triton_can_compile_nothing_no_run_begins(monkeypatch, tmp_path):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(gpu.shutil, "which", lambda name: None)
-    assert "no C compiler" in gpu.no_triton() and "apt-get install gcc python3-dev" in outcome.cannot(Options(), "cuda")
+def test_a_kernel_that_cannot_be_compiled_ends_the_run(monkeypatch, tmp_path):
+    said = "Traceback\nRuntimeError: Failed to find C compiler. Please specify via CC environment variable.\n"
+    failed = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *args, **kwargs: failed)
+    assert "Failed to find C compiler" in gpu.no_triton() and "apt-get install gcc python3-dev" in gpu.no_triton()
+    assert "Failed to find C compiler" in outcome.cannot(Options(), "cuda")
     assert outcome.cannot(Options(implementations=("honest",)), "cpu") is None
-    monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(gpu.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert "headers are missing" in gpu.no_triton()
-    (tmp_path / "Python.h").touch()
-    assert gpu.no_triton() is None
+
+
+def test_the_one_kernel_is_right_in_the_interpreter():
+    assert one_kernel.main("cpu") == 0
 
 
 def test_kernels_are_required_on_cuda():

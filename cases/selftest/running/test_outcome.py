@@ -12,7 +12,7 @@ from parity.running.plan import Options
 def test_what_is_required_is_excused_by_a_new_crash_alone(known, code):
     rows = [row(f"c{n}", family="logprobs") for n in range(5)]
     rows.append(row("c9", None, "crashed", family="logprobs", known=known))
-    options = Options(require=("lib.loss",))
+    options = Options(require=("lib.loss:cpu",))
     assert judge_run(options, rows, [], "cpu")[0] == code
 
 

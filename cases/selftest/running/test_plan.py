@@ -1,9 +1,12 @@
 """The shards of a run, how many workers it has, and what an option may say."""
 
+import pytest
+
 from parity.case.case import Frozen
+from parity.errors import UsageError
 from parity.registry import NAMES
 from parity.results.ledger import Ledger
-from parity.running.plan import Options, frozen_files, planned, slices, workers
+from parity.running.plan import Options, demanded, frozen_files, planned, slices, workers
 
 
 def test_shards_are_all_cases_once():
@@ -29,6 +32,24 @@ def test_workers(monkeypatch):
     assert workers(None, 100) == (3, "3 workers (8 cores, 13 GiB free)")
     assert workers(None, 2)[0] == 2
     assert workers(5, 100) == (5, "5 workers (as asked)")
+
+
+@pytest.mark.parametrize(
+    ("item", "id", "device"),
+    [
+        ("trl.f", "trl.f", ""),
+        ("trl.f:cuda", "trl.f", "cuda"),
+        ("x/own.py:f", "x/own.py:f", ""),
+        ("x/own.py:f:cpu", "x/own.py:f", "cpu"),
+    ],
+)
+def test_what_is_required(item, id, device):
+    assert demanded(item) == (id, device)
+
+
+def test_a_device_that_is_none():
+    with pytest.raises(UsageError, match="device must be cpu or cuda"):
+        demanded("trl.f:tpu")
 
 
 def frozen(**options):

@@ -1,7 +1,7 @@
 """What is written and printed: templates of the folder `page`, filled with a run's summary or the rows of one case.
 
-Control characters are replaced in whatever comes from rows: a message must not colour, clear or retitle the reader's terminal.
-In HTML everything is escaped.
+Control characters are replaced in whatever comes from rows: a message must not colour, clear or retitle the reader's terminal,
+and XML cannot hold them. In HTML and XML everything is escaped.
 """
 
 import collections
@@ -54,8 +54,8 @@ IN_ORDER = Ending()
 
 
 def write(summary: Summary, ending: Ending) -> None:
-    """The files of a run: a comment for a pull request, the page."""
-    texts = {"summary.md": markdown(summary, ending), "index.html": page(summary, ending)}
+    """The files of a run: JUnit, a comment for a pull request, the page."""
+    texts = {"junit.xml": junit(summary), "summary.md": markdown(summary, ending), "index.html": page(summary, ending)}
     for name, text in texts.items():
         (ending.folder / name).write_text(text, encoding="utf-8")
 
@@ -103,6 +103,22 @@ def trend_page(past: Sequence[memory.Run], ledger: Ledger, night: str = "") -> s
         "counts": [len({f.known or f.key for f in run.findings}) for run in past],
     }
     return filled("trend.html.j2", past=past, entries=known, night=night, releases=trend.releases(past), **values)
+
+
+def junit(summary: Summary) -> str:
+    """JUnit XML: a test case for each implementation, dtype and device, and not for each drawn case: those have new names in
+    every run, and a viewer's history lives on names that stay. New findings fail (or are errors, where nothing was judged),
+    known ones and what was not compared are skipped."""
+    of = collections.defaultdict[tuple[str, ...], dict[str, Finding]](dict)
+    for f in summary.findings:
+        for r in f.failing:
+            of[r.implementation, r.family, r.dtype, r.device][f"{f.key} {f.lead.message}"] = f
+    suites = collections.defaultdict[str, list[Any]](list)
+    for x in summary.lines:
+        found = list(of[x.implementation, x.family, x.dtype, x.device].values())
+        tag = "failure" if any(f.verdict not in STOPPED for f in found) else "error" if found else "skipped"
+        suites[x.family].append({"line": x, "found": found, "tag": "" if x.verdict == "agree" else tag})
+    return filled("junit.xml.j2", summary=summary, suites=suites, all=[c for found in suites.values() for c in found])
 
 
 def ledger_page(ledger: Ledger, mended: bool = False) -> str:
@@ -157,7 +173,7 @@ def show(text: str, console: Console) -> None:
 def _environment() -> jinja2.Environment:
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("page")),
-        autoescape=lambda name: str(name).endswith(".html.j2"),
+        autoescape=lambda name: str(name).endswith((".html.j2", ".xml.j2")),
         undefined=jinja2.StrictUndefined,
         finalize=_plain,
         trim_blocks=True,
