@@ -1,27 +1,14 @@
 """What others wrote is read into structures; whatever is wrong with it is one line that names file, field and value."""
 
 import json
-from typing import Any
 
 import pytest
 
-from parity.decoding import convert, decode, toml_of
+from parity.decoding import convert, decode
 from parity.errors import UsageError
-from parity.results.ledger import Ledger
 from parity.results.row import Row
-from parity.versions import history
 
 ROW = {"case": "c", "family": "f", "implementation": "i", "dtype": "fp32", "device": "cpu", "verdict": "agree"}
-CASE = {"schema": 1, "family": "logprobs", "seed": 1, "dtype": "fp32", "settings": {}}
-ENTRY = {
-    "id": "x",
-    "family": "logprobs",
-    "implementations": ["a.b"],
-    "quantities": ["loss"],
-    "reason": "r",
-    "link": "l",
-}
-ENTRY |= {"date": "2026-11-22", "case": "x.json"}
 DEEP = "[" * 100_000 + "]" * 100_000
 LONG = "9" * 5000
 
@@ -72,47 +59,3 @@ def test_a_row_without_a_mandatory_field_and_one_of_a_later_release():
     assert convert(Row, Row(**ROW, cls="logic", minimised=True).to_json(), "F") == Row(
         **ROW, cls="logic", minimised=True
     )
-
-
-def toml(values: dict) -> str:
-    return "\n".join(f"{name} = {value if name == 'settings' else json.dumps(value)}" for name, value in values.items())
-
-
-def test_a_ledger_with_a_misspelt_table_or_no_list(tmp_path):
-    path = tmp_path / "ledger.toml"
-    path.write_text("[[findings]]\n" + toml(ENTRY))
-    assert "Object contains unknown field `findings`" in refused(Ledger.load, path)
-    path.write_text("finding = 3")
-    assert "Expected `array`, got `int` - at `$.finding`" in refused(Ledger.load, path)
-
-
-def test_a_scope_by_class(tmp_path):
-    (tmp_path / "x.json").write_text(json.dumps(CASE))
-    path = tmp_path / "ledger.toml"
-    path.write_text("[[finding]]\n" + toml(ENTRY | {"class": "precision"}))
-    row = Row(**ROW | {"family": "logprobs", "implementation": "a.b", "verdict": "disagree"}, quantity="loss")
-    for cls, known in (("precision", "x"), ("logic", None)):
-        row.cls = cls
-        assert Ledger.load(path).match(row, {}) == known
-
-
-def test_a_history_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(history.data, "cases_dir", lambda: tmp_path)
-    (tmp_path / "history").mkdir()
-    (tmp_path / "history" / "x.json").write_text(json.dumps(CASE))
-    fields = {"what": "w", "package": "trl", "bad": ["1"], "good": ["2"], "case": "x.json", "implementation": "a.b"}
-    for changed, says in (
-        ({"bad": [" "]}, "Expected `str` matching regex"),
-        ({"good": "2"}, "Expected `array`, got `str` - at `$.good`"),
-        ({"then": "crashed"}, "Invalid enum value 'crashed' - at `$.then`"),
-        ({"quantities": [1]}, "Expected `str`, got `int` - at `$.quantities[0]`"),
-    ):
-        (tmp_path / "history" / "x.toml").write_text(toml(fields | changed))
-        assert f"x.toml: {says}" in refused(history.load)
-
-
-def test_what_is_neither_json_nor_toml():
-    assert refused(decode, Any, "{", "F").startswith("F: not readable JSON: ")
-    assert refused(decode, Any, b"\xff", "F").startswith("F: not readable JSON: ")
-    assert refused(toml_of, "=", "F", "record").startswith("F: not a readable record: ")
-    assert refused(decode, Row, "[1]", "F") == "F: Expected `object`, got `array`"

@@ -122,17 +122,6 @@ def test_a_malformed_case_is_one_line(data, says):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["{", "", "\x00", "nul"])
-def test_an_unreadable_file_is_one_line(tmp_path, text):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(UsageError, match=r"x\.json"):
-        Case.load(tmp_path / "x.json")
-    with pytest.raises(UsageError, match="no such case file"):
-        Case.load(tmp_path / "y.json")
-    with pytest.raises(UsageError):
-        Case.load(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("loss", "settings", "says"),
     [

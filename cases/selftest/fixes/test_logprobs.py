@@ -139,8 +139,6 @@ def test_importing_is_light():
     ("change", "message"),
     [
         ({"temperature": 0.0}, "temperature=0.0"),
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"temperature": math.nan}, "temperature=nan"),
         ({"softcap": 0.0}, "softcap=0.0"),
         ({"logit_scale": math.inf}, "logit_scale=inf"),
         ({"chunk_size": 0}, "chunk_size=0"),
@@ -159,7 +157,6 @@ def test_importing_is_light():
         ({"weight": torch.zeros(0, 3)}, r"weight of shape \(0, 3\)"),
         ({"bias": torch.zeros(4)}, r"bias of shape \(4,\)"),
         ({"hidden": None}, "hidden=None: must be a tensor"),
-        ({"weight": [[1.0]]}, r"weight=\[\[1.0\]\]: must be a tensor"),
         ({"bias": 0.5}, "bias=0.5: must be a tensor"),
         ({"ignore_index": None}, "ignore_index=None: must be a whole number"),
         ({"hidden": torch.zeros(2, 3, dtype=torch.int64)}, "hidden of dtype torch.int64"),

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import logging
 import sys
-import types
 
 import pytest
 import torch
@@ -68,57 +67,6 @@ def clean():
 
 def hooks_on(model):
     return len(model.get_input_embeddings()._forward_hooks)
-
-
-def test_generation_keeps_checkpointing(trl_utils, clean):
-    grpo = sys.modules["trl.trainer.grpo_trainer"]
-    original = grpo.disable_gradient_checkpointing
-    generated = types.ModuleType("generated_cache_outside_trl")
-    generated.disable_gradient_checkpointing = original
-    sys.modules[generated.__name__] = generated
-    clean.callback(sys.modules.pop, generated.__name__)
-
-    patch = clean.enter_context(patches.keep_gradient_checkpointing())
-    assert patch
-    assert patch.reason is None
-    assert len(patch) == len(patch.changed) >= 5
-    for module in ("trl.models.utils", "trl.trainer.grpo_trainer", generated.__name__):
-        assert f"{module}.disable_gradient_checkpointing" in patch.changed
-    assert "trl.trainer.grpo_trainer.unwrap_model_for_generation" in patch.changed
-
-    model = tiny_model()
-    own, hooks = OwnCheckpointing(model), hooks_on(model)
-    for module in (grpo, generated):
-        with torch.no_grad(), module.disable_gradient_checkpointing(model, {"use_reentrant": False}):
-            assert not any(layer.gradient_checkpointing for layer in model.model.layers)
-            model(input_ids=IDS)
-        assert own.state() == KEPT
-        assert own.calls == 0
-    loss_of(model).backward()
-    assert own.calls == 2
-    assert hooks_on(model) == hooks
-
-    patch.undo()
-    assert grpo.disable_gradient_checkpointing is original is generated.disable_gradient_checkpointing
-    patch.undo()
-    assert trl_utils.disable_gradient_checkpointing is original
-
-
-def test_unwrapping_for_generation_keeps_checkpointing(trl_utils, clean):
-    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-    model = tiny_model()
-    own, hooks = OwnCheckpointing(model), hooks_on(model)
-    clean.enter_context(patches.keep_gradient_checkpointing())
-    grpo = sys.modules["trl.trainer.grpo_trainer"]
-    with grpo.unwrap_model_for_generation(model, accelerator, gradient_checkpointing_kwargs={}) as unwrapped:
-        assert unwrapped is model
-        assert not any(layer.gradient_checkpointing for layer in model.model.layers)
-    assert own.state() == KEPT
-    assert hooks_on(model) == hooks
-    clean.close()
-    with pytest.warns(FutureWarning), grpo.unwrap_model_for_generation(model, accelerator):
-        pass
-    assert own.state() != KEPT
 
 
 def test_flags_come_back_after_an_error(trl_utils, clean):

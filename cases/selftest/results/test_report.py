@@ -6,7 +6,6 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner
 from rich.console import Console
 
 from cases.selftest.results.runs import (
@@ -32,10 +31,8 @@ from cases.selftest.results.runs import (
     summary,
 )
 from cases.selftest.results.test_shown import printed
-from parity.cli import commands
 from parity.results import memory, notify, trend
 from parity.results.report import render
-from parity.results.report.rows import writer
 from parity.results.row import About, Header
 
 
@@ -71,11 +68,6 @@ def test_a_long_replay_line_stays_one_line():
     line = "parity replay " + "x" * 200 + " --implementation " + LONG
     rows = changed([GRADIENT], replay=line)
     assert f"replay   {line}\n" in render.text_of(rows, 80) and f"{line}\n" in shown(summary(*rows), 80)
-
-
-def test_a_clean_run_says_what_it_compared():
-    text = shown(summary(LOSS), full=True)
-    assert ": 1 compared · 1 agree\n" in text and "1 high, 1 medium known defects, 0 new" in text
 
 
 def test_an_interrupted_run_says_so():
@@ -194,17 +186,6 @@ def test_notes_leave_room_for_the_findings():
     text = shown(summary(*rows))
     in_order(text, "\nnew 1 · my_kernel.py:wrong", "which it has not: bias", "more notes: parity report")
     assert "more new finding" not in text
-
-
-def test_how_much_is_printed(tmp_path):
-    results = tmp_path / "results.ndjson"
-    with writer(results) as write:
-        for record in (HEADER, *FINDING, *KNOWN, UNSUPPORTED, CRASH):
-            write(record)
-
-    said = CliRunner().invoke(commands.main, ["report", str(results), "-v"]).output
-    in_order(said, "2 new", "worst entries of grad_hidden", "not compared, and why", "\nnext ")
-    assert all((tmp_path / name).stat().st_size > 500 for name in ("junit.xml", "summary.md", "index.html"))
 
 
 class Links(html.parser.HTMLParser):

@@ -25,14 +25,6 @@ def write(path, *rows, **options):
             add(row)
 
 
-def test_what_is_written_is_read(tmp_path):
-    path = tmp_path / "new" / "results.ndjson"
-    write(path, HEADER, ROW, replace(ROW, quantity="kl"))
-    header, rows = read(path)
-    assert header == HEADER
-    assert rows == [ROW, replace(ROW, quantity="kl")]
-
-
 def test_a_comparison_is_in_the_file_before_the_next_begins(tmp_path):
     path = tmp_path / "results.ndjson"
     with writer(path) as add:
@@ -100,13 +92,6 @@ def test_the_line_for_pandas_on_the_page_gives_a_table_of_quantities(tmp_path, m
     found = [*zip(table["case"], table["implementation"], table["quantity"], strict=True)]
     assert found == [(row.case, row.implementation, row.quantity) for row in rows]
     assert table["headroom"].max() == 0.5
-
-
-def test_a_new_run_replaces_the_file(tmp_path):
-    path = tmp_path / "results.ndjson"
-    write(path, HEADER, ROW)
-    write(path, HEADER)
-    assert read(path) == (HEADER, [])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), [0.0, float("-inf")], {"norm": float("nan")}])

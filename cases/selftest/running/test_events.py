@@ -8,54 +8,19 @@ import msgspec
 import pytest
 
 from parity import process
-from parity.decoding import decode
-from parity.errors import UsageError
-from parity.results.row import Row
-from parity.running import plan, supervisor
-from parity.running.plan import At, Event, Lost, Shard
+from parity.running import supervisor
+from parity.running.plan import At, Lost, Shard
 from parity.running.shard_queue import ShardQueue
-
-ROW = Row(case="c", family="f", implementation="i", dtype="fp32", device="cpu", verdict="agree", settings={"B": 1})
-EVENTS = [
-    At(3),
-    plan.Started("c", "i", {"seed": 1}),
-    plan.Judged(ROW),
-    plan.Confirmed([("loss", None)]),
-    plan.ShardDone(3, 0.5),
-    plan.Retired("c", "i"),
-    Lost("no answer"),
-]
 
 
 def line_of(event):
     return json.dumps(msgspec.to_builtins(event))
 
 
-@pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
-def test_an_event_comes_back(event):
-    assert decode(Event, line_of(event), "w") == event
-
-
 def test_a_number_that_is_not_finite_is_an_error_of_the_worker(monkeypatch):
     monkeypatch.setattr(process, "_told", (1, "aa", os.getpid()))
     with pytest.raises(ValueError, match="JSON compliant"):
         process.tell(value=float("nan"))
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("{", "w: not readable JSON"),
-        ('{"event": "gone"}', "w: Invalid value 'gone' - at `$.event`"),
-        ('{"number": 3}', "w: Object missing required field `event`"),
-        ('{"event": "at", "number": "3"}', "w: Expected `int`, got `str` - at `$.number`"),
-        ('{"event": "judged", "row": {"case": 1}}', "w: Expected `str`, got `int` - at `$.row.case`"),
-    ],
-)
-def test_a_line_that_is_no_event_is_named(line, says):
-    with pytest.raises(UsageError) as error:
-        decode(Event, line, "w")
-    assert str(error.value).startswith(says)
 
 
 WORKER = """

@@ -11,7 +11,7 @@ import torch
 from cases.selftest.controls.correct import control
 from cases.selftest.oracles import oracle_of
 from fixtures.pretended_cuda import pretended
-from parity import bootstrap, process
+from parity import process
 from parity.case.profiles import SHARDS, SHARDS_CUDA
 from parity.errors import Unsupported
 from parity.protocol import process_state
@@ -239,11 +239,3 @@ def test_workers_hash_text_alike():
     command = [sys.executable, "-c", "print(hash('sliding_attention'))"]
     told = {subprocess.run(command, env=env, capture_output=True, check=True).stdout for _ in range(2)}
     assert len(told) == 1
-
-
-def test_containers_with_triton_under_another_name(tmp_path):
-    site = tmp_path / "lib" / "python3.12" / "site-packages"
-    site.mkdir(parents=True)
-    bootstrap.known_as_triton(tmp_path, "3.6.0+gitabc")
-    assert "Name: triton\nVersion: 3.6.0+gitabc" in next(site.glob("triton-*.dist-info/METADATA")).read_text()
-    assert "pytorch-triton" in bootstrap.KEPT

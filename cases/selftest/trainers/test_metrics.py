@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from cases.selftest.trainers.asked import disagreeing, verdicts
-from parity.fixes.padding import mask_padded_log_probs
 from parity.trainers.check import Entry
-from parity.trainers.checks.twins import twin
 from parity.trainers.definitions import formulas
 from parity.trainers.definitions.scored import Scored, logits
 from parity.trainers.definitions.training_step import measured
-from parity.trainers.rig import models, stored_window, twin_runs
+from parity.trainers.rig import models, stored_window
 
 PADDED = {"objective/kl", "objective/non_score_reward", "objective/rlhf_reward", "objective/entropy"}
 
@@ -77,17 +75,6 @@ def test_scalars_are_judged_by_replicas():
     assert Entry(scalars, "x").judge(value * (1 + 1e-7)).agrees
     assert not Entry(scalars, "x").judge(value * (1 + 1e-3)).agrees
     assert math.isfinite(Entry(scalars, "x").judge(value).headroom)
-
-
-def test_the_patch_looks_before_it_wraps():
-    for trainer, changed in (("online-dpo-trainer", True), ("sft-trainer", False)):
-        run = twin_runs.build(trainer, twin(trainer))
-        patch = mask_padded_log_probs(run)
-        assert bool(patch) is changed
-        if changed:
-            assert "already applied" in str(mask_padded_log_probs(run))
-        patch.undo()
-        assert "_forward" not in vars(run)
 
 
 @pytest.mark.parametrize("check", ["metrics", "losses"])

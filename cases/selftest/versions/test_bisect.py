@@ -16,22 +16,6 @@ def scripted(verdicts, headrooms=None, again=None):
     return lambda index, repeat: Measurement((again or {}).get((index, repeat), verdicts[index]), levels[index])
 
 
-@pytest.mark.parametrize("count", range(2, 9))
-def test_every_answer_sheet_ends_at_a_true_change(count):
-    for middle in itertools.product(Likeness, repeat=count - 2):
-        sheet, asked = (NO, *middle, YES), []
-
-        def ask(index, left, sheet=sheet, asked=asked):
-            asked.append(index)
-            return sheet[index]
-
-        low, high = find_change(count, ask)
-        assert sheet[low] is NO and sheet[high] is YES and low < high, sheet
-        assert all(sheet[index] is UNKNOWN for index in range(low + 1, high)), sheet
-        assert len(asked) == len(set(asked)), f"{sheet}: asked twice: {asked}"
-        assert 0 not in asked and count - 1 not in asked, "the ends are known"
-
-
 @pytest.mark.parametrize("count", [*range(2, 40), 45, 105])
 def test_one_change_is_found_in_a_logarithm_of_steps(count):
     for change in range(1, count):
@@ -124,13 +108,6 @@ def test_a_pair_that_does_not_answer_alike_again_is_unstable(index, repeat, othe
     changed = "crashed" if other == "crashed" else verdicts[3 - index]
     found = bisect(range(4), scripted(verdicts, again={(index, repeat): changed}))
     assert (found.outcome, found.low, found.high) == ("unstable", 1, 2)
-
-
-def test_a_search_of_forty_five_releases_tells_its_steps_as_they_shrink():
-    told = []
-    found = bisect(range(45), scripted(["agree"] * 30 + ["disagree"] * 15), tell=lambda index, left: told.append(left))
-    assert told[0] == 7 and told == sorted(told, reverse=True)
-    assert (found.low, found.high, len({index for index, _ in found.measured}) <= 8) == (29, 30, True)
 
 
 @pytest.mark.parametrize("count", [0, 1])

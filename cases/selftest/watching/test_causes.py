@@ -152,21 +152,19 @@ def test_a_loss_that_is_not_divided_and_one_that_is_logged_wrong(tmp_path, name,
         assert "2 times too large: not divided by the micro-batches of an optimizer step" in causes
 
 
-def test_a_softcap_that_the_trainers_head_lacks(tmp_path):
-    policy = models.model("gemma2")
-    cap, policy.config.final_logit_softcapping = policy.config.final_logit_softcapping, None
+@pytest.mark.parametrize(
+    ("model", "name", "without", "what"),
+    [("gemma2", "final_logit_softcapping", None, "softcap"), ("cohere", "logit_scale", 1.0, "scale")],
+)
+def test_what_the_trainers_head_lacks(tmp_path, model, name, without, what):
+    policy = models.model(model)
+    value = getattr(policy.config, name)
+    setattr(policy.config, name, without)
     trainer = grpo(policy=policy)
-    policy.config.final_logit_softcapping = cap
+    setattr(policy.config, name, value)
     watch, _ = watched(trainer, tmp_path)
-    assert set(found(watch)) == {("trainer", f"the softcap {cap:g} of the logits is left out")}
-
-
-def test_a_hook_that_the_trainers_head_passes_over(tmp_path):
-    policy = models.model("llama")
-    by = torch.linspace(-1, 1, policy.config.vocab_size)
-    policy.lm_head.register_forward_hook(lambda module, args, out: out + by.to(out.dtype))
-    watch, _ = watched(grpo(policy=policy), tmp_path)
-    assert set(found(watch)) == {("trainer", "what the model does in hooks of its LM head is left out")}
+    cause = f"the {what} {value:g} of the logits is left out"
+    assert found(watch) and all(side == "trainer" and cause in causes for side, *causes in found(watch))
 
 
 def test_a_temperature_that_the_trainers_head_was_not_given(tmp_path):
@@ -181,17 +179,6 @@ def test_a_known_defect_is_named_with_its_fix(tmp_path):
     watch, _ = watched(grpo(model="recurrent_gemma", max_steps=1, per_device_train_batch_size=4), tmp_path)
     assert found(watch) == [("trainer", "the softcap 3 of the logits is left out")]
     assert watch.findings[0].text.endswith("known of this stack: softcap-names, fix: `apply`")
-
-
-def test_a_scale_that_the_trainers_head_lacks(tmp_path):
-    policy = models.model("cohere")
-    scale, policy.config.logit_scale = policy.config.logit_scale, 1.0
-    trainer = grpo(policy=policy)
-    policy.config.logit_scale = scale
-    watch, _ = watched(trainer, tmp_path)
-    assert found(watch) and all(
-        f"the scale {scale:g} of the logits is left out" in causes for _, *causes in found(watch)
-    )
 
 
 def test_old_log_probs_of_another_policy(tmp_path):
