@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MINIMUM = (3, 11)
 KEPT = ("torch", "triton", "pytorch-triton")
 """Never touched in VENV=system; NVIDIA's containers have Triton as `pytorch-triton` and torch as 2.9.0a0+nv25.10."""
+IMPORTED = """
+torch._inductor.compile_fx torch.testing trl.trainer.grpo_trainer trl.trainer.rloo_trainer trl.trainer.dpo_trainer
+trl.trainer.sft_trainer trl.trainer.kto_trainer trl.experimental.online_dpo trl.experimental.gkd
+trl.experimental.gold.gold_trainer trl.experimental.server_distillation trl.experimental.sdft.loss_utils
+transformers.models.llama.modeling_llama liger_kernel.transformers liger_kernel.chunked_loss cut_cross_entropy pytest
+xdist hypothesis.strategies parity.cli.commands parity.running.shard parity.running.run
+""".split()
 
 
 def main() -> int:
@@ -80,19 +88,68 @@ def install(folder: Path, system: bool, pins: str = "constraints.txt", more: tup
     venv.EnvBuilder(with_pip=True, system_site_packages=system, clear=folder.exists()).create(folder)
     if system and held["triton"] is None and held["pytorch-triton"] is not None:
         known_as_triton(folder, held["pytorch-triton"])
-    python = folder / "bin" / "python"
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     with tempfile.TemporaryDirectory() as temporary:
         given = Path(temporary) / "constraints.txt"
         given.write_text("\n".join(constraints) + "\n")
         # torch first and by its exact version: a resolver that meets it as a range may take another build
         first = [c for c in constraints if c.startswith("torch==")]
-        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint"]
-        for step in ([first] if not system else []) + [["--editable", f"{ROOT}[harness,dev]", *more]]:
-            if subprocess.run([*command, str(given), *step]).returncode:
-                print(f"pip failed; nothing is left half-made: remove {folder} and run make again")
-                return 3
+        steps = ([first] if not system else []) + [["--editable", f"{ROOT}[harness,dev]", *more]]
+        if not (not system and by_uv(python, given, steps)) and not by_pip(python, given, steps):
+            print(f"pip failed; nothing is left half-made: remove {folder} and run make again")
+            return 3
+    if system:
+        after = subprocess.run([str(python), "-c", VERSIONS], capture_output=True, text=True).stdout.split()
+        if after != [version(n) or "-" for n in KEPT]:
+            print(
+                f"VENV=system: {' and '.join(KEPT)} changed to {' '.join(after)}; this must not happen, remove {folder}"
+            )
+            return 3
+    keep_bytecode(python)
     print(f"ready; to type parity as a command:\n\n    source {python.parent / 'activate'}\n")
     return 0
+
+
+def by_pip(python: Path, constraints: Path, steps: list[list[str]]) -> bool:
+    """Install with the venv's own pip, which reads pip's configuration and nothing else."""
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint"]
+    return all(not subprocess.run([*command, str(constraints), *step]).returncode for step in steps)
+
+
+def by_uv(python: Path, constraints: Path, steps: list[list[str]]) -> bool:
+    """Install with uv: in seconds where its cache has the packages, to which it links. False where pip has to do it.
+    Not over the packages of another interpreter (VENV=system): uv does not see those."""
+    sys.path.insert(0, str(ROOT))
+    from parity.versions import client  # needs the standard library only
+
+    try:
+        try:
+            binary = client.binary()
+        except client.EnvironmentUnusable:
+            if not by_pip(python, constraints, [["uv"]]):
+                return False
+            binary = str(python.parent / "uv")
+        command = [binary, "pip", "install", "--quiet", "--python", str(python), "--constraint", str(constraints)]
+        settings = client.settings(client.cache_folder())
+        for step in steps:
+            done = subprocess.run([*command, *step], env=settings, capture_output=True, text=True)
+            if done.returncode:
+                print(f"uv cannot: {client.one_line(done.stderr, 300)}; pip does it")
+                return False
+    except (OSError, client.EnvironmentUnusable) as error:
+        print(f"uv cannot: {error}; pip does it")
+        return False
+    return True
+
+
+def keep_bytecode(python: Path) -> None:
+    """Import once what every process imports. uv compiles nothing, and where PYTHONDONTWRITEBYTECODE is set, each process would
+    compile anew what it imports: two thirds of the CPU time of its start."""
+    program = (
+        "import importlib, sys\nfor n in sys.argv[1:]:\n try: importlib.import_module(n)\n except BaseException: pass"
+    )
+    command = [str(python), "-W", "ignore", "-c", program, *IMPORTED]
+    subprocess.run(command, env=os.environ | {"PYTHONDONTWRITEBYTECODE": ""}, capture_output=True)
 
 
 def known_as_triton(folder: Path, version: str) -> None:
@@ -103,6 +160,14 @@ def known_as_triton(folder: Path, version: str) -> None:
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: triton\nVersion: {version}\n")
         (about / "INSTALLER").write_text("parity\n")
 
+
+VERSIONS = (
+    "import importlib.metadata as m\n"
+    "def v(n):\n"
+    "    try: return m.version(n)\n"
+    "    except m.PackageNotFoundError: return '-'\n"
+    f"print(*[v(n) for n in {KEPT!r}])"
+)
 
 if __name__ == "__main__":
     sys.exit(main())
