@@ -345,10 +345,7 @@ class ShardDone(_Event, frozen=True):
 
 
 class Retired(_Event, frozen=True):
-    """After this pair the process judges nobody any more (`parity.protocol.process_state`): a fresh one goes on."""
-
-    case: str
-    implementation: str
+    """After what was started last the process judges nobody any more (`parity.protocol.process_state`): a fresh one goes on."""
 
 
 class Lost(_Event, frozen=True):

@@ -255,7 +255,6 @@ class Session:
             if i.id not in skip and (message := left_out(i, case)):
                 skip.add(i.id)
                 yield empty_row(loss_family(case.family), case, i.id, self.device, message=message)
-        last = ""
         usable = sorted((i for i in chosen if i.id not in skip), key=lambda i: bool(i.extends))
         extends = {i.id: i.extends for i in usable}
         agreed: set[tuple[str, str | None]] = set()
@@ -266,10 +265,9 @@ class Session:
                 self._mark(row, case, extends[row.implementation], agreed)
             else:
                 agreed.add((row.implementation, row.quantity))
-            last = row.implementation
             yield row
         if process_state.broken():
-            raise Retired(case.id, last)
+            raise Retired
 
     def _mark(self, row: Row, case: Case, extended: str, agreed: Set[tuple[str, str | None]]) -> None:
         """The ledger's entry into a failing row; a trainer inherits those of the class it extends, unless that agrees here. A
@@ -305,4 +303,4 @@ class Stream:
 
 
 class Retired(Exception):
-    """(case, implementation) after which this process must not judge anybody: `parity.protocol.process_state.broken`."""
+    """This process must not judge anybody any more: `parity.protocol.process_state.broken`."""

@@ -205,7 +205,7 @@ class Watch:
                 yield from self.given_up(worker, event)
                 return
             case Retired():
-                yield from self.lost(worker, "", retired=event)
+                yield from self.lost(worker, "", retired=True)
                 return
             case Started():
                 worker.case.started = event
@@ -240,14 +240,13 @@ class Watch:
         yield shard, why
 
     def lost(
-        self, worker: Worker, message: str, verdict: Verdict = "crashed", times: int = 1, retired: Retired | None = None
+        self, worker: Worker, message: str, verdict: Verdict = "crashed", times: int = 1, retired: bool = False
     ) -> Iterator[Told]:
         """A new process; where the pair had its second chance, one that leaves it out, and a row, as so many losses."""
         shard, case = worker.shard, worker.case
         assert shard is not None
         worker.end()
-        last = retired or case.started
-        pair = (last.case, last.implementation) if last else None
+        pair = (case.started.case, case.started.implementation) if case.started else None
         if shard.kind == "finding":
             worker.shard, worker.case = None, Underway()
             self.shards.back(shard)

@@ -98,11 +98,11 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
         begun = time.process_time()
         try:
             came = session.run(shard)
-        except Retired as pair:
+        except Retired:
             if faults.lost() and not faults.blocking():  # once more in a process that knows the line
                 print(faults.lost(), file=sys.stderr)
                 return 1
-            emit(RetiredEvent(*pair.args))
+            emit(RetiredEvent())
             return 0
         emit(ShardDone(came, round(time.process_time() - begun, 3)))
     return 0
