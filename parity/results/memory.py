@@ -104,6 +104,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.exit_code == 0 and self.ended
 
     @cached_property
+    def by_key(self) -> dict[str, Seen]:
+        """Its findings by their keys."""
+        return {f.key: f for f in self.findings}
+
+    @cached_property
     def compared(self) -> dict[tuple[str, str, str], int]:
         """(implementation, family, device) -> cases."""
         out = collections.Counter[tuple[str, str, str]]()

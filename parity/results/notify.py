@@ -17,7 +17,7 @@ def title(change: Change) -> str:
         why = wrong[0] if wrong else CODES.get(run.exit_code, f"exit code {run.exit_code}")
         return f"parity: red ({run.started:%Y-%m-%d}): {why if run.ended else 'it did not come to its end'}"
     first = min((life.first for life in lives), key=lambda one: one.started)
-    who = sorted({life.now.implementation for life in lives if life.now})
+    who = sorted({run.by_key[k].implementation for k in (*change.new, *change.still)})
     also = f" and {len(who) - 1} more" if len(who) > 1 else ""
     tonight = sum(life.first.id == run.id for life in lives)
     added = f", {tonight} of them since tonight" if 0 < tonight < len(lives) else ""

@@ -21,14 +21,22 @@ BISECTED = ("trl", "liger-kernel", "transformers", "cut-cross-entropy", "unsloth
 
 
 @dataclasses.dataclass(frozen=True)
-class Life:
-    """A finding over all runs that could have seen it, those which compared its implementation in its family: the first that did,
-    how often, of how many; and as this run has it."""
+class Story:
+    """A finding over all runs: a ledger entry, whatever its implementations, or by key one that no entry covers.
+    `times` of the `of` runs that compared one of its implementations saw it. `mended`: the first run after it was last
+    seen that compared one. `brought`, `moved`: package -> versions in the runs before and of `first`, before and of
+    `mended`."""
 
+    name: str
+    known: bool
+    implementations: tuple[str, ...]
+    message: str
     first: Run
     times: int
     of: int
-    now: Seen | None
+    mended: Run | None
+    brought: Mapping[str, tuple[str, str]]
+    moved: Mapping[str, tuple[str, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Change:
     run: Run
     before: Run | None
     green: Run | None
-    lives: Mapping[str, Life]
+    lives: Mapping[str, Story]
     new: tuple[str, ...]
     still: tuple[str, ...]
     fixed: tuple[str, ...]
@@ -62,14 +70,14 @@ class Change:
     @property
     def failing(self) -> tuple[str, ...]:
         """Keys of `fixed` whose implementation has another new finding in the family: the cases may only not have been drawn."""
-        then = {f.key: f for f in self.before.findings} if self.before else {}
+        then = self.before.by_key if self.before else {}
         fails = {(f.implementation, f.family) for f in self.run.findings if f.known is None}
         return tuple(k for k in self.fixed if (then[k].implementation, then[k].family) in fails)
 
     @property
     def search(self) -> str:
         """The command that finds the release which brought a new finding, where a library moved since the last green run."""
-        found = [f for k in (*self.new, *self.still) if (f := self.lives[k].now) is not None and f.replay]
+        found = [f for k in (*self.new, *self.still) if (f := self.run.by_key[k]).replay]
         moved = [name for name in BISECTED if "-" not in self.moved.get(name, "-")]
         if not found or not moved:
             return ""
@@ -92,15 +100,17 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
     past = sorted((r for r in past if r.started <= run.started), key=lambda r: r.started)
     ended = [r for r in past if r.ended][-NIGHTS:]
     before = past[-1] if past else None
-    now = {f.key: f for f in run.findings}
-    then = {f.key: f for f in before.findings} if before else {}
+    now, then = run.by_key, before.by_key if before else {}
+    whole = [*past, run]
     fresh = [k for k, f in now.items() if f.known is None]
     green = next((r for r in reversed(past) if r.green), None)
     return Change(
         run=run,
         before=before,
         green=green,
-        lives={k: _life(f, [*past, run]) for k, f in (then | now).items()},
+        lives={
+            k: _story(k, {n: [r.by_key[k]] for n, r in enumerate(whole) if k in r.by_key}, whole) for k in then | now
+        },
         new=tuple(k for k in fresh if k not in then),
         still=tuple(k for k in fresh if k in then),
         fixed=tuple(k for k, f in then.items() if k not in now and _compared(run, f)),
@@ -109,53 +119,28 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
     )
 
 
-def _life(finding: Seen, past: Sequence[Run]) -> Life:
-    having = {r.id: f for r in past for f in r.findings if f.key == finding.key}
-    seen = [r for r in past if r.id in having]
-    could = [r for r in past if r.id in having or _compared(r, finding)]
-    return Life(seen[0], len(seen), len(could), having.get(past[-1].id))
-
-
-@dataclasses.dataclass(frozen=True)
-class Story:
-    """A finding over all runs: a ledger entry, whatever its implementations, or by key one that no entry covers.
-    `times` of the `of` runs that compared one of its implementations saw it. `mended`: the first run after it was last
-    seen that compared one. `brought`, `moved`: package -> versions in the runs before and of `first`, before and of
-    `mended`."""
-
-    name: str
-    known: bool
-    implementations: tuple[str, ...]
-    message: str
-    first: Run
-    times: int
-    of: int
-    mended: Run | None
-    brought: Mapping[str, tuple[str, str]]
-    moved: Mapping[str, tuple[str, str]]
-
-
 def stories(past: Sequence[Run]) -> list[Story]:
     """Every finding of these runs, the oldest first; those seen first last come first."""
     by: dict[str, dict[int, list[Seen]]] = {}
     for place, run in enumerate(past):
         for f in run.findings:
             by.setdefault(f.known or f.key, {}).setdefault(place, []).append(f)
-    out = []
-    for name, places in by.items():
-        its = [f for found in places.values() for f in found]
-        could = [n for n, run in enumerate(past) if n in places or any(_compared(run, f) for f in its)]
-        first, last = min(places), max(places)
-        gone = next((n for n in could if n > last), None)
-        out.append(
-            Story(
-                *(name, bool(its[0].known), tuple(sorted({f.implementation for f in its})), its[-1].message),
-                *(past[first], len(places), len(could), None if gone is None else past[gone]),
-                brought=version_changes(past[first - 1], past[first]) if first else {},
-                moved={} if gone is None else version_changes(past[gone - 1], past[gone]),
-            )
-        )
+    out = [_story(name, places, past) for name, places in by.items()]
     return sorted(out, key=lambda one: (one.known, -one.first.started.timestamp(), one.name))
+
+
+def _story(name: str, places: Mapping[int, Sequence[Seen]], past: Sequence[Run]) -> Story:
+    """`places`: number of a run -> the finding as that run has it."""
+    its = [f for found in places.values() for f in found]
+    could = [n for n, run in enumerate(past) if n in places or any(_compared(run, f) for f in its)]
+    first, last = min(places), max(places)
+    gone = next((n for n in could if n > last), None)
+    return Story(
+        *(name, bool(its[0].known), tuple(sorted({f.implementation for f in its})), its[-1].message),
+        *(past[first], len(places), len(could), None if gone is None else past[gone]),
+        brought=version_changes(past[first - 1], past[first]) if first else {},
+        moved={} if gone is None else version_changes(past[gone - 1], past[gone]),
+    )
 
 
 def releases(past: Sequence[Run]) -> list[tuple[list[Run], dict[str, tuple[str, str]]]]:

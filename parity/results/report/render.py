@@ -79,7 +79,7 @@ def markdown(summary: Summary, ending: Ending = IN_ORDER) -> str:
 def page(summary: Summary, ending: Ending = IN_ORDER) -> str:
     """One HTML page, nothing fetched, complete without its script. Where this run is kept, it says what changed."""
     change = trend.of(summary.run, ending.past)
-    before = {f.key: f for f in change.before.findings} if change and change.before else {}
+    before = change.before.by_key if change and change.before else {}
     gone = {k: next(iter(findings(grouped(before[k].rows))), None) for k in change.fixed} if change and before else {}
 
     def since(finding: Finding) -> str:
