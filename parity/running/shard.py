@@ -24,7 +24,7 @@ from parity.registry import facts, is_trainer, loss_family, run_case
 from parity.results import recorded
 from parity.results.ledger import Ledger, stale
 from parity.results.recorded import Recorded
-from parity.results.row import Row
+from parity.results.row import DECLINED, Row
 from parity.running.plan import At, Confirmed, Event, Judged, Shard, Signature, Sought, Started, signature_of
 from parity.sampling.capabilities import Nearest, besides, left_out, refusal, repeated, second_pass, selected, smaller
 from parity.trainers import catalogue
@@ -175,20 +175,31 @@ class Session:
                 return False
             return own.role != "reference" or own in self._given(case)
 
-        found: dict[str, tuple[Case, list[Implementation]]] = {}
+        wanted: list[tuple[Implementation, Case]] = []
+        owed, further = collections.Counter[str](), dict[str, Iterator[Case]]()  # by implementation
         near: Nearest = {}
         for own in self.implementations:  # without those that have cost too many workers
             if own.id in shard.implementations:
                 of_own = functools.partial(gets, own)
                 least, every_pair = self.profile.least, self.profile.cost == 1
-                for _, case in besides(own, drawn, of_own, least, self.device, every_pair, near):
-                    found.setdefault(case.id, (case, []))[1].append(own)
-        for case, owns in found.values():
-            if self.deadline is not None and time.time() > self.deadline:
-                return False
-            references = [r for r in self._of(case) if r.role == "reference" and r not in owns]
-            for row in self._judged(case, [*references, *owns], shard):
-                self.emit(Judged(row))
+                first, owed[own.id], further[own.id] = besides(own, drawn, of_own, least, self.device, every_pair, near)
+                wanted += [(own, case) for case in first]
+        while wanted:
+            together: dict[str, tuple[Case, list[Implementation]]] = {}
+            for own, case in wanted:
+                together.setdefault(case.id, (case, []))[1].append(own)
+            asked, wanted = wanted, []
+            for case, owns in together.values():
+                if self.deadline is not None and time.time() > self.deadline:
+                    return False
+                references = [r for r in self._of(case) if r.role == "reference" and r not in owns]
+                came = set[str]()
+                for row in self._judged(case, [*references, *owns], shard):
+                    came |= set() if row.verdict in DECLINED else {row.implementation}
+                    self.emit(Judged(row))
+                owed.subtract(came & owed.keys())
+            for own in dict.fromkeys(own for own, _ in asked):
+                wanted += [(own, case) for case in itertools.islice(further[own.id], max(0, owed[own.id]))]
         return True
 
     def finding(self, shard: Shard) -> None:

@@ -169,8 +169,9 @@ def besides(
     device: str,
     every_pair: bool = True,
     known: Nearest | None = None,
-) -> list[tuple[Case, Case]]:
-    """What an implementation gets besides the draws that it takes and is given: (draw, the nearest case that it takes).
+) -> tuple[list[Case], int, Iterator[Case]]:
+    """What an implementation gets besides the draws that it takes and is given: draws moved to what it takes (`nearest`). How
+    many of them are to be judged at least, and further ones, no more than `least`, for those that its call refuses.
 
     A covering array over what it takes: each brings two settings together, or a value, that none of its cases has yet; small
     ones for a kernel in Triton's interpreter. Then others, until it has `least` cases: of those that cost as much as ten a tenth
@@ -179,7 +180,7 @@ def besides(
     found = {} if known is None else known.setdefault(implementation.declared, {})
     own = [case for case in drawn if gets(case) and refusal(implementation, case, device) is None]
     given = {case.id for case in own}
-    pool: dict[str, tuple[Case, Case]] = {}
+    pool: dict[str, Case] = {}
     for case in drawn:
         if case.id in given:
             continue
@@ -187,22 +188,22 @@ def besides(
             found[case.id] = _nearest(implementation, case, device)
         near = found[case.id]
         if near is not None and near.id not in given:
-            pool.setdefault(near.id, (case, near))
-    for case, near in _joined(implementation, [*own, *(near for _, near in pool.values())], device):
-        pool.setdefault(near.id, (case, near))
+            pool[near.id] = near
+    for near in _joined(implementation, [*own, *pool.values()], device):
+        pool.setdefault(near.id, near)
     met = frozenset[Hashable]().union(*map(shown, own))
     cost = functools.partial(price, implementation, device=device)
     each = cost if implementation.interpreted else lambda case: 1.0  # elsewhere a case more costs more than a large one
-    array = covering(list(pool.values()), lambda pair: shown(pair[1]), met, lambda pair: each(pair[1]))
-    new = [pair for pair in array if _stands(pair[1])]
+    new = [case for case in covering(list(pool.values()), shown, met, each) if _stands(case)]
     wanted = max(0, least - len(own))
     new = new if every_pair else new[:wanted]
-    others = sorted(pool.values(), key=lambda pair: zlib.crc32(f"dear/{pair[1].id}".encode()) % int(cost(pair[1])) > 0)
-    rest = (pair for pair in others if pair not in new and _stands(pair[1]))
-    return new + list(itertools.islice(rest, max(0, wanted - len(new))))
+    others = sorted(pool.values(), key=lambda case: zlib.crc32(f"dear/{case.id}".encode()) % int(cost(case)) > 0)
+    rest = (case for case in others if case not in new and _stands(case))
+    new += itertools.islice(rest, max(0, wanted - len(new)))
+    return new, wanted, itertools.islice(rest, least)
 
 
-def _joined(implementation: Implementation, cases: Sequence[Case], device: str) -> Iterator[tuple[Case, Case]]:
+def _joined(implementation: Implementation, cases: Sequence[Case], device: str) -> Iterator[Case]:
     """Cases with two settings that none of the cases has together: one of them with a value of the other."""
     if not cases:
         return
@@ -216,7 +217,7 @@ def _joined(implementation: Implementation, cases: Sequence[Case], device: str) 
                 near = _settled(family, one.seed, one.dtype, {**one.settings, b: other.settings[b]})
                 taken = {*pair} <= near.settings.keys() and refusal(implementation, near, device) is None
                 if taken:
-                    yield one, near
+                    yield near
                     break
 
 

@@ -137,7 +137,7 @@ def test_what_an_older_release_refuses_within_the_call_is_known_before_it(name, 
     assert nearest(trainer, case, "cpu").settings == kept
     drawn = drawn_of(loss_family("policy"), 100)
     own = [case for case in drawn if refusal(trainer, case, "cpu") is None]
-    moved = [near for _, near in besides(trainer, drawn, lambda case: True, 60, "cpu")]
+    moved, *_ = besides(trainer, drawn, lambda case: True, 60, "cpu")
     assert len(own) + len(moved) >= 60
     assert {near.settings.get("loss_type", "grpo") for near in [*own, *moved]} == {"grpo", "bnpo", "dr_grpo"}
 
@@ -243,12 +243,12 @@ def test_a_draw_that_no_candidate_takes_was_not_given_to_the_reference(tmp_path,
 
 def test_an_implementation_gets_at_least_so_many_and_no_more_than_it_needs():
     drawn = drawn_of(loss_family("logprobs"), 120)
-    every = besides(NARROW, drawn, lambda case: True, 30, "cpu")
+    every, *_ = besides(NARROW, drawn, lambda case: True, 30, "cpu")
     own = [case for case in drawn if refusal(NARROW, case, "cpu") is None]
     assert len(own) + len(every) == 30
-    assert len(besides(NARROW, drawn, lambda case: True, len(own) + 3, "cpu", every_pair=False)) == 3
-    assert all(refusal(NARROW, near, "cpu") is None for _, near in every)
-    assert not {near.id for _, near in every} & {case.id for case in own}
+    assert len(besides(NARROW, drawn, lambda case: True, len(own) + 3, "cpu", every_pair=False)[0]) == 3
+    assert all(refusal(NARROW, near, "cpu") is None for near in every)
+    assert not {near.id for near in every} & {case.id for case in own}
 
 
 def test_a_covering_part_shows_all_and_the_most_first():
@@ -262,16 +262,16 @@ def test_a_kernel_in_the_interpreter_gets_its_pairs_in_small_cases():
     small, large = (family.case(1, "fp32", {"B": 1, "T": t, "V": 9, "chunk_size": 2, "softcap": 3.0}) for t in (2, 200))
     kernel = dataclasses.replace(NARROW, interpreted=True)
     for one, first in ((kernel, small), (dataclasses.replace(kernel, interpreted=False), large)):
-        found = besides(one, [large, small], lambda case: False, 1, "cpu")
-        assert [near for _, near in found] == [first]
+        found, *_ = besides(one, [large, small], lambda case: False, 1, "cpu")
+        assert found == [first]
 
 
 def test_of_costly_cases_few_fill_up_what_an_implementation_gets():
     family = loss_family("logprobs")
     large, small = ([family.case(n, "fp32", {"B": 1, "T": t, "V": 9}) for n in range(40)] for t in (1 << 16, 2))
-    found = [near for _, near in besides(NARROW, [*large, *small], lambda case: False, 30, "cpu")]
+    found, *_ = besides(NARROW, [*large, *small], lambda case: False, 30, "cpu")
     assert len(found) == 30 and 1 <= sum(case in large for case in found) < 10
-    found = [near for _, near in besides(NARROW, large, lambda case: False, 30, "cpu")]  # there is nothing else
+    found, *_ = besides(NARROW, large, lambda case: False, 30, "cpu")  # there is nothing else
     assert len(found) == 30
 
 
