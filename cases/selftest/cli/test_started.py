@@ -67,13 +67,14 @@ def test_init_writes_a_test_that_passes_and_leaves_what_is_there(repository):
     first = CliRunner().invoke(main, ["init"])
     assert first.exit_code == 0 and "wrote test/test_parity.py" in first.output
     assert "next: python -m pytest test/test_parity.py" in first.output
-    done = warm.run("pytest", "-q", "test/test_parity.py", cwd=repository)
-    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout
-    wrong = (repository / "test/test_parity.py").read_text().replace("weight, 1e-6)", "weight.roll(1), 1e-6)")
-    (repository / "test/test_parity.py").write_text(wrong)
+    written = (repository / "test/test_parity.py").read_text()
+    wrong = written.replace("weight, 1e-6)", "weight.roll(1), 1e-6)")
+    (repository / "test/test_wrong.py").write_text(wrong)
     assert "test/test_parity.py is there already" in CliRunner().invoke(main, ["init"]).output
-    done = warm.run("pytest", "-q", "test/test_parity.py", cwd=repository)
-    assert "6 failed" in done.stdout, done.stdout
+    assert (repository / "test/test_parity.py").read_text() == written
+    done = warm.run("pytest", "-q", "test", cwd=repository)
+    failed = re.findall(r"^FAILED test/(test_\w+)", done.stdout, re.MULTILINE)
+    assert failed == ["test_wrong"] * 6 and "6 failed, 6 passed" in done.stdout, done.stdout
 
 
 @pytest.mark.usefixtures("warm_workers")
