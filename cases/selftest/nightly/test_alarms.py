@@ -20,31 +20,17 @@ def told(reports, *more):
     return done.exit_code, next(line for line in done.output.splitlines() if not line.startswith("parity: left out"))
 
 
-def killed_in_its_commands(run, monkeypatch, error):
-    """Plays a night whose first command raises the error."""
-
-    def killed(*_):
-        raise error
-
-    monkeypatch.setattr(steps, "run", killed)
-    with pytest.raises(error):
-        run()
-
-
 def test_a_night_that_died_in_its_commands_is_not_green(played, tmp_path, monkeypatch):
     run, _ = played
-    killed_in_its_commands(run, monkeypatch, KeyboardInterrupt)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run()
     told = CliRunner().invoke(main, ["notify", "--profile", "quick", "--reports", str(tmp_path)])
     assert told.exit_code == 1 and "it did not come to its end" in told.output.splitlines()[0]
-
-
-def test_a_night_whose_file_another_run_has_written_since_does_not_go_on_with_it(played, tmp_path, monkeypatch):
-    run, _ = played
-    killed_in_its_commands(run, monkeypatch, MemoryError)
-    asked = {"profile": "quick", "families": ("logprobs",), "implementations": ("fixes",)}
-    running.execute(running.Options(**asked, reports=tmp_path), lambda *_: None)
-    with pytest.raises(UsageError, match="`parity run` has written it since"):
-        run(resume=True)
 
 
 def test_a_night_that_died_in_its_long_run_alarms_at_once(played, tmp_path, monkeypatch):
