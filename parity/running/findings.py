@@ -50,28 +50,28 @@ class Findings:
         """A shard for each new finding, in the order in which the plan would come to them in one process; without those
         of `before`, the parts that are done. What fails in the same case of an implementation is one finding."""
         places = {shard.name: number for number, shard in enumerate(shards)}
+        drawn = {shard.name for shard in shards if shard.kind in ("drawn", "besides")}
         there = [row for row in self.rows if row.new and row.verdict != "timed-out" and row.shard in places]
-        found = collections.defaultdict[Signature, list[tuple[Shard, Row]]](list)
+        found = collections.defaultdict[Signature, list[Row]](list)
         for row in sorted(there, key=lambda row: places[str(row.shard)]):
-            found[signature_of(row)].append((shards[places[str(row.shard)]], row))
+            found[signature_of(row)].append(row)
         out: list[Shard] = []
         seconds, covered = self.seconds, set[Signature]()
         for signature, rows in found.items():
             if signature in covered:
                 continue
-            drawn = [one for one in rows if one[0].kind == "drawn"]
-            rows = drawn or rows
-            lead = rows[0][1]
+            rows = [row for row in rows if row.shard in drawn] or rows
+            lead = rows[0]
             in_lead = {
                 signature_of(row) for row in there if (row.implementation, row.case) == (signature[0], lead.case)
             }
             same = [one for one in found if one in in_lead and one != signature]
             covered.update(same)
             within = len(out) < self.profile.findings
-            minimise = bool(drawn) and within and seconds > 0
-            if drawn and not minimise and self.minimise:
+            minimise = lead.shard in drawn and within and seconds > 0
+            if lead.shard in drawn and not minimise and self.minimise:
                 lead.minimised = False
-            found_in = [case_of(row) for _, row in rows[: AGAIN if self.fresh else 1]]
+            found_in = [case_of(row) for row in rows[: AGAIN if self.fresh else 1]]
             cases = [case.to_json() for case in found_in if case is not None]
             if not cases or not within or not (minimise or self.fresh):
                 continue
