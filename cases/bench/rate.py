@@ -1,6 +1,6 @@
 """Comparisons per CPU second by family, beside two fixed yardsticks.
 
-`python -m cases.bench.rate [--profile quick] [--family NAME …] > docs/measured/rate.md`
+`python -m cases.bench.rate [--profile quick] [--family NAME …]`
 
 A comparison is one implementation on one case, forward and backward, held against float64. CPU time is that of `parity run`
 with all its processes, imports and the frozen cases included; what g++ compiles, too.
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--profile", default="quick")
     parser.add_argument("--family", action="append", default=[])
     args = parser.parse_args()
-    print(measured.head("Comparisons per CPU second", "python -m cases.bench.rate", "rate.md"))
+    print(measured.head("Comparisons per CPU second", "python -m cases.bench.rate"))
     seconds = {
         name: statistics.median(cpu([sys.executable, "-c", code], ROOT) for _ in range(3))
         for name, code in YARDSTICKS.items()

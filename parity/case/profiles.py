@@ -20,7 +20,9 @@ class Profile:
     derandomised: bool = True
     # multiplies `Implementation.every`: a larger number gives costly implementations a smaller share of cases
     cost: int = 1
-    least: int = 60  # drawn cases that an implementation gets at least, as far as there are so many that it takes
+    # drawn cases that an implementation gets at least, as far as there are so many that it takes; what its call refuses of its
+    # draws, four at most, counts
+    least: int = 64
     thorough: int = 4  # one case in this many gets the repeated calls and exact relations
     shrink_seconds: float = 20.0  # time given to minimising one new finding
     findings: int = 12  # new findings that a run looks at again and minimises; further ones are reported as drawn
