@@ -234,10 +234,7 @@ class Session:
         while time.monotonic() < until and (one := next(left, None)) is not None:
             if one.id not in asked and whole <= shown(one):
                 case, left = one, smaller(one)
-        path, who = (
-            self.findings_dir / f"{case.id}.json",
-            sought.implementation,
-        )  # the file is made by `Findings.freeze`
+        who, path = sought.implementation, self.findings_dir / f"{case.id}.json"  # which `Findings.freeze` writes
         line = replay_line(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path), who)
         chosen = [i for i in self._of(case) if i.id == who or i.role == "reference"]
         for row in self._run(case, chosen, None, thorough=True):

@@ -138,9 +138,8 @@ def smaller(case: Case) -> Iterator[Case]:
     """Cases with one of its settings at the default, then those with one size at 1, half as large, or one less."""
     family = loss_family(case.family)
     full = vars(family.full_settings(case))
-    names = sorted(
-        case.settings.keys() - {*family.shapes}, key=lambda name: (name != "context", name)
-    )  # a compiled call is slow
+    names = sorted(case.settings.keys() - {*family.shapes})
+    names.sort(key=lambda name: name != "context")  # first, for a compiled call is slow
     moves = [{name: family.settings[name].default} for name in names]
     for size in family.shapes:
         moves += [{size: n} for n in dict.fromkeys((1, full[size] // 2, full[size] - 1)) if 0 < n < full[size]]
