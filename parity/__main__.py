@@ -4,19 +4,7 @@ import importlib.util
 import os
 import sys
 
-NEEDED = (
-    "torch",
-    "click",
-    "rich",
-    "msgspec",
-    "hypothesis",
-    "jinja2",
-    "numpy",
-    "packaging",
-    "psutil",
-    "safetensors",
-    "yaml",
-)
+NEEDED = "torch click rich msgspec hypothesis jinja2 numpy packaging psutil safetensors yaml".split()
 """Modules of the extra `cli`; the judge alone, `parity.testing`, needs none of them."""
 
 

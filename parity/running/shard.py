@@ -163,6 +163,9 @@ class Session:
     def _besides(self, shard: Shard) -> bool:
         """What implementations get besides their draws, a case of several of them once; whether the time was enough."""
         self.emit(At(0))
+        chosen = [i for i in self.implementations if i.id in shard.implementations]
+        if not chosen:  # left out: they have cost too many workers
+            return True
         counts = streams(cases_drawn(shard.family, self.profile_name), self.device)
         streamed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
         drawn = [case for stream in streamed for case in stream]
@@ -178,17 +181,16 @@ class Session:
         wanted: list[tuple[Implementation, Case]] = []
         owed, further = collections.Counter[str](), dict[str, Iterator[Case]]()  # by implementation
         near: Nearest = {}
-        for own in self.implementations:  # without those that have cost too many workers
-            if own.id in shard.implementations:
-                of_own = functools.partial(gets, own)
-                least, every_pair = self.profile.least, self.profile.cost == 1
-                first, owed[own.id], further[own.id] = besides(own, drawn, of_own, least, self.device, every_pair, near)
-                wanted += [(own, case) for case in first]
+        least, every_pair = self.profile.least, self.profile.cost == 1
+        for own in chosen:
+            of_own = functools.partial(gets, own)
+            first, owed[own.id], further[own.id] = besides(own, drawn, of_own, least, self.device, every_pair, near)
+            wanted += [(own, case) for case in first]
         while wanted:
             together: dict[str, tuple[Case, list[Implementation]]] = {}
             for own, case in wanted:
                 together.setdefault(case.id, (case, []))[1].append(own)
-            asked, wanted = wanted, []
+            wanted = []
             for case, owns in together.values():
                 if self.deadline is not None and time.time() > self.deadline:
                     return False
@@ -198,7 +200,7 @@ class Session:
                     came |= set() if row.verdict in DECLINED else {row.implementation}
                     self.emit(Judged(row))
                 owed.subtract(came & owed.keys())
-            for own in dict.fromkeys(own for own, _ in asked):
+            for own in chosen:
                 wanted += [(own, case) for case in itertools.islice(further[own.id], max(0, owed[own.id]))]
         return True
 

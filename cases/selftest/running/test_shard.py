@@ -389,20 +389,3 @@ def test_what_a_loss_clearly_shows_again_takes_few_replicas(tmp_path, monkeypatc
     assert calls == [first, ([one.id, "reference"], None)] if whole else calls == [first]
     told = sorted((r.implementation, r.headroom) for r in rows(events))
     assert told == sorted([(one.id, headroom + whole), ("right", row.headroom), ("reference", row.headroom)])
-
-
-def test_what_is_refused_in_the_call_counts_as_no_case(tmp_path, monkeypatch):
-    """A function that takes no odd vocabulary and does not say so before it is called."""
-    own, events = session("right", tmp_path)
-    (one,) = own.implementations
-
-    def picky(x):
-        require(x.settings.V % 2 == 0, "an even vocabulary only")
-        return one.call(x)
-
-    monkeypatch.setattr(shard_module, "dealt", lambda profile, counts, own: [0 for _ in counts])
-    own.profile = dataclasses.replace(own.profile, least=8, cost=2)
-    own.implementations = [dataclasses.replace(one, call=picky)]
-    own.run(drawn_shard(1, 5, kind="besides", implementations=(one.id,)))
-    judged, declined = ({r.case for r in rows(events) if r.judged is said} for said in (True, False))
-    assert len(judged) == 8 and declined

@@ -241,6 +241,48 @@ def test_a_draw_that_no_candidate_takes_was_not_given_to_the_reference(tmp_path,
     assert len(drawn & {e.row.case for e in events if isinstance(e, Judged)}) >= 5
 
 
+@pytest.fixture
+def none_given(monkeypatch):
+    """No draw is given to anybody: all that an implementation gets comes besides."""
+    monkeypatch.setattr(shard_module, "cases_drawn", lambda family, profile: 40)
+    monkeypatch.setattr(shard_module, "dealt", lambda profile, counts, own: [0 for _ in counts])
+
+
+def besides_of(chosen, tmp_path):
+    """The rows of what these implementations get besides their draws, at least 8 cases each, and how often a case was run."""
+    events: list = []
+    profile = dataclasses.replace(PROFILES["pr"], least=8, cost=2)
+    own = Session(chosen, "pr", profile, DTYPES, "cpu", Ledger((), tmp_path), tmp_path, events.append)
+    ids = tuple(i.id for i in chosen)
+    own.run(Shard(family="logprobs", kind="besides", seed=1, count=1, implementations=ids))
+    return [e.row for e in events if isinstance(e, Judged)]
+
+
+def test_what_is_refused_in_the_call_counts_as_no_case(tmp_path, none_given):
+    """A function that takes no odd vocabulary and does not say so before it is called."""
+
+    def picky(x):
+        require(x.settings.V % 2 == 0, "an even vocabulary only")
+        return NARROW.call(x)
+
+    rows = besides_of([dataclasses.replace(NARROW, call=picky)], tmp_path)
+    judged, declined = ({r.case for r in rows if r.judged is said} for said in (True, False))
+    assert len(judged) == 8 and declined
+
+
+def test_a_case_besides_the_draws_is_judged_once_for_all_that_get_it(tmp_path, none_given, monkeypatch):
+    asked, original = [], Session._judged
+    monkeypatch.setattr(
+        Session, "_judged", lambda self, case, *more: asked.append(case.id) or original(self, case, *more)
+    )
+    both = [NARROW, dataclasses.replace(NARROW, id="own.other")]
+    together = besides_of(both, tmp_path)
+    assert len(asked) == len({*asked}) == 8
+    alone = [row for one in both for row in besides_of([one], tmp_path)]
+    same = lambda rows: sorted((r.implementation, r.case, r.subject, r.verdict, r.headroom) for r in rows)  # noqa: E731
+    assert len(asked) == 3 * 8 and same(together) == same(alone)
+
+
 def test_an_implementation_gets_at_least_so_many_and_no_more_than_it_needs():
     drawn = drawn_of(loss_family("logprobs"), 120)
     every, *_ = besides(NARROW, drawn, lambda case: True, 30, "cpu")
@@ -287,3 +329,7 @@ def test_every_implementation_of_a_run_has_a_shard_besides_its_draws():
     chosen = Options(families=("divergence",), implementations=("liger.fused_linear_kl_div",))
     kinds = [(s.kind, s.name) for s in planned(chosen, "cpu", 1).shards if s.kind == "besides"]
     assert ("besides", "divergence besides liger.fused_linear_kl_div") in kinds
+    every = [
+        s.implementations for s in planned(Options(families=("divergence",)), "cpu", 1).shards if s.kind == "besides"
+    ]
+    assert len({one.partition(".")[0] for ids in every for one in ids}) == len(every), "a shard for each library"
