@@ -10,8 +10,6 @@ import click
 from parity.cli import options
 from parity.errors import UsageError
 
-FOUND, NOT_FOUND, USAGE, UNUSABLE = 0, 1, 2, 3
-
 
 @click.command("history", epilog="Example: parity history --record dpo-liger-head")
 @click.option("--record", "ids", multiple=True, metavar="ID", help="only this record; may be repeated")
@@ -70,10 +68,9 @@ def bisect_command(
     from parity.sampling.find import find as find_case
     from parity.versions import history
     from parity.versions.look import CaseCheck, only_implementation
-    from parity.versions.search import check_ends, search
+    from parity.versions.search import search
 
     package = str(canonicalize_name(package))
-    check_ends(package, asked["good"], asked["bad"], asked["find"])
     if not implementations and (history.folder() / f"{name}.toml").exists():
         record = history.load([name])[0]
         if record.package != package:
@@ -88,9 +85,8 @@ def bisect_command(
     check = dataclasses.replace(check, device=device)
     replay = f"parity replay {name} --implementation {check.implementation} --device {device} --with {{high}}"
     done = search(package, check=check.measure, about=check.about, reproduce=replay, say=options.say, **asked)
-    code = {"found": FOUND, "swapped": USAGE, "unjudged": UNUSABLE}.get(done.found.outcome, NOT_FOUND)
     click.echo(done.text)
-    sys.exit(code)
+    sys.exit({"found": 0, "swapped": 2, "unjudged": 3}.get(done.found.outcome, 1))
 
 
 @click.command("compare", epilog="Example: parity compare trl==1.13.0 trl==1.16.0")

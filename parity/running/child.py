@@ -8,7 +8,6 @@ import os
 import secrets
 import select
 import subprocess
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -133,18 +132,12 @@ def call(target: str, arguments: Sequence[str], **popen: Any) -> Any:
 
 
 def run(
-    argv: Sequence[str], *, cpu: float, clock: float | None = None, stdin: str | None = None, **popen: Any
+    argv: Sequence[str], *, cpu: float, clock: float | None = None, **popen: Any
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` of a text command, ended with all its children at `cpu` seconds of CPU time of them together, or
     at `clock` seconds on the clock, by default BACKSTOP times as many (`Clock`). `popen` goes to subprocess.Popen.
     Raises LimitExceeded when it was ended."""
-    with contextlib.ExitStack() as stack:
-        if stdin is not None:  # a file: a second `communicate` does not go on with an input that the first began
-            file = stack.enter_context(tempfile.TemporaryFile("w+"))
-            file.write(stdin)
-            file.seek(0)
-            popen["stdin"] = file
-        process = stack.enter_context(subprocess.Popen(list(argv), text=True, **popen))
+    with subprocess.Popen(list(argv), text=True, **popen) as process:
         used = Clock(process.pid)
         try:
             while True:

@@ -18,6 +18,7 @@ By = Literal["verdict", "headroom"]
 RANKS = ("disagree", "refused", "agree")
 # Below a thousandth of a gate is rounding noise, and two values within a factor of two are alike.
 FLOOR, FACTOR = 1e-3, 2.0
+CONFIRM = 2
 
 
 class Likeness(enum.Enum):
@@ -50,6 +51,11 @@ class SearchResult(Generic[T]):
     by: By
     measured: tuple[tuple[T, Measurement], ...]
 
+    @property
+    def answers(self) -> dict[T, Measurement]:
+        """The first of each candidate."""
+        return dict(reversed(self.measured))
+
 
 def find_change(count: int, ask: Callable[[int, int], Likeness]) -> tuple[int, int]:
     """Neighbours low < high of which low says NO, high says YES, and all between UNKNOWN. Candidate 0 is known to say
@@ -81,12 +87,11 @@ def bisect(
     measure: Callable[[T, int], Measurement],
     *,
     find: Find = "broken",
-    confirm: int = 2,
     tell: Callable[[T, int], None] = lambda candidate, left: None,
 ) -> SearchResult[T]:
     """Finds two neighbours among `candidates` (oldest first) between which the answer of `measure` changed.
     find="broken": the first is good and the last bad; "fixed": the other way round. Both ends are measured first.
-    `measure(candidate, repeat)`: repeat counts from 0; a pair is measured `confirm` times more before it is believed.
+    `measure(candidate, repeat)`: repeat counts from 0; a pair is measured `CONFIRM` times more before it is believed.
     `tell(candidate, left)` is called before each new candidate with the number of steps expected after it. ValueError
     for fewer than two candidates."""
     if len(candidates) < 2:
@@ -111,7 +116,7 @@ def bisect(
         return answer(look(candidates[index]))
 
     low, high = find_change(len(candidates), ask)
-    for repeat in range(1, confirm + 1):
+    for repeat in range(1, CONFIRM + 1):
         for index, said in ((low, Likeness.NO), (high, Likeness.YES)):
             if outcome == "found" and answer(look(candidates[index], repeat)) is not said:
                 outcome = "unstable"

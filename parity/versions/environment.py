@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from parity.running.child import run as run_within
 from parity.versions import build
 from parity.versions.client import EnvironmentUnusable, cache_root
 from parity.versions.releases import Release, parse_all
-from parity.versions.resolve import PARTNERS, RECIPES, Lock, lock
+from parity.versions.resolve import PARTNERS, UNSLOTH, UNSLOTH_SETTINGS, Lock, lock
 
 _MANIFEST = Path("parity-environment.json")
 UNUSED = timedelta(days=30)  # environments that nobody used for so long are removed when another one is made
@@ -83,22 +84,18 @@ class Environment:
         argv: Sequence[str],
         *,
         settings: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
         capture: bool = False,
-        stdin: str | None = None,
-        cpu_limit: float | None = None,
+        cpu_limit: float = math.inf,
         clock: float | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command in it, `parity` importable and PYTHONPATH otherwise empty: `run(["python", "-m", "parity"])`.
-        Its scripts come first on PATH. `settings` are added to the process environment, `stdin` is what it reads.
-        Nothing is checked: the caller reads `returncode`. `cpu_limit`: seconds of CPU time, of it and its children
-        together; LimitExceeded beyond them, or after `clock` seconds, by default `child.BACKSTOP` times as many."""
-        how: dict[str, Any] = {"env": self._variables(settings), "cwd": cwd, "errors": "replace"}
+        Its scripts come first on PATH. `settings` are added to the process environment. Nothing is checked: the caller
+        reads `returncode`. `cpu_limit`: seconds of CPU time, of it and its children together; LimitExceeded beyond
+        them, or after `clock` seconds, by default `child.BACKSTOP` times as many."""
+        pipe = subprocess.PIPE if capture else None
+        how: dict[str, Any] = {"env": self._variables(settings), "errors": "replace", "stdout": pipe, "stderr": pipe}
         with self._claimed():
-            if cpu_limit is None:
-                return subprocess.run(list(argv), capture_output=capture, input=stdin, text=True, check=False, **how)
-            pipe = subprocess.PIPE if capture else None
-            return run_within(argv, cpu=cpu_limit, clock=clock, stdin=stdin, stdout=pipe, stderr=pipe, **how)
+            return run_within(argv, cpu=cpu_limit, clock=clock, **how)
 
     def become(self, argv: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
         """This process becomes the command, as `run` would run it; the environment is in use until that ends."""
@@ -172,7 +169,7 @@ def _whole(root: Path, locked: Lock) -> Environment | None:
 
 
 def _settings(names: Iterable[str]) -> dict[str, str]:
-    return {key: value for name in names if name in RECIPES for key, value in RECIPES[name].settings.items()}
+    return UNSLOTH_SETTINGS if UNSLOTH in names else {}
 
 
 def _read(root: Path) -> Environment | None:

@@ -1,19 +1,22 @@
 """Run cases inside an environment and return result rows, or the answer of one case, for history, its recall, bisect and compare.
 
-`python -m parity.versions.look` reads a plan (JSON) from its standard input and prints one row a line, and the defaults
-of GRPOConfig where the plan asks for them; `look` is the caller's side.
+`python -m parity.versions.look PLAN SEEN` writes what it saw as a plan (JSON) asks for it; `look` is the caller's side.
 """
 
 import dataclasses
 import json
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from parity import data
 from parity.case.case import Case
-from parity.decoding import decode
+from parity.decoding import decode, save_json
 from parity.errors import UsageError
 from parity.process import environment, prepare
 from parity.registry import facts, run_case, select
@@ -28,11 +31,9 @@ from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment
 
 CPU_LIMIT = 600.0  # seconds of CPU time of a probe, its children included; on the clock `child.BACKSTOP` times as many
-ROW, CONFIG = "parity-row ", "parity-config "
 
 
-@dataclasses.dataclass(frozen=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """What a probe saw: result rows; name -> default of the fields of GRPOConfig (empty if not asked for)."""
 
     rows: list[Row]
@@ -59,30 +60,25 @@ def look(
     `clock` on the clock, by default `child.BACKSTOP` times as many; the message says which.
     """
     plan = {"cases": [c.to_json() for c in cases], "implementations": list(implementations)}
-    stdin = json.dumps(plan | {"config": config, "near": near, "device": device})
     settings = environment(device) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-    command = ["python", "-W", "ignore", "-m", "parity.versions.look"]
-    try:
-        done = made.run(command, settings=settings, capture=True, stdin=stdin, cpu_limit=CPU_LIMIT, clock=clock)
-    except LimitExceeded as error:
-        raise EnvironmentUnusable(f"environment {made.name}: {error}") from None
-    if done.returncode:
-        last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
-        raise EnvironmentUnusable(f"environment {made.name}: {last}")
-    shown, about = (
-        [line.removeprefix(mark) for line in done.stdout.splitlines() if line.startswith(mark)]
-        for mark in (ROW, CONFIG)
-    )
-    try:
-        rows = [decode(Row, line, f"environment {made.name}") for line in shown]
-        return Look(rows, json.loads(about[0]) if config else {})
-    except UsageError as error:
-        raise EnvironmentUnusable(str(error)) from None
+    with tempfile.TemporaryDirectory() as folder:
+        asked, seen = Path(folder, "asked.json"), Path(folder, "seen.json")
+        save_json(asked, plan | {"config": config, "near": near, "device": device})
+        command = ["python", "-W", "ignore", "-m", "parity.versions.look", str(asked), str(seen)]
+        try:
+            done = made.run(command, settings=settings, capture=True, cpu_limit=CPU_LIMIT, clock=clock)
+            if not done.returncode:
+                found: Look = decode(Look, seen.read_bytes(), "what it saw")
+                return found
+        except (LimitExceeded, OSError, UsageError) as error:
+            raise EnvironmentUnusable(f"environment {made.name}: {error}") from None
+    last = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
+    raise EnvironmentUnusable(f"environment {made.name}: {last}")
 
 
-def main() -> int:
-    """Runs the plan in this process; lines without the marks may stand between."""
-    plan = json.load(sys.stdin)
+def main(asked: str, seen: str) -> None:
+    """Runs the plan in this process."""
+    plan, shown = json.loads(Path(asked).read_text()), Look([], {})
     prepare(plan["device"])
     ledger = Ledger.load(data.ledger_file())
     wanted = select(plan["implementations"])
@@ -96,13 +92,12 @@ def main() -> int:
         for row in run_case(case, chosen.values(), plan["device"], thorough=False):
             if row.failing:
                 row.known = ledger.match(row, facts(case))
-            print(f"\n{ROW}{json.dumps(row.to_json(), allow_nan=False)}", flush=True)
+            shown.rows.append(row)
     if plan["config"]:  # defaults that a user may leave alone; one that is no plain value as Python writes it
         known, plain = trl.fields(trl.class_named("GRPOConfig")), (bool, int, float, str, type(None))
         given = {name: value for name, value in known.items() if value is not dataclasses.MISSING}
-        config = {name: value if isinstance(value, plain) else repr(value) for name, value in given.items()}
-        print(f"\n{CONFIG}{json.dumps(config, allow_nan=False)}", flush=True)
-    return 0
+        shown.config.update({name: v if isinstance(v, plain) else repr(v) for name, v in given.items()})
+    save_json(Path(seen), shown)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,4 +159,4 @@ def only_implementation(case: Case, named: Sequence[str], found_with: str | None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])

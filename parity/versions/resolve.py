@@ -38,21 +38,11 @@ HARNESS = ("rich", "click", "jinja2", "safetensors", "numpy", "packaging", "psut
 TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark")
 
 
-@dataclass(frozen=True)
-class Installation:
-    """How a package that declares too much is installed: itself and `beside` without dependencies, `needs` with."""
-
-    beside: tuple[str, ...]
-    needs: tuple[str, ...]
-    settings: dict[str, str]
-
-
-RECIPES = {
-    # Its dependencies name a GPU stack; these are the ones its losses import. It patches libraries when imported.
-    "unsloth-zoo": Installation(
-        ("unsloth",), ("tyro",), {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ALLOW_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"}
-    )
-}
+UNSLOTH = "unsloth-zoo"
+# It is installed without its dependencies, which name a GPU stack; these are the ones its losses import.
+UNSLOTH_NEEDS = ("tyro",)
+# It patches libraries when it is imported.
+UNSLOTH_SETTINGS = {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ALLOW_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +74,7 @@ def lock(specs: Sequence[Release], hold: Sequence[Release] = ()) -> Lock:
     with that era, the rest moves, as little as it must, up to the newest of them. Kept on disk by request, so that a
     second call needs no index; EnvironmentUnusable says why there is none."""
     # What besides the request decides the resolution; a change of any of it is a new lock.
-    rules = [GRACE.days, PARTNERS, LEADERS, UNDECLARED, HARNESS, sorted(RECIPES)]
+    rules = [GRACE.days, PARTNERS, LEADERS, UNDECLARED, HARNESS, [UNSLOTH]]
     here = [sys.version_info[:2], platform.machine(), installed("torch"), installed("triton"), _tools(), rules]
     request = [[str(spec) for spec in specs], [str(spec) for spec in hold], here]
     kept = cache_root() / "locks" / f"{_digest(request)}.json"
@@ -102,10 +92,9 @@ def _resolve(specs: Sequence[Release], hold: Sequence[Release]) -> Lock:
     start = dates[leader.package] if leader else min(dated, default=None)
     end = max((date for date in dates.values() if date), default=None)
 
-    plain = [spec for spec in asked.values() if spec.package not in RECIPES]
-    recipes = [RECIPES[name] for name in asked if name in RECIPES]
+    plain = [spec for spec in asked.values() if spec.package != UNSLOTH]
     torch, linked = ([], ()) if "torch" in asked else _running_torch()
-    base = [*torch, *UNDECLARED, *HARNESS, *_tools(), *(need for recipe in recipes for need in recipe.needs)]
+    base = [*torch, *UNDECLARED, *HARNESS, *_tools(), *(UNSLOTH_NEEDS if UNSLOTH in asked else ())]
     base += [name for name in PARTNERS if name not in asked]
     exempt = {"torch", "triton", *_torch_pins(), *asked, *(Requirement(tool).name for tool in _tools())}
 
@@ -131,8 +120,8 @@ def _resolve(specs: Sequence[Release], hold: Sequence[Release]) -> Lock:
             raise
         alone = [spec for spec in plain if spec is leader]
         before, text = end, era(plain, end, prefer=era(alone, start))
-    for name, recipe in ((name, RECIPES[name]) for name in asked if name in RECIPES):
-        text += _compile([str(asked[name]), *recipe.beside], before, exempt, no_deps=True)
+    if UNSLOTH in asked:
+        text += _compile([str(asked[UNSLOTH]), "unsloth"], before, exempt, no_deps=True)
     return Lock(text, (before + GRACE).isoformat() if before else None, linked)
 
 

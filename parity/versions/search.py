@@ -26,7 +26,7 @@ SAYS = {Likeness.YES: "shows the change", Likeness.NO: "does not show it", Liken
 
 @dataclass(frozen=True)
 class Report:
-    """How a search ended. `answers`: of each release; `moved`: package -> (version before, version after) between the
+    """How a search ended. `moved`: package -> (version before, version after) between the
     pair; `trials`: (package, whether it alone shows the change, measured). What else: the parameters of `search`."""
 
     package: str
@@ -35,7 +35,6 @@ class Report:
     held: Sequence[Release]
     reproduce: str
     found: SearchResult[str]
-    answers: dict[str, Measurement]
     moved: dict[str, tuple[str, str]]
     trials: list[tuple[str, Likeness, Measurement]]
 
@@ -46,7 +45,7 @@ class Report:
 
     @property
     def text(self) -> str:
-        package, found, answers, moved = self.package, self.found, self.answers, self.moved
+        package, found, answers, moved = self.package, self.found, self.found.answers, self.moved
         low, high = answers[found.low], answers[found.high]
         if found.outcome != "found":
             ends = f"{package} {found.low}: {_told(low)}; {package} {found.high}: {_told(high)}"
@@ -76,7 +75,7 @@ class Report:
             lines.append(f"alone: {name} {' -> '.join(moved[name])} {SAYS[answer]} ({_told(made)})")
         if self.trials and not self.cause:
             lines.append("no single package shows the change alone: it takes them together")
-        said = self.reproduce.format(low=f"{package}=={found.low}", high=f"{package}=={found.high}")
+        said = self.reproduce.format(high=f"{package}=={found.high}")
         return "\n".join([*lines, f"reproduce: {said}" + "".join(f" --hold {one}" for one in self.held)])
 
 
@@ -89,16 +88,15 @@ def search(
     about: str,
     find: Find = "broken",
     hold: Sequence[str | Release] = (),
-    reproduce: str = "parity compare {low} {high}",
-    confirm: int = 2,
-    say: Callable[[str], None] = print,
+    reproduce: str,
+    say: Callable[[str], None],
 ) -> Report:
     """Finds the neighbouring releases of `package` between which what `check` finds changed.
 
     find="broken": `good` is the older end; "fixed": `bad` is. `about` names the check in the report. `reproduce` is the line
-    that ends the report ({low}, {high}: specs). `confirm`: how often the final pair is measured again. Partners that moved
-    with it are tried alone. UsageError for ends in the wrong order; EnvironmentUnusable for an end that does not exist. An
-    environment that cannot be made or imported inside the range is passed over.
+    that ends the report ({high}: the spec of the release that shows it). Partners that moved with it are tried alone.
+    UsageError for ends in the wrong order; EnvironmentUnusable for an end that does not exist. An environment that cannot be
+    made or imported inside the range is passed over.
     """
     older, newer = (good, bad) if find == "broken" else (bad, good)
     check_ends(package, good, bad, find)
@@ -120,16 +118,13 @@ def search(
         say(f"{package} {version}: {_told(made)}{' (again)' if repeat else ''}")
         return made
 
-    found = bisect(candidates, measure, find=find, confirm=confirm, tell=tell)
-    answers: dict[str, Measurement] = {}
-    for version, made in found.measured:
-        answers.setdefault(version, made)
-    low, high = answers[found.low], answers[found.high]
+    found = bisect(candidates, measure, find=find, tell=tell)
+    low, high = found.answers[found.low], found.answers[found.high]
     names = sorted({*low.versions, *high.versions}, key=lambda name: (name != package, name not in PARTNERS, name))
     pairs = {name: (low.versions.get(name, "absent"), high.versions.get(name, "absent")) for name in names}
     moved = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]} if found.outcome == "found" else {}
     trials = _trials(package, found, moved, find, lambda version, hold: measured(version, (*held, *hold)), say)
-    return Report(package, about, find, held, reproduce, found, answers, moved, trials)
+    return Report(package, about, find, held, reproduce, found, moved, trials)
 
 
 def _trials(

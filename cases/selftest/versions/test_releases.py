@@ -53,7 +53,8 @@ def minor(version):
 
 def search(world, broken, **options):
     told = []
-    asked = {"good": "1.0.0", "bad": "1.11.0", "about": "is-ratio", "say": told.append, **options}
+    asked = {"good": "1.0.0", "bad": "1.11.0", "say": told.append, **options}
+    asked |= {"about": "is-ratio", "reproduce": "parity replay is-ratio --with {high}"}
     report = shell.search("trl", check=world.check(broken), **asked)
     return report, told
 
@@ -64,7 +65,7 @@ def test_the_package_itself_is_named_when_its_partners_are_innocent(world):
     assert report.moved == {"trl": ("1.5.0", "1.6.0"), "liger-kernel": ("0.1", "0.2"), "datasets": ("4.5", "4.6")}
     assert world.asked[-1] == {"trl": "1.6.0", "liger-kernel": "0.1", "datasets": "4.5"}, "partners held"
     assert report.text.startswith("is-ratio broke in trl 1.6.0\n")
-    assert "reproduce: parity compare trl==1.5.0 trl==1.6.0" in report.text.splitlines()[-1]
+    assert report.text.endswith("reproduce: parity replay is-ratio --with trl==1.6.0")
     assert told[0] == "trl 1.0.0: measuring (5 steps left after it)"
 
 

@@ -42,7 +42,7 @@ def test_no_release_is_unknown_to_an_adapter(spec):
         pytest.skip(str(error))
     settings = environment("cpu") | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     command = ["python", "-W", "ignore", called.__file__]
-    done = made.run(command, settings=settings, capture=True, stdin="", cpu_limit=LIMIT)
+    done = made.run(command, settings=settings, capture=True, cpu_limit=LIMIT)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.removeprefix(called.MARK) for line in done.stdout.splitlines() if line.startswith(called.MARK)]
     found = [json.loads(line) for line in lines]
