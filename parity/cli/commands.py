@@ -1,4 +1,4 @@
-"""The commands of `parity` and their options. What each does is in the module that it calls; exit codes: `parity.cli.group`."""
+"""The commands of `parity` and their options. What each does is in the module that it calls; exit codes: `parity.errors`."""
 
 import collections
 import sys
@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from parity.cli import nightly, options, rollouts, versions
-from parity.cli.group import INTERRUPTED, NOTHING, TERMINATED, Group, console
+from parity.cli.group import Group, console
 from parity.cli.ledger_commands import ledger_command
 from parity.cli.progress import Shown
 from parity.cli.show import VERBOSE, findings, report
-from parity.errors import UsageError
+from parity.errors import INTERRUPTED, NOTHING, TERMINATED, UsageError
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from parity.cli import demo_losses
-from parity.cli.group import FAULT
 from parity.cli.progress import Shown
 from parity.cli.show import report
+from parity.errors import FAULT
 from parity.results.report import render, wording
 from parity.results.row import Row
 from parity.running.run import Options, execute

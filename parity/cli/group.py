@@ -1,4 +1,4 @@
-"""How every command ends: exit codes, one-line errors that the user can fix, and a parent process where foreign code runs."""
+"""How every command ends: one-line errors that the user can fix, and a parent process where foreign code runs."""
 
 import errno
 import io
@@ -10,13 +10,10 @@ from typing import Any
 import click
 from rich.console import Console
 
-from parity.errors import UsageError
+from parity.errors import FAULT, INTERRUPTED, NO_JUDGEMENT, NOTHING, TERMINATED, USAGE, UsageError
 from parity.process import Terminated, tell, under_watch
 from parity.versions.client import EnvironmentUnusable
 
-USAGE, NOTHING, FAULT, NO_JUDGEMENT, INTERRUPTED, TERMINATED = 2, 3, 70, 125, 130, 143
-"""Exit codes beside those of a command itself. `replay` answers NO_JUDGEMENT for USAGE, NOTHING and FAULT: it is what
-`git bisect run` skips. FAULT (EX_SOFTWARE of sysexits.h): an error of the harness, which says nothing about any loss."""
 FULL = "ENOSPC EDQUOT EFBIG".split()  # what keeps a report from being written, whichever file it is
 UNWRITABLE = [*FULL, "EROFS", "EISDIR", "ENOTDIR", "EACCES", "EPERM"]  # and where an error names the file
 REMOVED: dict[str, str] = {

@@ -10,9 +10,9 @@ import click
 
 from parity import data
 from parity.cli import options
-from parity.cli.group import NOTHING, Commands
+from parity.cli.group import Commands
 from parity.cli.progress import Shown
-from parity.errors import UsageError
+from parity.errors import NOTHING, UsageError
 
 MONTH = 30 * 24 * 3600.0  # seconds
 _LEDGER = options.path("--ledger", "your own; default: that of the run, else the shipped one")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from parity.cli import options
-from parity.errors import UsageError
+from parity.errors import AGREE, NEW, NOTHING, USAGE, UsageError
 
 
 @click.command("history", epilog="Example: parity history --record dpo-liger-head")
@@ -86,7 +86,7 @@ def bisect_command(
     replay = f"parity replay {name} --implementation {check.implementation} --device {device} --with {{high}}"
     done = search(package, check=check.measure, about=check.about, reproduce=replay, say=options.say, **asked)
     click.echo(done.text)
-    sys.exit({"found": 0, "swapped": 2, "unjudged": 3}.get(done.found.outcome, 1))
+    sys.exit({"found": AGREE, "swapped": USAGE, "unjudged": NOTHING}.get(done.found.outcome, NEW))
 
 
 @click.command("compare", epilog="Example: parity compare trl==1.13.0 trl==1.16.0")

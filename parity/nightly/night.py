@@ -18,16 +18,16 @@ from msgspec.structs import replace
 from parity import data
 from parity.case.drawing import cases, draws
 from parity.case.inputs import Inputs
-from parity.errors import UsageError
+from parity.errors import AGREE, INTERRUPTED, NEW, NOTHING, STALE, TERMINATED, USAGE, UsageError
 from parity.implementations.implementation import Implementation, Outputs
 from parity.nightly import journal, steps
 from parity.nightly.journal import Journal
 from parity.process import prepare
 from parity.registry import NAMES, loss_family, run_case
 from parity.results import memory, notify, trend
+from parity.results.report.rows import read
 from parity.results.report.summary import Summary, summarise
 from parity.results.report.wording import count
-from parity.running import outcome
 from parity.running import run as running
 from parity.running.plan import Options
 from parity.running.provenance import resolve_device
@@ -68,7 +68,7 @@ def run(
             book.blind += [] if one.holds else [str(one)]
         if book.blind:
             say("the harness does not see a planted mistake: nothing that it says tonight would mean anything")
-            return book.end(night.reports, outcome.NOTHING), None
+            return book.end(night.reports, NOTHING), None
         damaged: list[str] = []
         past = memory.runs(history, damaged.append)
         jobs = [CUDA, *others] if device == "cuda" and others else list(others)
@@ -82,7 +82,7 @@ def run(
         result.reasons += [line for line in damaged if line not in result.reasons]
         for reason in result.reasons:
             say(reason)
-        if result.exit_code in (outcome.INTERRUPTED, outcome.TERMINATED):
+        if result.exit_code in (INTERRUPTED, TERMINATED):
             say("the night was stopped: parity nightly --resume goes on")
             return result.exit_code, None
         summary, done = summarise(result.header, result.rows), [*ended.steps] if ended else []
@@ -109,13 +109,13 @@ def run(
 
 
 def _ended(options: Options, run: memory.Run) -> running.RunResult:
-    """The long run of a night that was killed after it, from its file."""
+    """The long run of a night that was killed after it, from its file: every row, those of shards that its time cut short too."""
     assert options.resume is not None
     running.again(options)  # as it was asked for then
-    found = running.read_back(options.resume, run.exit_code, run.reasons)
-    if found.header.run != run.id:
+    header, rows = read(options.resume)
+    if header.run != run.id:
         raise UsageError(f"{options.resume}: another run has written it since that night was killed: start a new one")
-    return found
+    return running.RunResult(header, rows, exit_code=run.exit_code, reasons=[*run.reasons])
 
 
 def _changed(
@@ -125,18 +125,18 @@ def _changed(
     code = worst([result.exit_code, *(step.counts for step in done)])
     reasons = [*result.reasons, *(f"{s.name}: {s.verdict}" for s in done if s.counts or not s.whole)]
     found = trend.change(memory.of(summary, code, [*dict.fromkeys(reasons)], steps=done), past)
-    if not found.missing or code not in (outcome.AGREE, outcome.NEW, outcome.STALE):
+    if not found.missing or code not in (AGREE, NEW, STALE):
         return found
     why = f"compared less than usual: {count(len(found.missing), 'implementation')}"
-    this = replace(found.run, exit_code=outcome.NOTHING, reasons=[*found.run.reasons, why])
+    this = replace(found.run, exit_code=NOTHING, reasons=[*found.run.reasons, why])
     return dataclasses.replace(found, run=this)
 
 
 def worst(codes: Sequence[int]) -> int:
     """The exit code of several parts: what was not compared before what is wrong before what is stale."""
-    order = (outcome.NOTHING, outcome.USAGE, outcome.NEW, outcome.STALE)
-    others = [c for c in codes if c not in (*order, outcome.AGREE)]
-    return others[0] if others else next((c for c in order if c in codes), outcome.AGREE)
+    order = (NOTHING, USAGE, NEW, STALE)
+    others = [c for c in codes if c not in (*order, AGREE)]
+    return others[0] if others else next((c for c in order if c in codes), AGREE)
 
 
 CASES = 120  # in which the planted mistake must be caught; it needs fewer than ten

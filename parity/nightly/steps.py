@@ -13,14 +13,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from parity.errors import UsageError
+from parity.errors import AGREE, NEW, TERMINATED, UsageError
 from parity.process import stopping
 from parity.results.memory import CommandOutcome
 from parity.results.report.rows import read
 from parity.results.report.summary import summarise
 from parity.results.report.wording import count, title
 from parity.results.row import Header, Row
-from parity.running import child, outcome
+from parity.running import child
 from parity.running.child import LimitExceeded
 
 COMMAND = (sys.executable, "-P", "-m", "parity")
@@ -51,8 +51,8 @@ def of_run(done: CommandOutcome, header: Header, rows: Sequence[Row]) -> Command
     """A run by its rows: each new finding in a line, and what one that was not whole, or killed before its report, had found."""
     summary = summarise(header, rows)
     reached, code = summary.incomplete, done.exit_code
-    if reached and code in (None, outcome.TERMINATED):
-        code = outcome.NEW if any(row.new for row in rows) else outcome.AGREE if any(r.judged for r in rows) else None
+    if reached and code in (None, TERMINATED):
+        code = NEW if any(row.new for row in rows) else AGREE if any(r.judged for r in rows) else None
     new = [
         f"new      {f.implementation}: {title(f)}; {count(f.cases, 'case')}; {f.lead.replay}" for f in summary.findings
     ]

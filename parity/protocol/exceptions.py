@@ -6,8 +6,9 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,7 +65,7 @@ def ended_by(error: BaseException, implementation: Implementation) -> Outcome:
         faults.released()
         return Outcome("out-of-memory", message=text)
     if faults.sticky(error):
-        message = f"{type(error).__name__}: {text}, at {faults.place(error, is_library)}"
+        message = f"{type(error).__name__}: {text}, at {deepest(traceback.extract_tb(error.__traceback__))}"
         faults.lose(message)
         return Outcome("crashed", message=message)
     return _classified(implementation, error)
@@ -131,6 +132,13 @@ def is_library(filename: str) -> bool:
     if inside is None:
         return not filename.startswith(STDLIB)
     return not {"torch", "triton", "importlib", "contextlib.py", "threading.py"} & set(inside.split("/"))
+
+
+def deepest(frames: Iterable[Iterable[Any]]) -> str:
+    """`file:line function` of the deepest frame (these three) of code under test, or of the deepest; the outermost is first."""
+    every = [tuple(frame) for frame in frames]
+    file, line, name, *_ = ([f for f in every if is_library(f[0])] or [("", "", ""), *every])[-1]
+    return f"{packaged(file) or file}:{line} {name}" if file else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,13 +4,10 @@ import contextlib
 import gc
 import mmap
 import os
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import BinaryIO
 
 import torch
-
-from parity.process import packaged
 
 STICKY = (
     "device-side assert triggered",
@@ -48,14 +45,6 @@ def sticky(error: BaseException) -> bool:
 def says(text: str) -> bool:
     """Whether these are words of a lost CUDA context."""
     return "CUDA" in text and any(words in text for words in STICKY)
-
-
-def place(error: BaseException, theirs: Callable[[str], bool]) -> str:
-    """`file:line function` of the deepest frame of which `theirs` is true, or of the deepest."""
-    frames = traceback.extract_tb(error.__traceback__)
-    found = [f for f in frames if theirs(f.filename)] or list(frames)
-    file = packaged(found[-1].filename) or found[-1].filename if found else ""
-    return f"{file}:{found[-1].lineno} {found[-1].name}" if found else ""
 
 
 def keep_place(file: BinaryIO) -> None:

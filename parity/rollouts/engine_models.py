@@ -78,6 +78,6 @@ def opened(model: str, dtype: str, max_length: int) -> Callable[[Request], Sampl
     return sample
 
 
-def _selected(logits: tuple[torch.Tensor, ...], ids: torch.Tensor) -> list[float | None]:
+def _selected(logits: tuple[torch.Tensor, ...], ids: torch.Tensor) -> list[float]:
     rows = torch.stack([one[0].float() for one in logits]).log_softmax(-1)
     return [float(x) for x in rows.gather(1, ids[:, None])[:, 0]]

@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import json
-import math
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,6 @@ class RecordingOptions:
     seed: int = 0
     name: str | None = None
     contract: bool = False
-
-    def command(self) -> str:
-        """The command line that makes this again."""
-        words = ["parity rollouts record", f"--model {self.model}", f"--engine {self.engine}", f"--dtype {self.dtype}"]
-        words += [f"--temperature {t:g}" for t in self.temperatures] + [f"--top-p {p:g}" for p in self.top_ps]
-        given = {"top-k": self.top_k, "rows": self.rows, "max-tokens": self.max_tokens, "seed": self.seed}
-        words += [f"--{k} {v}" for k, v in given.items()] + ([f"--prompts {self.prompts}"] if self.prompts else [])
-        words += ["--contract"] * self.contract
-        return " ".join(words)
 
 
 def record(options: RecordingOptions) -> Iterator[Path]:
@@ -125,7 +117,7 @@ def _recording(options: RecordingOptions, folder: Path, request: Request, found:
         "seed": request.seed,
         "versions": versions,
         "processor": torch.backends.cpu.get_cpu_capability(),
-        "command": options.command(),
+        "command": shlex.join(["parity", *sys.argv[1:]]),
         **({"asked": asked} if asked else {}),
     }
     stem = options.name or Path(options.model).name.removeprefix(engine_models.PREFIX)
@@ -137,15 +129,11 @@ def _recording(options: RecordingOptions, folder: Path, request: Request, found:
         torch.tensor([len(p) for p in request.prompts], dtype=torch.int32),
         completion_ids,
         torch.tensor([len(c) for c in found.completions], dtype=torch.int32),
-        padded(_numbers(found.logps), torch.float32, request.max_tokens),
-        None if found.raw is None else padded(_numbers(found.raw), torch.float32, request.max_tokens),
+        padded(found.logps, torch.float32, request.max_tokens),
+        None if found.raw is None else padded(found.raw, torch.float32, request.max_tokens),
         scores.full.float(),
         kept,
     )
-
-
-def _numbers(rows: Sequence[Sequence[float | None]]) -> list[list[float]]:
-    return [[math.nan if x is None else x for x in row] for row in rows]
 
 
 def padded(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int = 0) -> Tensor:

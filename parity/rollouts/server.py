@@ -1,6 +1,7 @@
 """A server that speaks the OpenAI completions protocol with log-probs: `vllm serve`, SGLang, and others."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,12 +27,12 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Completions with their log-probs, row by row; None for a token that the engine could not score."""
+    """Completions with their log-probs, row by row; NaN for a token that the engine could not score."""
 
     completions: list[list[int]]  # token ids of each row
-    logps: list[list[float | None]]  # as the engine reports them beside a sampled token
+    logps: list[list[float]]  # as the engine reports them beside a sampled token
     # at temperature 1 over the whole vocabulary, or None where the engine does not have them
-    raw: list[list[float | None]] | None
+    raw: list[list[float]] | None
     # what the manifest says of the engine: engine, device, versions, and how `logps` are to be understood
     facts: Mapping[str, Any]
 
@@ -69,7 +70,7 @@ def opened(url: str) -> Callable[[Request], Sampled]:
             if len(ids) != len(found):
                 raise UsageError(f"{url}: {len(ids)} tokens with {len(found)} log-probs in row {row}")
             completions.append(ids)
-            logps.append([None if v is None or v != v else float(v) for v in found])
+            logps.append([math.nan if v is None else float(v) for v in found])
         return Sampled(completions, logps, None, {"engine": version, "device": "the server's", "reported": "server"})
 
     return sample

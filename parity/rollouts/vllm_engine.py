@@ -1,5 +1,6 @@
 """vLLM in this process."""
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +81,6 @@ def facts() -> dict[str, Any]:
     return found
 
 
-def _of(found: Any, ids: list[int]) -> list[float | None]:
-    """The log-prob of each token; None where vLLM gives none or NaN, as TRL reads it."""
-    values = [entry[i].logprob if entry and i in entry else None for entry, i in zip(found, ids, strict=True)]
-    return [None if v is None or v != v else float(v) for v in values]
+def _of(found: Any, ids: list[int]) -> list[float]:
+    """The log-prob of each token; NaN where vLLM gives none."""
+    return [float(e[i].logprob) if e and i in e else math.nan for e, i in zip(found, ids, strict=True)]

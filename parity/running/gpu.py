@@ -1,19 +1,13 @@
 """The GPUs of a box: whether torch and Triton can use them, why not, and which one each worker sees."""
 
-import contextlib
 import glob
 import os
-import re
 import signal
 import subprocess
-import sysconfig
-import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
-from parity.process import environment, interpreter, packaged
+from parity.process import environment, interpreter
 
-OWN, STDLIB = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 SECONDS = 300.0  # on the clock: longer than that no kernel takes to be compiled and run
 WHERE = signal.SIGUSR2
@@ -72,35 +66,3 @@ def child(device: str, gpu: str | None = None) -> Mapping[str, str]:
         return env | {"CUDA_VISIBLE_DEVICES": ""}
     env.pop("TRITON_INTERPRET", None)
     return env if gpu is None else env | {"CUDA_VISIBLE_DEVICES": gpu}
-
-
-def cause(lines: Sequence[str]) -> str:
-    """The line of a dead process's stderr that says why: a CUDA error or a failed assertion before advice that follows it."""
-    stripped = [line.strip() for line in lines if line.strip()]
-    for sign in ("CUDA error", "Assertion", "out of memory", "Error:", "Fatal Python error: "):
-        found = [line for line in stripped if sign in line]
-        if found:
-            return found[-1] if sign == "Error:" else found[0]
-    return stripped[-1] if stripped else ""
-
-
-def where(process: subprocess.Popen[str], said: Callable[[], str], seconds: float = 2.0) -> str:
-    """ "; in file:line function" of a worker that does not answer, in a library's code if it is in one; `said`: its stderr."""
-    had = len(said())
-    with contextlib.suppress(OSError):
-        process.send_signal(WHERE)
-    until = time.monotonic() + seconds
-    while len(said()) == had and time.monotonic() < until and process.poll() is None:
-        time.sleep(0.05)
-    time.sleep(0.05)
-    found = deepest(said()[had:])
-    return f"; in {found}" if found else ""
-
-
-def deepest(stacks: str) -> str:
-    """`file:line function` of what `faulthandler` wrote: the deepest frame of a library, or the deepest."""
-    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', stacks)
-    other = rf"-packages/(torch|triton)/|^({re.escape(OWN)}|{re.escape(STDLIB)})/(?!\w+-packages/)|<"
-    theirs = [f for f in frames if not re.search(other, f[0])]
-    file, line, name = next(iter(theirs or frames), ("", "", ""))
-    return f"{packaged(file) or file}:{line} {name}" if file else ""

@@ -5,6 +5,7 @@ import datetime
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from parity.errors import AGREE, NEW, NOTHING, STALE
 from parity.registry import facts, load, select
 from parity.results.ledger import Ledger, stale
 from parity.results.row import STOPPED, Row
@@ -13,8 +14,6 @@ from parity.running.plan import Options, demanded, from_user
 from parity.trainers import catalogue
 
 MINIMUM_REQUIRED = 20
-AGREE, NEW, USAGE, NOTHING, STALE, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
-"""Exit codes of the contract; where several hold the order of precedence is usage, stopped, nothing, new, stale."""
 
 
 def cannot(options: Options, device: str) -> str | None:
@@ -32,7 +31,7 @@ def required_kernels(options: Options) -> list[str]:
 
 
 def judge_run(options: Options, rows: Sequence[Row], lost: Sequence[str], device: str) -> tuple[int, list[str]]:
-    """The exit code and, a line each, why it is not 0."""
+    """The exit code and, a line each, why it is not 0. Where several hold: nothing before new before stale."""
     nothing = [f"a worker was lost: {message}" for message in lost]
     comparisons = cases_compared(rows)
     if not sum(comparisons.values()):

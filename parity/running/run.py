@@ -4,7 +4,7 @@ import dataclasses
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from parity.case.profiles import PROFILES
 from parity.compare.pooled_slope import pooled
-from parity.errors import UsageError
+from parity.errors import INTERRUPTED, NOTHING, TERMINATED, UsageError
 from parity.process import Terminated, stopping
 from parity.registry import load
-from parity.results.report.rows import read, writer
+from parity.results.report.rows import writer
 from parity.results.row import End, Last, Part, Parted, Row
 from parity.running import outcome, supervisor
 from parity.running.findings import Findings
@@ -95,7 +95,7 @@ def execute(
                         )
                         _follow(state, events, found, write, tell, say)
             except KeyboardInterrupt as error:
-                state.exit_code = outcome.TERMINATED if isinstance(error, Terminated) else outcome.INTERRUPTED
+                state.exit_code = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
         state.rewrite(path)  # rows were marked since they were written, and whatever a loss did to the file is undone
         finish(state, device, path, cannot)
         state.header.header.seconds = round(time.monotonic() - begun, 1)
@@ -158,9 +158,7 @@ def finish(state: RunResult, device: str, path: Path, cannot: str | None = None)
     head, of, ended = state.header, sum(state.header.header.shards.values()), state.exit_code
     whole = [replace(row, run=head.run, shard=UNSET) for row in pooled(state.rows)]
     state.rows += whole
-    code, reasons = (
-        (outcome.NOTHING, [cannot]) if cannot else outcome.judge_run(state.options, state.rows, state.lost, device)
-    )
+    code, reasons = (NOTHING, [cannot]) if cannot else outcome.judge_run(state.options, state.rows, state.lost, device)
     complete = state.done == of and not ended and not state.lost
     if ended:
         code, reasons = ended, [f"stopped after {state.done:,} of {of:,} cases", *reasons]
@@ -174,10 +172,3 @@ def finish(state: RunResult, device: str, path: Path, cannot: str | None = None)
         write(Last(end=head.end, run=head.run))
     head.parts = list(state.parts.values())
     state.exit_code, state.reasons = code, reasons
-
-
-def read_back(path: Path, exit_code: int, reasons: Sequence[str]) -> RunResult:
-    """A run that came to its end, from its file: every row that it wrote, those of shards that its time cut short too."""
-    header, rows = read(path)
-    parts = {part.name: part for part in header.parts or ()}
-    return RunResult(header, rows, parts, exit_code=exit_code, reasons=[*reasons])

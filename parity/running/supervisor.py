@@ -4,10 +4,11 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
@@ -19,6 +20,7 @@ from parity.decoding import decode
 from parity.errors import UsageError
 from parity.process import SCRATCH, interpreter
 from parity.protocol import faults
+from parity.protocol.exceptions import deepest
 from parity.registry import family, load
 from parity.results.row import IN_ITS, NO_REFERENCE, STOPPED, UNKNOWN, Row, Verdict
 from parity.running import gpu
@@ -158,7 +160,7 @@ class Watch:
             return
         clock = worker.clock = worker.clock or Clock(child.process.pid)
         if message := clock.over(limit):
-            message += gpu.where(child.process, worker.said)
+            message += where(child.process, worker.said)
             yield from self.lost(worker, message, "timed-out", THRICE if clock.asleep else 1)
 
     def deal(self, worker: Worker) -> None:
@@ -272,9 +274,37 @@ class Watch:
 
 def death(how: str, said: str) -> str:
     """How a process ended, where a signal ended it, and the line of its stderr that says why."""
-    why, stacks = gpu.cause(said.splitlines()), said.rpartition("Fatal Python error: ")
-    place = gpu.deepest(stacks[2]) if stacks[1] else ""
+    why, stacks = cause(said.splitlines()), said.rpartition("Fatal Python error: ")
+    place = at(stacks[2]) if stacks[1] else ""
     return f"the process ended ({how})" + (f" at {place}" if place else "") + (f": {why[:300]}" if why else "")
+
+
+def cause(lines: Sequence[str]) -> str:
+    """The line of a dead process's stderr that says why: a CUDA error or a failed assertion before advice that follows it."""
+    stripped = [line.strip() for line in lines if line.strip()]
+    for sign in ("CUDA error", "Assertion", "out of memory", "Error:", "Fatal Python error: "):
+        found = [line for line in stripped if sign in line]
+        if found:
+            return found[-1] if sign == "Error:" else found[0]
+    return stripped[-1] if stripped else ""
+
+
+def where(process: subprocess.Popen[str], said: Callable[[], str]) -> str:
+    """ "; in file:line function" of a worker that does not answer, in a library's code if it is in one; `said`: its stderr."""
+    had = len(said())
+    with contextlib.suppress(OSError):
+        process.send_signal(gpu.WHERE)
+    until = time.monotonic() + 2.0
+    while len(said()) == had and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.05)
+    time.sleep(0.05)
+    found = at(said()[had:])
+    return f"; in {found}" if found else ""
+
+
+def at(stacks: str) -> str:
+    """`deepest` of what `faulthandler` wrote, the innermost frame first."""
+    return deepest(re.findall(r'File "(.+)", line (\d+) in (.+)', stacks)[::-1])
 
 
 def lost_row(

@@ -22,7 +22,7 @@ import torch
 
 from parity.case.case import Case
 from parity.decoding import convert, short, text_of, toml_of
-from parity.errors import UsageError
+from parity.errors import FAULT, UsageError
 from parity.implementations.implementation import Implementation
 from parity.process import installed
 from parity.results.report import measured
@@ -111,7 +111,6 @@ def versions(names: Iterable[str], where: str = "CPU") -> str:
 
 
 SECONDS = 300.0  # CPU seconds of a script: a busy machine makes none of them wrong
-FAULT = 70  # stands for the 1 with which Python ends on an exception: a script that crashes shows nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +134,7 @@ def ran(text: str, seconds: float = SECONDS, first: Path | None = None) -> Ran:
             done = child.run(command, cpu=seconds, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         except child.LimitExceeded as error:
             return Ran(124, "", str(error))
+    # Python ends with 1 on an exception, and a script that crashes shows nothing.
     failed = done.returncode == 1 and "Traceback (most recent call last)" in done.stderr
     return Ran(FAULT if failed else done.returncode, done.stdout, done.stderr)
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from parity import data
 from parity.case.case import Case
 from parity.compare.result_rows import replay_line
-from parity.errors import UsageError
+from parity.errors import AGREE, NEW, NO_JUDGEMENT, UsageError
 from parity.implementations.implementation import Implementation
 from parity.process import prepare
 from parity.registry import facts, family, resolved, run_case, select
@@ -19,8 +19,6 @@ from parity.results.row import Row
 from parity.running.plan import Options
 from parity.running.provenance import resolve_device
 from parity.sampling.find import find, followed
-
-AGREES, DISAGREES, NO_JUDGEMENT = 0, 1, 125
 
 
 def replay(
@@ -130,10 +128,10 @@ def _extent(case: Case) -> str:
 def exit_code(rows: Sequence[Row]) -> int:
     """1 when anything judged disagrees, 0 when something was judged and all of it agrees, else 125."""
     if any(r.verdict == "disagree" for r in rows):
-        return DISAGREES
+        return NEW
     if any(r.failing for r in rows) or not any(r.verdict == "agree" for r in rows):
         return NO_JUDGEMENT
-    return AGREES
+    return AGREE
 
 
 def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], console: Console, name: str) -> int:
@@ -154,6 +152,6 @@ def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], co
                 sent = f"send the case file and {case.tensors}"
                 raise UsageError(f"case {case.id}: no script stands alone without its tensors: {sent}")
             console.file.write(issue_text(case, implementation, rows) + "\n")
-            return DISAGREES
+            return NEW
     console.print(f"case {case.id}: nothing to report, no implementation disagrees here", markup=False)
     return exit_code(rows)

@@ -27,7 +27,7 @@ from packaging.version import Version
 from parity import data
 from parity.case.case import Case
 from parity.decoding import convert, text_of, toml_of
-from parity.errors import UsageError
+from parity.errors import AGREE, NEW, NOTHING, UsageError
 from parity.results.report import measured
 from parity.results.report.wording import ratio
 from parity.versions.bisect import Measurement
@@ -37,7 +37,6 @@ from parity.versions.look import CaseCheck, look
 
 _Text = Annotated[str, Meta(min_length=1, pattern=r"^\S")]
 _Texts = Annotated[tuple[_Text, ...], Meta(min_length=1)]
-RECALLED, MISSED, UNUSABLE = 0, 1, 3
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -163,5 +162,5 @@ def _version(finding: Recheck) -> str:
 def exit_code(findings: Sequence[Recheck]) -> int:
     """3 when an environment was unusable, 1 when a record is not as recorded, else 0."""
     if not findings or any(f.as_recorded is None for f in findings):
-        return UNUSABLE
-    return RECALLED if all(f.as_recorded for f in findings) else MISSED
+        return NOTHING
+    return AGREE if all(f.as_recorded for f in findings) else NEW

@@ -1,6 +1,7 @@
 """Recordings: written and read back, refused in one line when damaged or foreign; engines without vLLM."""
 
 import json
+import shlex
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -24,8 +25,13 @@ from parity.trainers.rig import models as rig
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
-    few = {"temperatures": (0.7,), "top_ps": (0.8,), "rows": 5, "max_tokens": 6}
-    (path,) = record(RecordingOptions("tiny-gemma2", "transformers", folder, **few))
+    words = ["rollouts", "record", "--model", "tiny-gemma2", "--engine", "transformers", "--rows", "5"]
+    words += ["--temperature", "0.7", "--top-p", "0.8", "--max-tokens", "6", "--out", str(folder)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["parity", *words])
+        done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    (path,) = folder.glob("*.json")
     return path
 
 
@@ -45,8 +51,8 @@ def test_what_was_written_is_read(made):
 
 
 def test_the_command_makes_the_same_again(made, tmp_path):
-    words = recording.load(made).facts["command"].split()[1:] + ["--out", str(tmp_path)]
-    done = CliRunner().invoke(main, words)
+    words = shlex.split(recording.load(made).facts["command"])[1:]
+    done = CliRunner().invoke(main, [*words, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     again = tmp_path / made.with_suffix(".safetensors").name
     assert again.read_bytes() == made.with_suffix(".safetensors").read_bytes()

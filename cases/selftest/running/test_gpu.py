@@ -13,13 +13,12 @@ from cases.selftest.oracles import oracle_of
 from fixtures.pretended_cuda import pretended
 from parity import process
 from parity.case.profiles import SHARDS, SHARDS_CUDA
-from parity.errors import Unsupported
+from parity.errors import NOTHING, Unsupported
 from parity.protocol import process_state
 from parity.protocol.call import execute
 from parity.protocol.process_state import matmul_precision
 from parity.registry import family
 from parity.running import gpu, one_kernel, outcome, run, supervisor
-from parity.running.outcome import NOTHING
 from parity.running.plan import Options, planned
 from parity.trainers.rig import ranks
 

@@ -4,7 +4,8 @@ import pytest
 
 from cases.selftest.results.runs import ledger_of, row
 from parity import data
-from parity.running.outcome import AGREE, NEW, NOTHING, STALE, judge_run
+from parity.errors import AGREE, NEW, NOTHING, STALE
+from parity.running.outcome import judge_run
 from parity.running.plan import Options
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from cases.selftest.results import runs
 from parity.case.case import Case
-from parity.errors import UsageError
+from parity.errors import AGREE, NEW, NOTHING, UsageError
 from parity.versions import history, look
 from parity.versions.bisect import Measurement
 from parity.versions.client import EnvironmentUnusable
@@ -33,7 +33,7 @@ def test_red_on_the_release_that_had_it_and_green_on_the_next(findings):
     told = {(f.record.id, f.specs): f.answer.verdict for f in findings}
     sides = {BAD: "disagree", GOOD: "agree"}
     assert told == {(id, side): verdict for id in ("is-ratio", "tool-mask") for side, verdict in sides.items()}
-    assert history.exit_code(findings) == history.RECALLED
+    assert history.exit_code(findings) == AGREE
     assert history.table(findings).endswith("2 of 2 records recalled")
 
 
@@ -45,13 +45,13 @@ def test_the_dropped_ratio_is_told_with_its_size(findings):
 
 def test_a_release_that_answers_otherwise_is_not_recalled(findings):
     turned = [dataclasses.replace(f, as_recorded=not f.as_recorded) for f in findings]
-    assert history.exit_code(turned) == history.MISSED
+    assert history.exit_code(turned) == NEW
     assert history.table(turned).endswith("0 of 2 records recalled")
 
 
 def test_an_environment_that_was_not_run_is_not_green(findings):
     missing = [dataclasses.replace(f, as_recorded=None, answer=Measurement("not run")) for f in findings]
-    assert history.exit_code(missing) == history.UNUSABLE
+    assert history.exit_code(missing) == NOTHING
     assert "(not run)" in history.table(missing)
 
 

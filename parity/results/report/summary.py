@@ -5,6 +5,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from parity.errors import INTERRUPTED, TERMINATED
 from parity.results.report import findings as found_in
 from parity.results.report.findings import Finding, ImplementationCase, about_run, grouped, headroom, normalised, tier
 from parity.results.report.stack import Stack
@@ -90,7 +91,9 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
     everything = grouped(rows)
     cases = [c for c in everything if not about_run(c.first)]
     found = found_in.findings(everything)
-    interrupted = header.end.exit_code in (130, 143) if isinstance(header.end, End) else header.interrupted is True
+    interrupted = (
+        header.end.exit_code in (INTERRUPTED, TERMINATED) if isinstance(header.end, End) else header.interrupted is True
+    )
     return Summary(
         run=header.run,
         header=header.header,
