@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 from parity.nightly.steps import run
 from parity.results.memory import CommandOutcome
 from parity.results.report import measured
@@ -81,7 +83,7 @@ def page(about: dict[str, object], done: Sequence[CommandOutcome], rows: Sequenc
 def described() -> dict[str, Any]:
     """The header of a run, or where the device does not even answer the probes, what it said."""
     try:
-        found: dict[str, Any] = header("cuda-first", "cuda", "quick", 0).to_json()["header"]
+        found: dict[str, Any] = to_builtins(header("cuda-first", "cuda", "quick", 0).header)
         return found
     except RuntimeError as error:
         return {"device_name": "cuda", "error": str(error).replace("\n", " ")}

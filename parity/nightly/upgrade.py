@@ -42,13 +42,9 @@ class Part:
 
 
 def resolved(spec: str) -> str:
-    """PKG==VER with NEXT replaced by the newest release. Raises UsageError for a spec without a version."""
-    package, sign, version = spec.partition("==")
-    if not sign or not version:
-        raise UsageError(f"upgrade-check {spec!r}: write PKG==VER, or PKG==NEXT for the newest release")
-    if version != NEXT:
-        return spec
-    return f"{package}=={releases.newest(package).version}"
+    """PKG==VER with NEXT replaced by the newest release. Raises UsageError for what is none."""
+    package, _, version = spec.partition("==")
+    return f"{package}=={releases.newest(package).version}" if version == NEXT else str(releases.parse(spec))
 
 
 def check(

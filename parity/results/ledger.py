@@ -129,7 +129,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             and (not self.variants or row.variant in self.variants)
             and self.cls in (None, row.cls)
             and self._as_large(row)
-            and all(_holds(facts.get(name), wanted) for name, wanted in self.settings.items())
+            and all(holds(facts.get(name), wanted) for name, wanted in self.settings.items())
             and self.in_force()
         )
 
@@ -144,7 +144,8 @@ def _narrowed(facts: Mapping[str, Any]) -> str | None:
     return "fp16" if facts.get("context") == "autocast_fp16" else None
 
 
-def _holds(value: Any, wanted: Any) -> bool:
+def holds(value: Any, wanted: Any) -> bool:
+    """Whether a value is the wanted one, one of a list, or within a table of `min`, `max` or `not`."""
     value = "none" if value is None else value  # TOML has no null
     if isinstance(wanted, dict):
         if "not" in wanted and value == wanted["not"]:

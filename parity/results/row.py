@@ -27,16 +27,7 @@ IN_ITS = ", in its "
 """In such a message, between the cause and the part that ran: "forward pass", "backward pass", "call"."""
 
 
-class Written(msgspec.Struct):
-    """A row of a results file, of whatever kind."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as a JSON object; `parity.decoding.convert(kind, …)` is the inverse."""
-        data: dict[str, Any] = msgspec.to_builtins(self)
-        return data
-
-
-class Row(Written, kw_only=True, omit_defaults=True, rename={"cls": "class"}):
+class Row(msgspec.Struct, kw_only=True, omit_defaults=True, rename={"cls": "class"}):
     """One quantity of one implementation on one case; docs/results.md explains the fields, `cls` under "class". A number
     that is not finite is None. A field that has its default is left out of a file."""
 
@@ -178,7 +169,7 @@ class Part(msgspec.Struct, kw_only=True):
     shown: list[tuple[str, str | None]] | None = None
 
 
-class Parted(Written, kw_only=True):
+class Parted(msgspec.Struct, kw_only=True):
     """The row behind those of a shard."""
 
     part: Part
@@ -186,13 +177,13 @@ class Parted(Written, kw_only=True):
     run: str = ""
 
 
-class Last(Written, kw_only=True):
+class Last(msgspec.Struct, kw_only=True):
     end: End
     schema: int = SCHEMA
     run: str = ""
 
 
-class Header(Written, kw_only=True):
+class Header(msgspec.Struct, kw_only=True):
     """The first row. Reading adds `end`, `interrupted` where that is missing or cut, and `parts`, the shards that are done."""
 
     schema: int = SCHEMA

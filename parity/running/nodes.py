@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from msgspec import to_builtins
+
 from parity import data
 from parity.errors import UsageError
 from parity.results.row import Asked, Header
@@ -107,7 +109,7 @@ def on_node(
     with contextlib.suppress(OSError):  # a node without this folder needs none, but for a user's files
         os.chdir(folder)
     asked = head.header.asked or Asked()
-    own = {"ledger": asked.ledger or str(data.ledger_file()), "head": head.to_json()}
+    own = {"ledger": asked.ledger or str(data.ledger_file()), "head": to_builtins(head)}
     watch = _watching(json.dumps(settings | own), os.environ.get("CUDA_VISIBLE_DEVICES"))
     watch.shards.left = [shard]
     events = [event for _, event in watch.follow(*timeouts)]

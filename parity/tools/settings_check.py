@@ -14,6 +14,7 @@ from parity import data
 from parity.decoding import short
 from parity.errors import Unsupported, UsageError
 from parity.process import installed
+from parity.results import ledger
 from parity.results.ledger import Entry, Ledger
 from parity.results.report.stack import LIBRARIES, Stack
 from parity.upstream import trl
@@ -142,9 +143,7 @@ def _within(name: str, value: Any, wanted: Any) -> bool | Unknown:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return Unknown(f"{name} is {short(repr(value))}")
-    if isinstance(wanted, dict):
-        return number != wanted.get("not") and wanted.get("min", number) <= number <= wanted.get("max", number)
-    return number == wanted
+    return ledger.holds(number, wanted)
 
 
 def _config(trainer: str) -> type:

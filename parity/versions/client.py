@@ -34,9 +34,9 @@ def cache_root() -> Path:
     return Path(base).expanduser().absolute() / "parity"
 
 
-def cache_folder(*parts: str) -> Path:
-    """A folder below `cache_root`, made if it is not there; EnvironmentUnusable when it cannot be."""
-    path = cache_root().joinpath(*parts)
+def cache_folder() -> Path:
+    """`cache_root`, made if it is not there; EnvironmentUnusable when it cannot be."""
+    path = cache_root()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

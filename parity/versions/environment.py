@@ -36,12 +36,11 @@ _NAMED = ("unsloth-zoo", "trl", "liger-kernel", "transformers")
 @dataclass(frozen=True)
 class Environment:
     """A usable environment. `versions`: distribution -> version, read from what is installed. `imports`: package ->
-    None, or why it does not import there; `before`: nothing newer was considered (ISO 8601, None: no limit)."""
+    None, or why it does not import there."""
 
     root: Path
     versions: dict[str, str]
     imports: dict[str, str | None]
-    before: str | None
 
     @classmethod
     def of(cls, specs: Sequence[str | Release], hold: Sequence[str | Release] = ()) -> Environment:
@@ -175,8 +174,7 @@ def _settings(names: Iterable[str]) -> dict[str, str]:
 def _read(root: Path) -> Environment | None:
     try:
         manifest = json.loads((root / _MANIFEST).read_text())
-        of = manifest["lock"]
-        return Environment(root, build.installed(root), manifest["imports"], of["before"])
+        return Environment(root, build.installed(root), manifest["imports"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -58,7 +58,7 @@ def test_the_verdict_is_about_the_own_settings_where_there_are_some(own, others,
     assert page[4].startswith("| your settings |" if own else "| part 0 |"), "the verdict for these settings first"
 
 
-HERE = Environment(None, {}, {}, None)
+HERE = Environment(None, {}, {})
 RIGHT, WRONG = row(), row(verdict="disagree", headroom=3.0)
 SAME = Compared("trl", (HERE, HERE), 9, ([RIGHT] * 100, [RIGHT] * 100), (), [])
 NOT_THERE, NOR_THIS = (row(verdict="unsupported", quantity=None, message=f"{n} blocks | too many") for n in (137, 1100))
@@ -110,7 +110,7 @@ def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_pat
     (root / "bin").mkdir(parents=True)
     (root / "bin" / "python").write_text("#!/bin/sh\nsleep 60\n")
     (root / "bin" / "python").chmod(0o755)
-    made = Environment(root, {}, {}, None)
+    made = Environment(root, {}, {})
     monkeypatch.setattr(upgrade.compare.Environment, "of", lambda specs: made)
     config = tmp_path / "grpo.yaml"
     config.write_text("beta: 0.04")
@@ -153,7 +153,7 @@ def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeyp
 )
 def test_settings_that_are_not_judged_there_are_not_called_right(tmp_path, monkeypatch, there, found, said):
     """1.15.0's kernels in bf16 are judged on a GPU alone: the check said "right, 3 quantities moved inside their gates"."""
-    after = dataclasses.replace(HERE, before="2026")
+    after = dataclasses.replace(HERE, versions={"trl": "1.15.0"})
     monkeypatch.setattr(upgrade.compare.Environment, "of", lambda specs: after if "1.15.0" in specs[0] else HERE)
 
     def look(made, cases, **_):
@@ -184,5 +184,5 @@ def test_a_teams_settings_are_cases_and_so_are_their_neighbours(tmp_path):
 def test_next_is_the_newest_release(monkeypatch):
     monkeypatch.setattr(upgrade.releases, "newest", lambda package: SimpleNamespace(version=f"9.{len(package)}"))
     assert upgrade.resolved("trl==NEXT") == "trl==9.3" and upgrade.resolved("trl==1.15.0") == "trl==1.15.0"
-    with pytest.raises(UsageError, match="PKG==NEXT"):
+    with pytest.raises(UsageError, match="write PKG==VER"):
         upgrade.resolved("trl")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from msgspec import convert
+from msgspec import convert, to_builtins
 from msgspec.structs import fields, replace
 
 from parity.errors import UsageError
@@ -143,7 +143,7 @@ def comparison(**changed):
 )
 def test_a_malformed_line_is_named(tmp_path, line, says):
     path = tmp_path / "results.ndjson"
-    path.write_text(f"{json.dumps(HEADER.to_json())}\n{line}\n{comparison()}\n")
+    path.write_text(f"{json.dumps(to_builtins(HEADER))}\n{line}\n{comparison()}\n")
     with pytest.raises(UsageError) as caught:
         read(path)
     assert says in str(caught.value)
@@ -157,7 +157,7 @@ def test_a_malformed_line_is_named(tmp_path, line, says):
         ("", "no header row"),
         ('{"sch', "no header row"),
         (json.dumps(OBJECT) + "\n", "line 1: expected the header row"),
-        (json.dumps(HEADER.to_json() | {"schema": 1}) + "\n", "line 1: schema 1 is not readable here"),
+        (json.dumps(to_builtins(HEADER) | {"schema": 1}) + "\n", "line 1: schema 1 is not readable here"),
     ],
 )
 def test_a_file_without_its_header(tmp_path, text, says):

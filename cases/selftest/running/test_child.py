@@ -104,7 +104,7 @@ def test_a_probe_says_which_limit_it_was(tmp_path, monkeypatch, script, backstop
     (root / "bin").mkdir(parents=True)
     (root / "bin" / "python").write_text(f"#!/bin/sh\n{script}\n")
     os.chmod(root / "bin" / "python", 0o755)
-    made = Environment(root, {}, {}, None)
+    made = Environment(root, {}, {})
     with pytest.raises(EnvironmentUnusable, match=f"^environment made-by-hand: {message}$"):
         look.look(made, [], [])
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from msgspec import to_builtins
 
 from cases.selftest.running import test_resume
 from parity.cli.commands import main
@@ -39,7 +40,7 @@ def head():
     ids=["same", "revision", "processor", "ledger"],
 )
 def test_a_node_takes_part_where_its_header_is_that_of_the_run(head, change, says):
-    there = head.to_json()
+    there = to_builtins(head)
     there["header"] = {k: v for k, v in there["header"].items() if k not in ("plan", "ends")} | change
     (digest,) = there["header"]["asked"]["files"].values()
     if not change:

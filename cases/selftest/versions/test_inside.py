@@ -75,7 +75,7 @@ def test_the_process_becomes_the_command_and_the_environment_is_in_use(tmp_path)
     python.chmod(0o755)
     program = (
         "import pathlib, sys; from parity.versions.environment import Environment\n"
-        "made = Environment(pathlib.Path(sys.argv[1]), {}, {}, None)\n"
+        "made = Environment(pathlib.Path(sys.argv[1]), {}, {})\n"
         "made.become(['python', 'a', 'b c'], {'EXTRA': 'x'})"
     )
     variables = {**os.environ, "PYTHONPATH": str(Path(environment.__file__).parents[2])}

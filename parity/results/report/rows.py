@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from msgspec import UNSET
+from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
 from parity.decoding import convert, decode, of_schema, short
@@ -53,7 +53,7 @@ def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Record]
             comparisons.add(record)
         else:
             comparisons.end()
-            line(_text(record.to_json()))
+            line(_text(to_builtins(record)))
 
     with file:
         yield write
@@ -93,7 +93,7 @@ class _Comparisons:
 
 def _kept(row: Row) -> dict[str, Any]:
     """What of a row is written: nothing that its line says already, and only what is read of a row of its verdict."""
-    data = row.to_json()
+    data: dict[str, Any] = to_builtins(row)
     data.pop("run", None)
     if not row.failing:
         for name in OF_FAILING:
