@@ -135,7 +135,7 @@ def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]]
 
 def table(findings: Sequence[Recheck]) -> str:
     """The recall table, Markdown: a line a record; error ÷ allowed is the largest of a bad release."""
-    heads = ["record", "what went wrong", "shown by", "red on", "green on", "error ÷ allowed", "recalled"]
+    heads = ["record", "what went wrong", "shown by", "red on", "green on", "error ÷ allowed"]
     lines = []
     records = {f.record.id: f.record for f in sorted(findings, key=lambda f: f.record.id)}
     for record in records.values():
@@ -144,8 +144,7 @@ def table(findings: Sequence[Recheck]) -> str:
         sides = [", ".join(_version(f) for f in of_record if f.bad is bad) for bad in (True, False)]
         sizes = [f.answer.headroom for f in of_record if f.bad and f.answer.verdict == "disagree"]
         size = "" if not sizes else "not finite" if None in sizes else ratio(max(filter(None, sizes)))
-        right = f"{sum(f.as_recorded is True for f in of_record)} of {len(of_record)}"
-        lines.append([record.id, record.what, f"`{record.check.implementation}`", *sides, size, right])
+        lines.append([record.id, record.what, f"`{record.check.implementation}`", *sides, size])
     whole = sum(all(f.as_recorded for f in findings if f.record is r) for r in records.values())
     return "\n".join([*measured.table(heads, lines), "", f"{whole} of {len(records)} records recalled"])
 

@@ -21,6 +21,7 @@ from parity.protocol.call import execute
 from parity.registry import loss_family
 from parity.results.report import measured, wording
 
+DTYPES = ("fp32", "fp16", "bf16")
 Key = tuple[str, str, str]
 Judged = dict[str, Judgement]
 
@@ -100,14 +101,14 @@ def _add(out: Soak, oracle: CaseOracle, implementation: Implementation) -> None:
     out.alarms += [(implementation.id, q, j.gate, j.headroom, text) for q, j in final.items() if not j.agrees]
 
 
-HEADINGS = ("family", "gate", "dtype", ">judged", ">≤ 0.25", ">≤ 0.5", ">worst")
+HEADINGS = ("family", "gate", ">judged", ">≤ 0.5", *(f">worst, {dtype}" for dtype in DTYPES))
 
 
 def rows(found: Soak) -> list[list[object]]:
     """What the page needs of a soak, in plain types: implementation-cases, first alarms, alarms; then headrooms."""
     counts = [found.total, len(found.first), len(found.alarms)]
     spreads = [
-        [*key, len(values), sum(v <= 0.25 for v in values), sum(v <= 0.5 for v in values), max(values)]
+        [*key, len(values), sum(v <= 0.5 for v in values), max(values)]
         for key, values in sorted(found.headrooms.items())
         if key[1] != "structure"
     ]
@@ -115,13 +116,16 @@ def rows(found: Soak) -> list[list[object]]:
 
 
 def page(told: Iterable[Sequence[object]]) -> str:
-    """How many were judged and called wrong, and the share of headrooms below a quarter and a half, by gate."""
+    """How many were judged and called wrong; by gate the share of headrooms up to a half, and the worst of each dtype."""
     told = list(told)
     total, first, alarms = (sum(counts) for counts in zip(*(row for row in told if len(row) == 3), strict=True))
+    gates: dict[tuple[str, str], dict[str, tuple[int, int, float]]] = {}
+    for family, gate, dtype, *numbers in (row for row in told if len(row) > 3):
+        gates.setdefault((family, gate), {})[dtype] = tuple(numbers)
     cells = (
-        [*key, f"{count:,}", *(measured.share(part, count) for part in parts), wording.ratio(worst)]
-        for *key, count, low, half, worst in (row for row in told if len(row) > 3)
-        for parts in [(low, half)]
+        [*key, f"{count:,}", measured.share(half, count), *(wording.ratio(of[d][2]) if d in of else "" for d in DTYPES)]
+        for key, of in gates.items()
+        for count, half in [[sum(numbers[i] for numbers in of.values()) for i in (0, 1)]]
     )
     head = f"{total:,} implementation-cases, {first:,} quantities beyond a gate at first, {alarms:,} false alarms"
     return "\n".join([head, "", *measured.table(HEADINGS, cells)])
