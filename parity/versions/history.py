@@ -135,7 +135,7 @@ def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]]
 
 def table(findings: Sequence[Recheck]) -> str:
     """The recall table, Markdown: a line a record; error ÷ allowed is the largest of a bad release."""
-    heads = ["record", "what went wrong", "shown by", "red on", "green on", "error ÷ allowed"]
+    heads = ["record", "failure", "shown by", "red on", "green on", "error ÷ allowed"]
     lines = []
     records = {f.record.id: f.record for f in sorted(findings, key=lambda f: f.record.id)}
     for record in records.values():
