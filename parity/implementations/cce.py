@@ -35,7 +35,8 @@ FOLDED = only(
     "temperature with a softcap: scaling the hidden states does not apply it",
     lambda s: s.softcap is None or s.temperature == 1.0,
 )
-LIMITS = (fitting("cut_cross_entropy:linear_cross_entropy", lambda s: {"bias": (s.bias, "none")}), FOLDED)
+FUNCTION = "cut_cross_entropy:linear_cross_entropy"
+LIMITS = (fitting(FUNCTION, lambda s: {"bias": (s.bias, "none")}), FOLDED)
 RUNS_HERE = (
     only("bf16 tl.dot gives NaN in Triton's interpreter", lambda s: s.device == "cuda" or s.dtype != "bf16"),
     only(
@@ -47,9 +48,7 @@ RUNS_HERE = (
 
 
 def _call(x: Inputs, **options: Any) -> Outputs:
-    import cut_cross_entropy
-
-    s, linear_cross_entropy = x.settings, accepted(cut_cross_entropy, "linear_cross_entropy")
+    s, linear_cross_entropy = x.settings, accepted(FUNCTION)
     options |= taking(linear_cross_entropy, {"bias": (x.bias, None)})
     nll = linear_cross_entropy(plain.folded(x), x.weight, x.ids.long(), softcap=s.softcap, reduction="none", **options)
     return {"logps": -nll}

@@ -170,10 +170,9 @@ def fitting(path: str, wanted: Callable[[Any], Mapping[str, tuple[Any, Any]]]) -
 @functools.cache
 def found_at(path: str) -> Any:
     """What is at MODULE:NAME in the installed version; None where nothing is."""
-    module, _, name = path.partition(":")
     try:
-        return operator.attrgetter(name)(importlib.import_module(module))
-    except (ImportError, AttributeError):
+        return accepted(path)
+    except (ImportError, AttributeError, Unsupported):
         return None
 
 
@@ -210,11 +209,14 @@ def by_token(value: Any, x: Inputs) -> Any:
     return value.view(rows, width) if flat else value
 
 
-def accepted(module: Any, name: str) -> Any:
-    """`module.name`, or `Unsupported` saying that the installed version has none."""
-    found = getattr(module, name, None)
-    require(found is not None, f"{module.__name__} has no {name} in the installed version")
-    return found
+def accepted(path: str) -> Any:
+    """What is at MODULE:NAME, or `Unsupported` saying that the installed version has no such name."""
+    module, _, name = path.partition(":")
+    place = importlib.import_module(module)
+    try:
+        return operator.attrgetter(name)(place)
+    except AttributeError:
+        raise Unsupported(f"{module} has no {name} in the installed version") from None
 
 
 def lacking(function: Any, required: Mapping[str, tuple[Any, Any]]) -> str:

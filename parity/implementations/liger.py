@@ -35,6 +35,9 @@ UNBIASED = only(
     lambda s: s.logit_scale == s.temperature or s.bias == "none",
 )
 NO_SCALE = only("no logit-scale parameter", lambda s: s.logit_scale == 1.0)
+LOG_PROBS = "liger_kernel.chunked_loss.fused_linear_ppo:_ChunkedSelectiveLogProbFunction"
+LINEAR_LOSS = "liger_kernel.transformers.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyLoss"
+LOSS = "liger_kernel.transformers.cross_entropy:LigerCrossEntropyLoss"
 SOURCE = "liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction"
 
 
@@ -51,7 +54,7 @@ def chunked(x: Inputs, **more: Any) -> Recipe:
 
 def streams_vocabulary() -> bool:
     """Whether the installed release's GRPO loss never holds all logits of a token, as since 0.8; 0.5.5 has no such module."""
-    return found_at("liger_kernel.chunked_loss.fused_linear_ppo:_ChunkedSelectiveLogProbFunction") is not None
+    return found_at(LOG_PROBS) is not None
 
 
 def _fused(x: Inputs) -> Recipe:
@@ -83,11 +86,8 @@ def _kernel(x: Inputs) -> Recipe:
 )
 def chunked_selective_logprob(x: Inputs) -> Outputs:
     """`_ChunkedSelectiveLogProbFunction`, the log-probs inside Liger's fused GRPO loss."""
-    import liger_kernel.chunked_loss.fused_linear_ppo as module
-
     s = x.settings
-    function = accepted(module, "_ChunkedSelectiveLogProbFunction")
-    logps = function.apply(
+    logps = accepted(LOG_PROBS).apply(
         x.hidden.flatten(0, 1), x.weight, x.ids.flatten().long(), x.bias, s.temperature, s.chunk_size or 4096
     )
     return {"logps": by_token(logps, x)}
@@ -104,10 +104,7 @@ LINEAR: dict[str, Any] = ADDED | {
     "sources": ("liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction",),
     "limits": (
         ONE_DTYPE,
-        fitting(
-            "liger_kernel.transformers.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyLoss",
-            lambda s: {"softcap": (s.softcap, None), **_added(s)},
-        ),
+        fitting(LINEAR_LOSS, lambda s: {"softcap": (s.softcap, None), **_added(s)}),
         FOLDED,
         UNBIASED,
     ),
@@ -134,9 +131,7 @@ def one_by_one(recipe: Recipe, x: Inputs) -> Recipe:
 
 def _linear(x: Inputs, reduction: str) -> Any:
     """`LigerFusedLinearCrossEntropyLoss` of hidden states, as a function of labels (B·T,)."""
-    import liger_kernel.transformers.fused_linear_cross_entropy as module
-
-    kind = accepted(module, "LigerFusedLinearCrossEntropyLoss")
+    kind = accepted(LINEAR_LOSS)
     options = taking(kind, {"softcap": (x.settings.softcap, None), **_added(x.settings)})
     loss = kind(reduction=reduction, ignore_index=IGNORE_INDEX, **options)
     return lambda ids: loss(x.weight, plain.folded(x).flatten(0, 1), ids, x.bias)
@@ -161,17 +156,15 @@ def mean_cross_entropy(x: Inputs) -> Outputs:
     "liger.cross_entropy",
     recipe=_kernel,
     sources=(SOURCE,),
-    limits=(fitting("liger_kernel.transformers.cross_entropy:LigerCrossEntropyLoss", _added),),
+    limits=(fitting(LOSS, _added),),
     **ADDED,
 )
 def cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerCrossEntropyLoss(reduction="none")` on materialised logits; the temperature divides them."""
-    import liger_kernel.transformers.cross_entropy as module
-
     s = x.settings
     z = plain.logits(x).flatten(0, 1)
     if s.temperature != 1.0:
         z = z / s.temperature
-    kind = accepted(module, "LigerCrossEntropyLoss")
+    kind = accepted(LOSS)
     loss = kind(reduction="none", ignore_index=IGNORE_INDEX, **taking(kind, _added(s)))
     return {"logps": by_token(-loss(z, x.ids.flatten().long()), x)}

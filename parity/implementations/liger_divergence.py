@@ -37,6 +37,7 @@ BARE = (
 )
 """What none of Liger's fused losses has a parameter for."""
 FORWARD = only("forward KL only", lambda s: s.beta == 0.0)
+CHUNKED_LOSS = "liger_kernel.chunked_loss.jsd_loss:LigerFusedLinearJSDLoss"
 UNBIASED = only("no bias parameter", lambda s: s.bias == "none")
 
 
@@ -62,17 +63,15 @@ def _chunks(x: Inputs) -> Recipe:
     limits=(
         *BARE,
         fitting(
-            "liger_kernel.chunked_loss.jsd_loss:LigerFusedLinearJSDLoss.forward",
+            f"{CHUNKED_LOSS}.forward",
             lambda s: {"student_bias": (s.bias, "none"), "teacher_bias": (teacher_biased(s), False)},
         ),
     ),
 )
 def fused_linear_jsd_loss(x: Inputs) -> Outputs:
     """`LigerFusedLinearJSDLoss(compiled=False)`: plain torch in chunks of tokens."""
-    import liger_kernel.chunked_loss.jsd_loss as module
-
     s = x.settings
-    kind, chunk = accepted(module, "LigerFusedLinearJSDLoss"), s.chunk_size or 1024
+    kind, chunk = accepted(CHUNKED_LOSS), s.chunk_size or 1024
     options = taking(kind, {"chunk_size": (chunk, chunk)})
     options |= {"weight_hard_loss": s.hard_loss, "weight_soft_loss": 1 - s.hard_loss}
     options |= {"beta": s.beta, "ignore_index": IGNORE_INDEX, "temperature": s.temperature}
@@ -100,11 +99,9 @@ def _tiles(x: Inputs) -> Recipe:
 )
 def fused_linear_jsd(x: Inputs) -> Outputs:
     """`LigerFusedLinearJSD`, chunks of logits and the Triton JSD kernel."""
-    import liger_kernel.transformers.fused_linear_jsd as module
-
     s = x.settings
-    cls = accepted(module, "LigerFusedLinearJSD")
-    loss = cls(jsd_beta=s.beta, ignore_index=IGNORE_INDEX, temperature=s.temperature)
+    kind = accepted("liger_kernel.transformers.fused_linear_jsd:LigerFusedLinearJSD")
+    loss = kind(jsd_beta=s.beta, ignore_index=IGNORE_INDEX, temperature=s.temperature)
     student, teacher = x.hidden.flatten(0, 1), x.teacher_hidden.flatten(0, 1)
     return {"loss": loss(student, x.weight, teacher, x.teacher_weight, _labels(x))}
 
@@ -132,11 +129,8 @@ def _kernel(x: Inputs) -> Recipe:
 )
 def jsd(x: Inputs) -> Outputs:
     """`LigerJSD` on log-probs of materialised logits."""
-    import liger_kernel.transformers.jsd as module
-
-    student, teacher = _log_probs(x)
-    loss = accepted(module, "LigerJSD")(beta=x.settings.beta, ignore_index=IGNORE_INDEX)
-    return {"loss": loss(student, teacher, _labels(x))}
+    kind = accepted("liger_kernel.transformers.jsd:LigerJSD")
+    return {"loss": kind(beta=x.settings.beta, ignore_index=IGNORE_INDEX)(*_log_probs(x), _labels(x))}
 
 
 @offer(
@@ -149,12 +143,10 @@ def jsd(x: Inputs) -> Outputs:
 )
 def kl_div(x: Inputs) -> Outputs:
     """`LigerKLDIVLoss(reduction="batchmean", log_target=True)` on the label positions' log-probs."""
-    import liger_kernel.transformers.kl_div as module
-
     rows = _labels(x) != IGNORE_INDEX
     require(bool(rows.any()), "no labels: the caller selects the rows, and none is left")
     student, teacher = _log_probs(x)
-    kind = accepted(module, "LigerKLDIVLoss")
+    kind = accepted("liger_kernel.transformers.kl_div:LigerKLDIVLoss")
     loss = kind(reduction="batchmean", log_target=True)
     return {"loss": loss(student[rows], teacher[rows])}
 
@@ -169,10 +161,8 @@ def kl_div(x: Inputs) -> Outputs:
 )
 def fused_linear_kl_div(x: Inputs) -> Outputs:
     """`LigerFusedLinearKLDivLoss` against the teacher's probabilities in float32."""
-    import liger_kernel.transformers.fused_linear_kl_div as module
-
     s = x.settings
     target = torch.softmax(teacher_logits(x).float() / s.temperature, -1).flatten(0, 1)
-    kind = accepted(module, "LigerFusedLinearKLDivLoss")
+    kind = accepted("liger_kernel.transformers.fused_linear_kl_div:LigerFusedLinearKLDivLoss")
     loss = kind(ignore_index=IGNORE_INDEX, temperature=s.temperature)
     return {"loss": loss(x.hidden.flatten(0, 1), x.weight, target, _labels(x))}

@@ -40,6 +40,7 @@ ONE_DTYPE_BEFORE_08 = only(
     "hidden states and head of one dtype only before 0.8",
     lambda s: streams_vocabulary() or autocast_of(s) is not None or s.head_dtype == "same" or s.dtype == "fp32",
 )
+FUSED_LOSS = "liger_kernel.chunked_loss.grpo_loss:LigerFusedLinearGRPOLoss"
 KERNEL_LOSS = "liger_kernel.transformers.grpo_loss:triton_grpo_loss"
 
 
@@ -102,10 +103,7 @@ def _metrics(x: Inputs, metrics: Any) -> Outputs:
 
 
 def _fused_loss(x: Inputs, compiled: bool = False) -> Outputs:
-    import liger_kernel.chunked_loss.grpo_loss as module
-
-    kind = accepted(module, "LigerFusedLinearGRPOLoss")
-    s = x.settings
+    kind, s = accepted(FUSED_LOSS), x.settings
     loss = kind(
         compiled=compiled,
         use_ref_model=s.beta != 0.0,
@@ -121,7 +119,6 @@ def _fused_loss(x: Inputs, compiled: bool = False) -> Outputs:
     return {"loss": out} | _metrics(x, metrics)
 
 
-FUSED_LOSS = "liger_kernel.chunked_loss.grpo_loss:LigerFusedLinearGRPOLoss"
 FUSED_REJECTS = tuple(limit("liger_kernel.chunked_loss.grpo_loss") for limit in (_token_level, known_loss_type))
 FUSED: dict[str, Any] = {
     "family": "policy",
@@ -190,9 +187,7 @@ CALLERS = only(f"its caller takes the mean of {', '.join(MEANS)}", lambda s: s.l
 
 def _triton(x: Inputs, **reduces: Any) -> Any:
     """`triton_grpo_loss(inplace=False)` on materialised logits, which have one position more."""
-    import liger_kernel.transformers.grpo_loss as module
-
-    function, s = accepted(module, "triton_grpo_loss"), x.settings
+    function, s = accepted(KERNEL_LOSS), x.settings
     z = plain.logits(x)
     z = torch.cat([z, torch.zeros_like(z[:, :1])], 1)
     tensors = _tensors(s, x.importance_sampling_ratio, x.num_items_in_batch)

@@ -39,9 +39,7 @@ def _offer(kind: str, wanted: Callable[[Any], Wanted], *limits: Limit) -> None:
     """Register `KIND(compiled=False)` as `liger.KIND`: its constructor takes `wanted` of the settings."""
 
     def call(x: Inputs) -> Outputs:
-        import liger_kernel.chunked_loss as module
-
-        made, s = accepted(module, kind), x.settings
+        made, s = accepted(f"{MODULE}:{kind}"), x.settings
         loss = made(ignore_index=IGNORE_INDEX, compiled=False, **taking(made, wanted(s)))
         ids = x.ids.long()
         reference = (x.ref_hidden, x.ref_weight, x.ref_bias)

@@ -50,8 +50,8 @@ offer = functools.partial(
 def _call(x: Inputs, reduction: str = "none", **options: Any) -> Outputs:
     """Minus `linear_cross_entropy`, with `LinearCrossEntropyOptions()` as it comes "accurate" on a CPU."""
     s = x.settings
-    function = accepted(torch.nn.functional, "linear_cross_entropy")
-    chosen = accepted(torch.nn, "LinearCrossEntropyOptions")(batch_chunk_size=s.chunk_size, **options)
+    function = accepted("torch.nn.functional:linear_cross_entropy")
+    chosen = accepted("torch.nn:LinearCrossEntropyOptions")(batch_chunk_size=s.chunk_size, **options)
     given = {"linear_bias": x.bias, "reduction": reduction, "ignore_index": IGNORE_INDEX, "options": chosen}
 
     def loss(ids: torch.Tensor) -> Any:

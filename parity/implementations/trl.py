@@ -71,16 +71,15 @@ def _kernel(x: Inputs) -> Recipe:
 )
 def selective_log_softmax(x: Inputs) -> Outputs:
     """`selective_log_softmax(logits, ids)` on materialised logits, as the trainer does without a fused head."""
-    from trl.trainer import utils
-
-    function, z, temperature = accepted(utils, "selective_log_softmax"), plain.logits(x), x.settings.temperature
+    function, z = accepted("trl.trainer.utils:selective_log_softmax"), plain.logits(x)
+    temperature = x.settings.temperature
     scaled = z / temperature if temperature != 1.0 else z
     if "temperature" in inspect.signature(function).parameters:
         out = {"logps": function(z, x.ids.long(), temperature=temperature)}
     else:
         out = {"logps": function(scaled, x.ids.long())}
     if x.settings.entropy != "none":
-        out["entropy"] = accepted(utils, "entropy_from_logits")(scaled)
+        out["entropy"] = accepted("trl.trainer.utils:entropy_from_logits")(scaled)
     return out
 
 
@@ -92,9 +91,7 @@ def selective_log_softmax(x: Inputs) -> Outputs:
 )
 def selective_log_softmax_and_entropy(x: Inputs) -> Outputs:
     """`selective_log_softmax_and_entropy(logits, ids, temperature=…, row_mask=…)`: torch path on the CPU, Triton on CUDA."""
-    from trl.trainer import utils
-
-    function = accepted(utils, "selective_log_softmax_and_entropy")
+    function = accepted("trl.trainer.utils:selective_log_softmax_and_entropy")
     mask = None if x.settings.ignored == "none" else x.ids != IGNORE_INDEX
     logps, entropy = function(
         plain.logits(x), x.ids.long().clamp(min=0), temperature=x.settings.temperature, row_mask=mask
@@ -110,9 +107,7 @@ def selective_log_softmax_and_entropy(x: Inputs) -> Outputs:
 )
 def logprob_entropy_kernel(x: Inputs) -> Outputs:
     """TRL's fused log-prob and entropy Triton kernel, called directly."""
-    import trl.kernels
-
-    function = accepted(trl.kernels, "selective_log_softmax_and_entropy")
+    function = accepted("trl.kernels:selective_log_softmax_and_entropy")
     mask = None if x.settings.ignored == "none" else x.ids != IGNORE_INDEX
     logps, entropy = function(plain.logits(x), x.ids.clamp(min=0), x.settings.temperature, mask)
     return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
@@ -120,13 +115,8 @@ def logprob_entropy_kernel(x: Inputs) -> Outputs:
 
 def _chunked_function() -> tuple[Any, bool]:
     """The autograd function (private until 1.14), and whether it takes the list of wanted outputs."""
-    try:
-        from trl.kernels import chunked_logprob
-    except ImportError:
-        from trl.trainer import utils
-
-        return accepted(utils, "_ChunkedLogProbFunction"), False
-    return accepted(chunked_logprob, "ChunkedLogProbFunction"), True
+    public = found_at(f"{CHUNKED}:ChunkedLogProbFunction")
+    return public or accepted("trl.trainer.utils:_ChunkedLogProbFunction"), public is not None
 
 
 def _chunked_takes(s: Any) -> str:

@@ -20,6 +20,7 @@ from parity.implementations.implementation import (
     Outputs,
     accepted,
     fitting,
+    found_at,
     implementation,
     only,
     taking,
@@ -43,7 +44,11 @@ ONE_VOCABULARY = only("one vocabulary: both heads have V rows", lambda s: s.extr
 OWN_COUNT = only("no num_items_in_batch: divides by its own label positions", lambda s: s.num_items == "none")
 CHUNK = 256
 """Of `_chunked_divergence_loss` in TRL 1.10 to 1.14, which walk in chunks of valid positions: `distillation_chunk_size`."""
-SERVER = "trl.experimental.server_distillation.server_distillation_trainer.ServerDistillationTrainer"
+GOLD = "trl.experimental.gold.gold_trainer:GOLDTrainer.generalized_jsd_loss"
+SERVER = "trl.experimental.server_distillation.server_distillation_trainer"
+
+
+SDFT = "trl.experimental.sdft.loss_utils"
 
 
 def teacher_biased(s: Any) -> bool:
@@ -102,12 +107,8 @@ def _generalized_jsd(function: Any, x: Inputs) -> Outputs:
 )
 def generalized_jsd_loss(x: Inputs) -> Outputs:
     """`GKDTrainer.generalized_jsd_loss` on materialised logits."""
-    try:
-        from trl.experimental.gkd import gkd_trainer as module
-    except ImportError:  # its place before it became experimental
-        import trl.trainer.gkd_trainer as module
-
-    return _generalized_jsd(accepted(module, "GKDTrainer").generalized_jsd_loss, x)
+    kind: Any = trl.class_named("GKDTrainer")
+    return _generalized_jsd(kind.generalized_jsd_loss, x)
 
 
 @offer(
@@ -119,14 +120,12 @@ def generalized_jsd_loss(x: Inputs) -> Outputs:
     limits=(
         *DENSE,
         plain.TWO_DTYPES,
-        _with_items("trl.experimental.gold.gold_trainer:GOLDTrainer.generalized_jsd_loss"),
+        _with_items(GOLD),
     ),
 )
 def gold_jsd_loss(x: Inputs) -> Outputs:
     """`GOLDTrainer.generalized_jsd_loss`, GKD's with a path for probabilities."""
-    from trl.experimental.gold import gold_trainer
-
-    return _generalized_jsd(accepted(gold_trainer, "GOLDTrainer").generalized_jsd_loss, x)
+    return _generalized_jsd(accepted(GOLD), x)
 
 
 def _tiles(x: Inputs) -> Recipe:
@@ -146,13 +145,11 @@ def _tiles(x: Inputs) -> Recipe:
 )
 def _chunked(x: Inputs) -> Outputs:
     """`ChunkedDivergenceFunction`, masked and averaged here: torch on the CPU, Triton on CUDA."""
-    import trl.kernels.chunked_divergence as module
-
-    s = x.settings
+    s, function = x.settings, accepted("trl.kernels.chunked_divergence:ChunkedDivergenceFunction")
     student, teacher = (x.hidden, x.weight, x.bias), (x.teacher_hidden, x.teacher_weight, x.teacher_bias)
     logits = (s.logit_scale, s.softcap, s.teacher_logit_scale, s.teacher_softcap)
     both = [t if t is None or t.dim() < 3 else t.flatten(0, 1) for t in (*student, *teacher)]
-    per_token, _ = accepted(module, "ChunkedDivergenceFunction").apply(*both, s.beta, s.temperature, *logits)
+    per_token, _ = function.apply(*both, s.beta, s.temperature, *logits)
     labelled = (x.ids != IGNORE_INDEX).flatten()
     count = labelled.sum().clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch
     return {"loss": per_token.masked_fill(~labelled, 0).sum() / count}
@@ -200,17 +197,9 @@ def _walked(x: Inputs) -> Recipe:
 def _wired(x: Inputs) -> Outputs:
     """`_chunked_divergence_loss`, as DistillationTrainer wires it: mask, normaliser, scales, softcaps; and its Triton kernels
     also where the device would take the path in torch."""
-    import trl.trainer.distillation_trainer as module
-
-    s = x.settings
-    try:
-        import trl.kernels.chunked_divergence  # noqa: F401
-
-        walks: dict[str, int] = {}
-    except ImportError:
-        walks = {"chunk_size": s.chunk_size or CHUNK}
+    s, function = x.settings, accepted("trl.trainer.distillation_trainer:_chunked_divergence_loss")
+    walks = {} if plain.installed("trl.kernels.chunked_divergence") else {"chunk_size": s.chunk_size or CHUNK}
     heads, labelled = (x.hidden, x.teacher_hidden, x.weight, x.teacher_weight), (x.ids != IGNORE_INDEX).long()
-    function = accepted(module, "_chunked_divergence_loss")
     loss, _, _ = function(*heads, labelled, s.beta, **two_heads(x), **walks)
     return {"loss": loss}
 
@@ -221,14 +210,8 @@ def _student_logps(x: Inputs) -> torch.Tensor:
 
 def _server(x: Inputs) -> tuple[Any, Any]:
     """The trainer that holds the server path, and an object with the attributes that its methods read."""
-    try:
-        import trl.experimental.server_distillation.server_distillation_trainer as module
-
-        trainer = accepted(module, "ServerDistillationTrainer")
-    except ImportError:  # up to TRL 1.3 the experimental DistillationTrainer had its methods
-        import trl.experimental.distillation.distillation_trainer as older
-
-        trainer = older.DistillationTrainer
+    older = "trl.experimental.distillation.distillation_trainer:DistillationTrainer"  # up to TRL 1.3 it had its methods
+    trainer = found_at(f"{SERVER}:ServerDistillationTrainer") or accepted(older)
     holder = SimpleNamespace(beta=x.settings.beta, loss_add_tail=x.settings.tail, reverse_kl_top_1_mode="sampled")
     holder._reduce_divergence_loss = trainer._reduce_divergence_loss
     for name in ("_get_reverse_kl_top_1_tokens", "_compute_sparse_top_1_divergence_loss"):
@@ -245,7 +228,7 @@ def _sparse(x: Inputs) -> Recipe:
     "trl.server_forward_kl",
     recipe=_sparse,
     contexts=EVERY_CONTEXT,
-    sources=(f"{SERVER}._compute_server_forward_kl_loss",),
+    sources=(f"{SERVER}.ServerDistillationTrainer._compute_server_forward_kl_loss",),
     limits=(only("takes a sparse teacher at beta 0", lambda s: s.sparse == "topk" and s.beta == 0.0), OWN_COUNT),
 )
 def server_forward_kl(x: Inputs) -> Outputs:
@@ -259,7 +242,7 @@ def server_forward_kl(x: Inputs) -> Outputs:
     "trl.server_sparse_top_1",
     recipe=_sparse,
     contexts=EVERY_CONTEXT,
-    sources=(f"{SERVER}._compute_server_sparse_top_1_divergence_loss",),
+    sources=(f"{SERVER}.ServerDistillationTrainer._compute_server_sparse_top_1_divergence_loss",),
     limits=(
         only("takes the mixed support of a sparse teacher, at beta above 0", lambda s: s.sparse == "mixed"),
         OWN_COUNT,
@@ -280,7 +263,7 @@ def server_sparse_top_1(x: Inputs) -> Outputs:
     recipe=materialised,
     contexts=EVERY_CONTEXT,
     every=4,
-    sources=("trl.experimental.sdft.loss_utils.compute_divergence", "trl.experimental.sdft.loss_utils.add_tail_bucket"),
+    sources=(f"{SDFT}.compute_divergence", f"{SDFT}.add_tail_bucket"),
     limits=(
         only("no padding inside a support", lambda s: s.sparse == "none" or (s.sparse == "topk" and not s.ragged)),
         DENSE[1],
@@ -289,18 +272,16 @@ def server_sparse_top_1(x: Inputs) -> Outputs:
 )
 def self_distillation(x: Inputs) -> Outputs:
     """SDFT's `compute_full_logit_self_distillation_loss`, or its divergence on a completed top k, averaged here."""
-    import trl.experimental.sdft.loss_utils as module
-
     s = x.settings
     labelled = x.ids != IGNORE_INDEX
     if s.sparse == "none":
         teacher = teacher_logits(x) / s.temperature
-        function = accepted(module, "compute_full_logit_self_distillation_loss")
+        function = accepted(f"{SDFT}:compute_full_logit_self_distillation_loss")
         per_token = function(plain.logits(x) / s.temperature, teacher, distillation_alpha=s.beta)[labelled]
     else:
-        add_tail = accepted(module, "add_tail_bucket")
+        add_tail = accepted(f"{SDFT}:add_tail_bucket")
         complete = add_tail if s.tail else lambda logps: logps - torch.logsumexp(logps, dim=-1, keepdim=True)
         student = complete(_student_logps(x)[labelled].gather(-1, x.support_ids[labelled]))
-        per_token = accepted(module, "compute_divergence")(student, complete(x.support_logps[labelled]), s.beta)
+        per_token = accepted(f"{SDFT}:compute_divergence")(student, complete(x.support_logps[labelled]), s.beta)
     count = labelled.sum().clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch
     return {"loss": per_token.float().sum() / count}

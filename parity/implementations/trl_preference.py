@@ -47,7 +47,7 @@ def cpo_loss(x: Inputs) -> Outputs:
     s = x.settings
     chosen, rejected = _logps(kind, x, s.average or s.loss_type in PER_TOKEN["cpo"])
     own = _self(x, alpha=0.0, loss_type=s.loss_type, simpo_gamma=s.gamma)
-    losses, *_ = accepted(kind, "cpo_loss")(own, chosen, rejected)
+    losses, *_ = kind.cpo_loss(own, chosen, rejected)
     return {"loss": losses.mean()}
 
 
@@ -61,7 +61,7 @@ def cpo_loss(x: Inputs) -> Outputs:
 def odds_ratio_loss(x: Inputs) -> Outputs:
     """Minus the mean of `ORPOTrainer.odds_ratio_loss`, which the trainer subtracts from the likelihood's loss."""
     kind: Any = trl.class_named("ORPOTrainer")
-    losses, *_ = accepted(kind, "odds_ratio_loss")(_self(x), *_logps(kind, x, average=True))
+    losses, *_ = kind.odds_ratio_loss(_self(x), *_logps(kind, x, average=True))
     return {"loss": -losses.mean()}
 
 
@@ -71,8 +71,6 @@ class _Model(torch.nn.Module):
     is_gradient_checkpointing = False
 
     def __init__(self, x: Inputs, prefix: str = ""):
-        from trl.trainer import utils
-
         super().__init__()
         self.kl = 0.0 if prefix else x.settings.kl
         hidden, weight, bias = (getattr(x, prefix + name) for name in ("hidden", "weight", "bias"))
@@ -82,7 +80,7 @@ class _Model(torch.nn.Module):
         self.base_model = lambda **_: SimpleNamespace(last_hidden_state=states)
         self.get_output_embeddings = lambda: SimpleNamespace(weight=weight, bias=bias)
         more = ("entropy", "mean_logits", "is_top1", *(["log_sum_sq_probs"] if x.settings.weighting else []))
-        accepted(utils, "add_fused_lm_head")(self, outputs=("log_probs", *more))
+        accepted("trl.trainer.utils:add_fused_lm_head")(self, outputs=("log_probs", *more))
 
 
 def _asked(x: Inputs, kind: Any, **more: Any) -> torch.Tensor:

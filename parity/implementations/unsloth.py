@@ -33,10 +33,9 @@ from parity.judge.recipe import Recipe
 
 JSD_CHUNK = 256
 """Default of `distillation_chunked_jsd`."""
-BIASED = fitting(
-    "unsloth_zoo.rl_replacements:chunked_hidden_states_selective_log_softmax",
-    lambda s: {"lm_head_bias": (s.bias, "none")},
-)
+LOG_PROBS = "unsloth_zoo.rl_replacements:chunked_hidden_states_selective_log_softmax"
+EFFICIENT_LOSS = "unsloth_zoo.rl_replacements:UnslothEfficientGRPO"
+BIASED = fitting(LOG_PROBS, lambda s: {"lm_head_bias": (s.bias, "none")})
 
 
 def _chunked(x: Inputs) -> Recipe:
@@ -46,10 +45,7 @@ def _chunked(x: Inputs) -> Recipe:
 
 def _log_probs(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
     """`chunked_hidden_states_selective_log_softmax`; 0 means no scale and no softcap there."""
-    import unsloth_zoo.rl_replacements as module
-
-    s = x.settings
-    function = accepted(module, "chunked_hidden_states_selective_log_softmax")
+    s, function = x.settings, accepted(LOG_PROBS)
     options = {"logit_scale_multiply": 0.0 if s.logit_scale == 1.0 else s.logit_scale, "temperature": s.temperature}
     options |= {"logit_softcapping": s.softcap or 0.0} | taking(function, {"lm_head_bias": (x.bias, None)})
     return by_token(function(hidden, x.weight, x.ids.long(), **options), x)
@@ -78,15 +74,13 @@ def _options(x: Inputs) -> dict[str, Any]:
     if s.loss_type in WINDOW_NORMALISED:
         out |= {"num_items_in_batch": x.num_items_in_batch, "steps_per_generation": s.steps_per_generation}
     if s.loss_type == "vespo":
-        from trl import GRPOTrainer
-
-        out["get_gamma_weights"] = accepted(GRPOTrainer, "get_gamma_weights")
+        out["get_gamma_weights"] = accepted("trl:GRPOTrainer.get_gamma_weights")
     return out
 
 
 def _scales(s: Any) -> str:
     """Its backward ignores the upstream gradient unless told a factor for it, which the trainer does under DeepSpeed."""
-    function = found_at("unsloth_zoo.rl_replacements:UnslothEfficientGRPO.forward")
+    function = found_at(f"{EFFICIENT_LOSS}.forward")
     scales = function is None or "upstream_scale" in inspect.signature(function).parameters
     return "" if scales or s.cotangent == "ones" else "ignores the upstream gradient"
 
@@ -110,18 +104,14 @@ GRPO: dict[str, Any] = {
 @implementation("unsloth.grpo_compute_loss", sources=("unsloth_zoo.rl_replacements.grpo_compute_loss",), **GRPO)
 def grpo_compute_loss(x: Inputs) -> Outputs:
     """`grpo_compute_loss` under autograd, on Unsloth's own log-probs."""
-    import unsloth_zoo.rl_replacements as module
-
-    function, options = accepted(module, "grpo_compute_loss"), _options(x)
+    function, options = accepted("unsloth_zoo.rl_replacements:grpo_compute_loss"), _options(x)
     new = _log_probs(x, plain.states(x))
     tensors = (x.ref_logps, new, x.old_logps, None, x.ids.long(), x.mask)
     return {"loss": function(*tensors, x.settings.beta, x.advantages, **options)[0]}
 
 
 def _efficient(x: Inputs, chunks: int) -> Outputs:
-    import unsloth_zoo.rl_replacements as module
-
-    function, options = accepted(module, "UnslothEfficientGRPO"), _options(x)
+    function, options = accepted(EFFICIENT_LOSS), _options(x)
     arguments = [x.weight, x.ids.long(), x.mask, x.advantages, x.settings.beta, None, chunks, options]
     if x.settings.cotangent != "ones":
         arguments.append(1.0)
@@ -159,10 +149,7 @@ def _jsd_chunks(x: Inputs) -> Recipe:
 )
 def distillation_chunked_jsd(x: Inputs) -> Outputs:
     """`distillation_chunked_jsd`, chunks of valid positions, gradients taken in the forward pass."""
-    import unsloth_zoo.rl_replacements as module
-
-    s = x.settings
-    function = accepted(module, "distillation_chunked_jsd")
+    s, function = x.settings, accepted("unsloth_zoo.rl_replacements:distillation_chunked_jsd")
     # It takes its gradients in the forward pass, in the dtype of the head, and asks the GradScaler, so that they do not
     # underflow there: the largest power of two that the upstream gradient holds. A release that takes none goes without.
     upstream = abs(float(x.cotangents["loss"])) if s.cotangent == "scaled" else 0.0
