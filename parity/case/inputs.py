@@ -22,6 +22,7 @@ class Setting:
     default: Any  # its value where a case names none
     doc: str  # what it means
     choices: tuple[Any, ...] | None = None  # the values it may take; None: see `doc`
+    within: str = ""  # the interval that its numbers lie in, "[0, 1)"; empty: any
     # of a size, which part it has of the largest tensor that a loss holds: its "rows", the "length" of a row, or neither
     # ("inner")
     size: Literal["", "rows", "length", "inner"] = ""
@@ -45,6 +46,12 @@ def fits(value: Any, default: Any) -> bool:
     return isinstance(value, int | float) if type(default) is float else isinstance(value, type(default))
 
 
+def _inside(value: Any, interval: str) -> bool:
+    low, high = map(float, interval[1:-1].split(","))
+    ends = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
+    return ends or (isinstance(value, int | float) and low < value < high)
+
+
 def filled(case: Case, table: Mapping[str, Setting], of: str) -> SimpleNamespace:
     """The settings of a case, with the defaults of those that it leaves out; `of`: whose table it is. Raises UsageError
     for a setting that is not in the table, or a value outside its choices."""
@@ -57,6 +64,8 @@ def filled(case: Case, table: Mapping[str, Setting], of: str) -> SimpleNamespace
         if choices is None and not fits(value, default):
             kind = "an integer" if type(default) is int else "text" if isinstance(default, str) else "a number"
             raise UsageError(f"case {case.id}: {name}={shown(value)} must be {kind}")
+        if table[name].within and value is not None and not _inside(value, table[name].within):
+            raise UsageError(f"case {case.id}: {name}={shown(value)} must lie in {table[name].within}")
     return SimpleNamespace(**{**defaults(table), **case.settings})
 
 

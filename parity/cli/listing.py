@@ -50,7 +50,8 @@ def settings(name: str, console: Console) -> None:
     if Path(name).is_file():
         _judged(read(Path(name))[1], console)
         return
-    rows = [(k, s.default, _with(s.doc, values=s.choices)) for k, s in family(name).settings.items()]
+    found = family(name).settings.items()
+    rows = [(k, s.default, _with(s.doc, values=s.choices, within=[s.within] if s.within else None)) for k, s in found]
     _show(f"settings of {name}", ("name", "default", "meaning"), rows, console)
     if name in loss_families():
         fam = loss_family(name)

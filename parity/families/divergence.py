@@ -16,7 +16,6 @@ distillation). Inputs: `divergence_inputs`.
 
 import functools
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from parity.case.family import Family, Relation
 from parity.case.inputs import Inputs, product_dtype
 from parity.families import divergence_inputs as inputs_of
 from parity.families import head, stored_tensors
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.judge.recipe import LARGEST
 from parity.judge.stages import in_dtype, of_teacher, stored
 
@@ -100,11 +99,10 @@ def teacher_logits(x: Inputs, vocabulary: int) -> torch.Tensor:
     s = x.settings
     if x.teacher_logits is not None:
         return x.teacher_logits.flatten(-3, -2)[..., :vocabulary] / s.temperature
-    settings = SimpleNamespace(logit_scale=s.teacher_logit_scale, softcap=s.teacher_softcap, temperature=s.temperature)
-    bias = None if x.teacher_bias is None else x.teacher_bias[..., :vocabulary]
-    weight = x.teacher_weight[..., :vocabulary, :]
-    teacher: Any = SimpleNamespace(hidden=x.teacher_hidden, weight=weight, bias=bias, settings=settings)
-    return head.logits(teacher, of_teacher=True)
+    own = head.teacher(x, s, temperature=s.temperature)
+    own.weight = own.weight[..., :vocabulary, :]
+    own.bias = None if own.bias is None else own.bias[..., :vocabulary]
+    return head.logits(own, of_teacher=True)
 
 
 def sparse(x: Inputs, lp: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -176,11 +174,6 @@ def zero_padded(x: Inputs) -> dict[str, torch.Tensor]:
     return _loss(x, divergence, zero_padded=True)
 
 
-def zeros(x: Inputs) -> dict[str, torch.Tensor]:
-    """Ignored positions: exactly zero gradient of their hidden states."""
-    return {"grad_hidden": x.ids == IGNORE_INDEX}
-
-
 def features(case: Case) -> dict[str, Any]:
     """Facts for coverage and ledger scopes besides the settings themselves."""
     s = FAMILY.full_settings(case)
@@ -241,7 +234,7 @@ FAMILY: Family = Family(
     build=_build,
     oracle=oracle,
     outputs={"loss": "required"},
-    zeros=zeros,
+    zeros=head.unlabelled,
     features=features,
     variants={"exchanged mixture": exchanged_mixture, "zero-padded student": zero_padded},
     parameters=parameters,

@@ -15,32 +15,37 @@ from parity.case.layouts import arranged
 from parity.case.stored import sizes
 from parity.errors import UsageError
 from parity.families import head, stored_tensors
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.judge.recipe import DTYPES
 from parity.judge.values import normal, uniform
 
 SETTINGS = head.SETTINGS | {
-    "beta": Setting(0.5, "0 forward KL(q‖p), 1 reverse KL(p‖q), between JSD; the teacher's weight in the mixture"),
+    "beta": Setting(
+        0.5, "0 forward KL(q‖p), 1 reverse KL(p‖q), between JSD; the teacher's weight in the mixture", within="[0, 1]"
+    ),
     "teacher": Setting("head", "the teacher's hidden states and head, or its logits as data", ("head", "logits")),
-    "teacher_H": Setting(5, "hidden size of the teacher, at least 1; the student's unless gap is 'apart'"),
+    "teacher_H": Setting(5, "hidden size of the teacher; the student's unless gap is 'apart'", within="[1, inf)"),
     "gap": Setting("apart", "teacher beside student: independent, close, the same tensors", ("apart", "near", "equal")),
     "teacher_peak": Setting(1.0, "standard deviation of the teacher's raw logits, where the gap is 'apart'"),
     "teacher_softcap": Setting(None, "the teacher's softcap, or none"),
     "teacher_logit_scale": Setting(1.0, "the teacher's logit scale"),
     "teacher_bias": Setting("none", "bias of its head; 'banned' has -inf entries", ("none", "random", "banned")),
-    "extra_vocabulary": Setting(0, "rows of the teacher's head beyond the student's, whose logits are 0 there"),
+    "extra_vocabulary": Setting(
+        0, "rows of the teacher's head beyond the student's, whose logits are 0 there", within="[0, inf)"
+    ),
     "sparse": Setting(
         "none", "teacher's support: all, top k, or top 1 and the label (at beta 1 the label)", ("none", "topk", "mixed")
     ),
-    "k": Setting(2, "tokens that the teacher names at a position, at least 1"),
+    "k": Setting(2, "tokens that the teacher names at a position", within="[1, inf)"),
     "ragged": Setting(False, "some positions have fewer tokens, the rest is padded with -inf", (False, True)),
     "tail": Setting(True, "complete a sparse support by a tail bucket, else renormalise it", (False, True)),
     "ignored": Setting("none", "positions with label -100", ("none", "some", "row", "all")),
     "num_items": Setting("none", "divide by the label positions, or by num_items_in_batch", ("none", "given")),
-    "other_tokens": Setting(0, "label positions in the other micro-batches of the window"),
+    "other_tokens": Setting(0, "label positions in the other micro-batches of the window", within="[0, inf)"),
     "hard_loss": Setting(
         0.0,
         "weight h of the labels' cross entropy at temperature 1; the divergence has 1 - h",
+        within="[0, 1]",
         few=(0.5, 0.25, 0.9, 1.0),
     ),
     "chunk_size": Setting(None, "tokens a chunk, for implementations that chunk; none: their default"),
@@ -86,10 +91,7 @@ def derived(family: Family, tensors: Mapping[str, torch.Tensor], where: str) -> 
 
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
     """Settings of one case; every dimension independently, so that they combine."""
-
-    def pick(*values: Any) -> Any:
-        return draw(st.sampled_from(values))
-
+    pick = head.picking(draw, st)
     out = head.draw_head(draw, st, dtype, profile=profile, contexts=contexts)
     out["cotangent"] = pick("ones", "ones", "ones", "random", "fine", "zero", "scaled", "small")
     width = draw(st.one_of(st.integers(1, 16), st.integers(1, 16), st.sampled_from([31, 64, 100]), st.just(0)))
@@ -105,7 +107,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         "teacher_bias": pick("none", "none", "none", "random", "random", "banned"),
         "extra_vocabulary": pick(0, 0, 0, 0, 0, 0, 1, 9, 128),
         "sparse": pick("none", "none", "none", "none", "topk", "mixed"),
-        "k": draw(st.sampled_from([1, 2, 3, 8, 20, 100])),
+        "k": pick(1, 2, 3, 8, 20, 100),
         "ragged": pick(False, True),
         "tail": pick(True, True, False),
         "ignored": pick("none", "none", "none", "some", "some", "row", "all"),
@@ -171,7 +173,6 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     if s.sparse != "none":
         tensors |= _support(case, s, tensors, ignored)
         tensors |= dict.fromkeys(("teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits"))
-    assert tensors["ids"] is not None
     tensors["ids"] = tensors["ids"].masked_fill(ignored, IGNORE_INDEX)
     if s.num_items == "given":
         tensors["num_items_in_batch"] = torch.tensor(max(int((~ignored).sum()) + s.other_tokens, 1))
@@ -182,32 +183,21 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
 def check(case: Case, s: SimpleNamespace) -> None:
     """Refuse settings outside their range. Raises UsageError naming the setting and its value."""
     head.check(s, case)
-    for name, least in (("teacher_H", 1), ("k", 1), ("extra_vocabulary", 0), ("other_tokens", 0)):
-        if getattr(s, name) < least:
-            raise UsageError(f"case {case.id}: {name}={getattr(s, name)} must be at least {least}")
-    if not 0 <= s.beta <= 1:
-        raise UsageError(f"case {case.id}: beta={s.beta} must lie in [0, 1]")
     if s.sparse == "mixed" and s.beta == 0.0:
         raise UsageError(f"case {case.id}: sparse='mixed' needs beta above 0")
-    if not 0 <= s.hard_loss <= 1 or (s.hard_loss and s.sparse != "none"):
-        raise UsageError(
-            f"case {case.id}: hard_loss={s.hard_loss} must lie in [0, 1], and be 0 beside a sparse teacher"
-        )
-    if s.sparse != "none" and (s.extra_vocabulary or s.teacher != "head"):
-        raise UsageError(f"case {case.id}: sparse={s.sparse!r} needs teacher='head' and extra_vocabulary=0")
+    if s.sparse != "none" and (s.extra_vocabulary or s.hard_loss or s.teacher != "head"):
+        raise UsageError(f"case {case.id}: sparse={s.sparse!r} needs teacher='head', extra_vocabulary=0, hard_loss=0")
 
 
-def _student_bias(s: SimpleNamespace, tensors: dict[str, torch.Tensor | None]) -> None:
+def _student_bias(s: SimpleNamespace, tensors: dict[str, Any]) -> None:
     bias = tensors["bias"]
     if bias is not None and s.softcap is None and not bans(s)[0]:
         tensors["bias"] = bias.masked_fill(bias == -torch.inf, 0.0)
 
 
-def _teacher(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+def _teacher(case: Case, s: SimpleNamespace, tensors: dict[str, Any]) -> dict[str, Any]:
     dtype, total = DTYPES[case.dtype], s.V + s.extra_vocabulary
     hidden, weight = tensors["hidden"], tensors["weight"]
-    assert hidden is not None
-    assert weight is not None
     width = s.teacher_H if s.gap == "apart" else s.H
     drawn = normal(case.seed, "teacher_hidden", (s.B, s.T, width))
     t_hidden = drawn
@@ -231,7 +221,7 @@ def _teacher(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | N
     return teacher
 
 
-def _banned(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | None], total: int) -> torch.Tensor | None:
+def _banned(case: Case, s: SimpleNamespace, tensors: dict[str, Any], total: int) -> torch.Tensor | None:
     """The tokens that the teacher excludes, at least one left, or None."""
     by_student, by_teacher = bans(s)
     if not by_teacher:
@@ -242,37 +232,26 @@ def _banned(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | No
     banned[int(uniform(case.seed, "allowed", ()) * s.V)] = False
     bias = tensors["bias"]
     if by_student:
-        assert bias is not None
         banned[: s.V] = (banned[: s.V] | (bias == -torch.inf)) if s.beta == 0.0 else banned[: s.V]
         banned[: s.V] = (banned[: s.V] & (bias == -torch.inf)) if s.beta == 1.0 else banned[: s.V]
-    allowed = tensors["ids"]
-    assert allowed is not None
-    banned[allowed.long().unique()] = False  # the student allows its labels too, so one token is always common
+    banned[tensors["ids"].long().unique()] = False  # the student allows its labels too, so one token is always common
     return banned
 
 
-def raw_logits(s: SimpleNamespace, teacher: dict[str, torch.Tensor | None]) -> torch.Tensor:
+def raw_logits(s: SimpleNamespace, teacher: dict[str, Any]) -> torch.Tensor:
     """The teacher's logits before the temperature, (B·T, V + extra), float64."""
-    x: Any = SimpleNamespace(
-        hidden=teacher["teacher_hidden"].double(),  # type: ignore[union-attr]
-        weight=teacher["teacher_weight"].double(),  # type: ignore[union-attr]
-        bias=None if teacher["teacher_bias"] is None else teacher["teacher_bias"].double(),
-        settings=SimpleNamespace(logit_scale=s.teacher_logit_scale, softcap=s.teacher_softcap, temperature=1.0),
-    )
-    return head.logits(x)
+    double = {name: None if x is None else x.double() for name, x in teacher.items()}
+    return head.logits(head.teacher(SimpleNamespace(**double), s, temperature=1.0))
 
 
-def _support(
-    case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | None], ignored: torch.Tensor
-) -> dict[str, torch.Tensor | None]:
+def _support(case: Case, s: SimpleNamespace, tensors: dict[str, Any], ignored: torch.Tensor) -> dict[str, Any]:
     """Log-probs of a few tokens, as a server sends them: float32, -inf for padding."""
     lq = torch.log_softmax(raw_logits(s, tensors) / s.temperature, -1).view(s.B, s.T, s.V)
     labels = tensors["ids"]
-    assert labels is not None
     label_logps = rounded(lq.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1))
     top, ids = lq.topk(min(s.k if s.sparse == "topk" else 1, max(s.V - 1, 1)), dim=-1)
     top = rounded(top).clamp(max=-(2.0**-10))  # a server's rounded log-probs; a certain token is the tail's business
-    extra: dict[str, torch.Tensor | None] = {}
+    extra: dict[str, Any] = {}
     if s.sparse == "mixed":
         out = {"top1_ids": ids[..., 0], "top1_logps": top[..., 0], "label_logps": label_logps.clamp(max=-(2.0**-10))}
         extra = {k: v.masked_fill(ignored, 0 if k == "top1_ids" else -torch.inf) for k, v in out.items()}

@@ -18,6 +18,7 @@ from parity.judge.recipe import DTYPES, LARGEST
 from parity.judge.stages import by_index, scaled, stored
 from parity.judge.values import integers, normal, uniform
 
+IGNORE_INDEX = -100
 SETTINGS = {
     "B": Setting(2, "sequences, at least 1", size="rows"),
     "T": Setting(3, "positions, at least 1", size="rows"),
@@ -31,8 +32,8 @@ SETTINGS = {
         ("none", "zero", "equal"),
     ),
     "targets": Setting("random", "selected token ids", ("random", "likely", "edge")),
-    "temperature": Setting(1.0, "τ, divides the logits last"),
-    "softcap": Setting(None, "c in c·tanh(z/c), or none"),
+    "temperature": Setting(1.0, "τ, divides the logits last", within="(0, inf)"),
+    "softcap": Setting(None, "c in c·tanh(z/c), or none", within="(0, inf)"),
     "logit_scale": Setting(1.0, "multiplies the logits before the softcap"),
     "bias": Setting("none", "LM-head bias; 'banned' has -inf entries", ("none", "random", "banned")),
     "head_dtype": Setting("same", "dtype of weight and bias", ("same", "fp32")),
@@ -57,21 +58,13 @@ VOCABULARY = {"quick": 1 << 15, "pr": 1 << 18}
 """Profile -> largest vocabulary that is drawn; in the others twice that of `pr`."""
 TOKENS, HIDDEN, SEQUENCES = 1 << 16, 1 << 13, 1 << 9
 """Largest length of a sequence, hidden size and number of sequences."""
+GRADS = ("hidden", "weight", "bias", "hidden bias", "weight bias", "hidden weight")
 ENTRIES = 1 << 18
 """Entries of the logits, and a quarter of those of the head, of a case that has such a size, about."""
 
 
 def check(settings: SimpleNamespace, case: Case) -> None:
-    """Refuse shapes and numbers for which the definition has no value. Raises UsageError, naming the setting, its value
-    and the bound."""
-    for name in ("B", "T", "V", "H"):
-        value = getattr(settings, name)
-        if not isinstance(value, int) or value < 1:
-            raise UsageError(f"case {case.id}: {name}={value!r} must be an integer of at least 1")
-    if not settings.temperature > 0:
-        raise UsageError(f"case {case.id}: temperature={settings.temperature!r} must be positive")
-    if settings.softcap is not None and not settings.softcap > 0:
-        raise UsageError(f"case {case.id}: softcap={settings.softcap!r} must be positive, or null for none")
+    """Refuse what the definition has no value for. Raises UsageError, naming the setting and its value."""
     if not abs(settings.level) <= torch.finfo(DTYPES[case.dtype]).max:
         raise UsageError(f"case {case.id}: level={settings.level!r} must be a finite number of {case.dtype}")
     unknown = set(settings.grad.split()) - {"hidden", "weight", "bias"}
@@ -79,13 +72,13 @@ def check(settings: SimpleNamespace, case: Case) -> None:
         raise UsageError(f"case {case.id}: grad names {', '.join(sorted(unknown))}, choose from hidden, weight, bias")
 
 
-def build(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
+def build(case: Case, s: SimpleNamespace) -> dict[str, Any]:
     """Tensors `hidden` (B, T, H), `weight` (V, H), `bias` (V,) or None, `ids` (B, T), and `previous_ids` (B, T)."""
     dtype = DTYPES[case.dtype]
     head_dtype = dtype if s.head_dtype == "same" else torch.float32
     hidden = normal(case.seed, "hidden", (s.B, s.T, s.H)).to(dtype)
     weight = (normal(case.seed, "weight", (s.V, s.H)) * (s.peak / s.H**0.5)).to(head_dtype)
-    bias = None
+    bias: Any = None
     if s.bias != "none":
         bias = normal(case.seed, "bias", (s.V,)).to(head_dtype)
     if s.level:
@@ -101,7 +94,6 @@ def build(case: Case, s: SimpleNamespace) -> dict[str, torch.Tensor | None]:
     if s.targets == "edge":
         ids = torch.where(uniform(case.seed, "edge", (s.B, s.T)) < 0.5, 0, s.V - 1)
     if s.bias == "banned":
-        assert bias is not None
         banned = uniform(case.seed, "banned", (s.V,)) < 0.3
         banned[ids.unique()] = False
         bias = bias.masked_fill(banned, -torch.inf)
@@ -151,6 +143,12 @@ def logits(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
     softcap(z) = c·tanh(z/c). The order scale, softcap, temperature is that of transformers' Gemma-2 and Cohere models
     followed by TRL's sampling temperature."""
     return of_model(x, of_teacher) / x.settings.temperature
+
+
+def teacher(x: Any, s: SimpleNamespace, **more: Any) -> Any:
+    """The teacher among the tensors `x` as a model of its own, `more` beside its scale and softcap."""
+    settings = SimpleNamespace(logit_scale=s.teacher_logit_scale, softcap=s.teacher_softcap, **more)
+    return SimpleNamespace(hidden=x.teacher_hidden, weight=x.teacher_weight, bias=x.teacher_bias, settings=settings)
 
 
 def of_model(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
@@ -249,11 +247,16 @@ def log_partition(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
     return (z.gather(-1, top) - logps.gather(-1, top)).squeeze(-1)
 
 
+def picking(draw: Any, st: Any) -> Any:
+    """`pick(*values)`, which draws one of them."""
+    return lambda *values: draw(st.sampled_from(values))
+
+
 def size(draw: Any, st: Any, least: int, most: int) -> int:
     """A size, mostly a multiple of a power of two, or one beside it, else log-uniform in [least, most]."""
     steps = 4 * max(1, math.ceil(math.log2(most / least)))
     value = least * (most / least) ** (draw(st.integers(0, steps)) / steps)
-    beside = draw(st.sampled_from([0, 0, 1, 1, -1, None]))
+    beside = picking(draw, st)(0, 0, 1, 1, -1, None)
     if beside is not None:
         unit = 1 << draw(st.integers(3, max(3, int(math.log2(value)))))
         value = max(1, round(value / unit)) * unit + beside
@@ -268,7 +271,7 @@ def number(st: Any, low: float, high: float, *usual: Any) -> Any:
 
 def _sizes(draw: Any, st: Any, shape: str, profile: str) -> dict[str, int]:
     """B, T, V and H of a case whose `shape` names the size that is a real one."""
-    few = st.integers(1, 3)
+    few, pick = st.integers(1, 3), picking(draw, st)
     if shape == "vocabulary":
         vocabulary = size(draw, st, 1 << 12, VOCABULARY.get(profile, 2 * VOCABULARY["pr"]))
         rest = max(1, ENTRIES // vocabulary)
@@ -277,13 +280,13 @@ def _sizes(draw: Any, st: Any, shape: str, profile: str) -> dict[str, int]:
             "B": sequences,
             "T": tokens,
             "V": vocabulary,
-            "H": draw(st.sampled_from([h for h in (1, 2, 7, 16, 33, 64, 130) if h <= 4 * rest])),
+            "H": pick(*(h for h in (1, 2, 7, 16, 33, 64, 130) if h <= 4 * rest)),
         }
     small = {
         "B": draw(few),
         "T": draw(few),
         "V": draw(st.integers(1, 40)),
-        "H": draw(st.sampled_from([1, 2, 7, 16, 33])),
+        "H": pick(1, 2, 7, 16, 33),
     }
     if shape == "tokens":
         tokens = size(draw, st, 65, TOKENS // small["B"])
@@ -307,28 +310,25 @@ def _sizes(draw: Any, st: Any, shape: str, profile: str) -> dict[str, int]:
 def draw_head(draw: Any, st: Any, dtype: str, *, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
     """Draw the shared settings; `st` is hypothesis.strategies. Every dimension is drawn independently of the others.
     Settings that move seldom do so often beside a size of real models, or they would not meet it."""
-    shape = draw(st.sampled_from(["usual"] if profile == "demo" else SHAPES))  # a finding to be read, in seconds
+    pick = picking(draw, st)
+    shape = pick(*(["usual"] if profile == "demo" else SHAPES))  # a finding to be read, in seconds
     large = shape == "vocabulary"
     usual, most = (12, 3) if shape == "usual" else (4, 1)
     out: dict[str, Any] = _sizes(draw, st, shape, profile) | {
-        "peak": draw(st.sampled_from((1.0, 0.05, 4.0, 12.0, 50.0))),
-        "level": draw(st.sampled_from([0.0] * usual + [-150.0, 150.0])),
-        "padded_rows": draw(st.sampled_from(["none"] * usual + ["zero", "equal"])),
-        "targets": draw(st.sampled_from(["random", "random", "likely", "edge"])),
+        "peak": pick(1.0, 0.05, 4.0, 12.0, 50.0),
+        "level": pick(*[0.0] * usual, -150.0, 150.0),
+        "padded_rows": pick(*["none"] * usual, "zero", "equal"),
+        "targets": pick("random", "random", "likely", "edge"),
         "temperature": draw(temperatures(st)),
         "softcap": draw(st.one_of(st.none(), st.none(), number(st, 0.5, 500.0, 30.0, 1.0, 3.0, 50.0))),
         "logit_scale": draw(st.one_of(*[st.just(1.0)] * most, number(st, 0.01, 16.0, 0.0625, 0.3, 2.5))),
-        "bias": draw(st.sampled_from(["none"] * most + ["random"] * 2 + ["banned"] * (3 if large else 1))),
-        "head_dtype": draw(st.sampled_from(["same"] * most + ["fp32"])) if dtype != "fp32" else "same",
-        "ids_dtype": draw(st.sampled_from(["int64", "int64", "int64", "int32"])),
-        "layout": draw(st.sampled_from(["contiguous"] * 4 + ["strided", "transposed", "offset", "flat"])),
-        "layouts": draw(st.sampled_from(layouts.DRAWN)),
-        "grad": draw(
-            st.sampled_from(
-                ["hidden weight bias"] * 4 + ["hidden", "weight", "bias", "hidden bias", "weight bias", "hidden weight"]
-            )
-        ),
-        "context": draw(st.sampled_from(contexts)),
+        "bias": pick(*["none"] * most, "random", "random", *["banned"] * (3 if large else 1)),
+        "head_dtype": pick(*["same"] * most, "fp32") if dtype != "fp32" else "same",
+        "ids_dtype": pick("int64", "int64", "int64", "int32"),
+        "layout": pick(*["contiguous"] * 4, "strided", "transposed", "offset", "flat"),
+        "layouts": pick(*layouts.DRAWN),
+        "grad": pick(*["hidden weight bias"] * 4, *GRADS),
+        "context": pick(*contexts),
     }
     if out["softcap"] is not None and draw(st.integers(0, 3)):  # it holds every logit at its bound
         out["level"] = 0.0
@@ -387,6 +387,11 @@ def ignored(case: Case, s: SimpleNamespace) -> torch.Tensor:
     elif s.ignored == "all":
         out[:] = True
     return out
+
+
+def unlabelled(x: Inputs) -> dict[str, torch.Tensor]:
+    """Ignored positions: exactly zero gradient of their hidden states."""
+    return {"grad_hidden": x.ids == IGNORE_INDEX}
 
 
 def _double_cotangents(x: Inputs) -> Inputs | None:

@@ -21,20 +21,20 @@ from parity.case.inputs import Inputs, Setting, product_dtype
 from parity.case.layouts import arranged, like
 from parity.errors import UsageError
 from parity.families import head, stored_tensors
+from parity.families.head import IGNORE_INDEX
 from parity.judge.recipe import DTYPES, LARGEST
 from parity.judge.stages import log_softmax_again
-
-IGNORE_INDEX = -100
 
 SETTINGS = head.SETTINGS | {
     "ignored": Setting("none", "positions with id -100", ("none", "some", "row", "all")),
     "chunk_size": Setting(None, "vocabulary entries a chunk, for implementations that chunk; none: their default"),
-    "smoothing": Setting(0.0, "label smoothing s, in [0, 1]", few=(0.1, 0.03, 0.5, 1.0)),
-    "z_loss": Setting(0.0, "coefficient c of the squared log-sum-exp, at least 0", few=(1e-4, 1e-3, 1e-2)),
+    "smoothing": Setting(0.0, "label smoothing s", within="[0, 1]", few=(0.1, 0.03, 0.5, 1.0)),
+    "z_loss": Setting(0.0, "coefficient c of the squared log-sum-exp", within="[0, inf)", few=(1e-4, 1e-3, 1e-2)),
     "entropy": Setting("none", "entropy asked for: its value, or its gradient too", ("none", "value", "gradient")),
     "rare": Setting(
         None,
         "each block of 128 ids beyond the first has eps/rare of the dtype for its largest probability; none: as drawn",
+        within="(0, inf)",
     ),
 }
 MANY_CHUNKS = 5000
@@ -47,20 +47,19 @@ PLAIN = ("ignored", "entropy", "peak", "head_dtype", "ids_dtype", "layout", "lay
 
 
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
+    pick = head.picking(draw, st)
     out = head.draw_head(draw, st, dtype, profile=profile, contexts=contexts)
-    out["ignored"] = draw(st.sampled_from(["none"] * 9 + ["some", "row", "all"]))
-    out["chunk_size"] = draw(st.sampled_from([None, None, 5 if out["V"] < MANY_CHUNKS else 4096, 64, 1000]))
-    out["entropy"] = draw(st.sampled_from(["none", "none", "value", "gradient"]))
-    if draw(st.sampled_from([False, False, True])):  # so that functions with few parameters meet the rest
+    out["ignored"] = pick(*["none"] * 9, "some", "row", "all")
+    out["chunk_size"] = pick(None, None, 5 if out["V"] < MANY_CHUNKS else 4096, 64, 1000)
+    out["entropy"] = pick("none", "none", "value", "gradient")
+    if pick(False, False, True):  # so that functions with few parameters meet the rest
         out |= {n: SETTINGS[n].default for n in ("softcap", "logit_scale", "bias", "ignored")}
         if out["grad"] == "bias":
             out["grad"] = "weight"
-    out["cotangent"] = draw(
-        st.sampled_from(["random"] * 3 + ["fine"] * 2 + ["ones", "zero", "scaled", "small", "sparse"])
-    )
+    out["cotangent"] = pick(*["random"] * 3, *["fine"] * 2, "ones", "zero", "scaled", "small", "sparse")
     if dtype != "fp32" and draw(st.integers(0, 15)) == 15:
-        out |= {n: SETTINGS[n].default for n in draw(st.sampled_from([PLAIN, ()]))}
-        out["rare"] = round(draw(st.sampled_from(RARE)), 4)
+        out |= {n: SETTINGS[n].default for n in pick(PLAIN, ())}
+        out["rare"] = round(pick(*RARE), 4)
     return canonical(dtype, out)
 
 
@@ -80,11 +79,10 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     return head.canonical(dtype, out)
 
 
-def _with_rare_blocks(case: Case, s: SimpleNamespace, tensors: dict[str, torch.Tensor | None]) -> None:
+def _with_rare_blocks(case: Case, s: SimpleNamespace, tensors: dict[str, Any]) -> None:
     """Exchange hidden states and head: the first hidden unit is 1 at every token, and the head's weights of it lower each
     block of 128 ids beyond the first until its largest probability, over all tokens, is eps/rare."""
     hidden, weight, ids = tensors["hidden"], tensors["weight"], tensors["ids"]
-    assert hidden is not None and weight is not None and ids is not None
     p = torch.finfo(DTYPES[case.dtype]).eps / s.rare
     hidden, weight = hidden.clone(), weight.clone()
     hidden[..., 0] = 1.0
@@ -103,12 +101,6 @@ def build(case: Case) -> Inputs:
     """The inputs of a case, on the CPU. Raises UsageError for settings outside their range."""
     s = FAMILY.full_settings(case)
     head.check(s, case)
-    if s.rare is not None and not s.rare > 0:
-        raise UsageError(f"case {case.id}: rare={s.rare!r} must be positive, or null for none")
-    if not (0 <= s.smoothing <= 1 and s.z_loss >= 0):
-        raise UsageError(
-            f"case {case.id}: smoothing={s.smoothing!r} must lie in [0, 1], z_loss={s.z_loss!r} be at least 0"
-        )
     if s.smoothing and s.bias == "banned":
         raise UsageError(f"case {case.id}: smoothing={s.smoothing!r} needs a bias without banned tokens")
     if case.tensors:
@@ -116,9 +108,7 @@ def build(case: Case) -> Inputs:
     tensors = head.build(case, s)
     if s.rare is not None:
         _with_rare_blocks(case, s, tensors)
-    ids = tensors["ids"]
-    assert ids is not None
-    tensors["ids"] = ids.masked_fill(head.ignored(case, s), IGNORE_INDEX)
+    tensors["ids"] = tensors["ids"].masked_fill(head.ignored(case, s), IGNORE_INDEX)
     shape = (s.B, s.T)
     cotangents = {"logps": head.cotangent(case, s, "logps", shape)}
     if s.entropy == "gradient":

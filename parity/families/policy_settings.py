@@ -25,9 +25,9 @@ SETTINGS = head.SETTINGS | {
     "mask_dtype": Setting("int64", "dtype of the completion mask", tuple(MASKS)),
     "loss_type": Setting("grpo", "loss type", LOSS_TYPES),
     "importance_sampling_level": Setting("token", "ratio per token or per sequence", ("token", "sequence")),
-    "epsilon": Setting(0.2, "lower clip ε"),
-    "epsilon_high": Setting(None, "upper clip ε, 0 too; for cispo the bound itself; none: ε"),
-    "delta": Setting(None, "cap of the unclipped ratio, or none"),
+    "epsilon": Setting(0.2, "lower clip ε", within="[0, 1)"),
+    "epsilon_high": Setting(None, "upper clip ε, 0 too; for cispo the bound itself; none: ε", within="[0, inf)"),
+    "delta": Setting(None, "cap of the unclipped ratio, or none", within="(0, inf)"),
     "beta": Setting(0.0, "weight of the KL term"),
     "use_bias_correction_kl": Setting(False, "KL times importance weight", (False, True)),
     "ref": Setting(
@@ -52,12 +52,12 @@ SETTINGS = head.SETTINGS | {
         "signs and shape; 'fine' ones have all bits of float32, others are bf16 numbers",
         ("mixed", "fine", "positive", "negative", "zero", "equal", "token", "repeated"),
     ),
-    "accumulation": Setting(1, "micro-batches in an optimizer step"),
-    "steps_per_generation": Setting(1, "micro-batches in a generation batch"),
+    "accumulation": Setting(1, "micro-batches in an optimizer step", within="[1, inf)"),
+    "steps_per_generation": Setting(1, "micro-batches in a generation batch", within="[1, inf)"),
     "other_tokens": Setting(0, "loss tokens in the other micro-batches of the generation batch"),
-    "max_completion_length": Setting(16, "L of dr_grpo"),
-    "sapo_temperature_pos": Setting(1.0, "τ of sapo for A > 0"),
-    "sapo_temperature_neg": Setting(1.05, "τ of sapo for A ≤ 0"),
+    "max_completion_length": Setting(16, "L of dr_grpo", within="[1, inf)"),
+    "sapo_temperature_pos": Setting(1.0, "τ of sapo for A > 0", within="(0, inf)"),
+    "sapo_temperature_neg": Setting(1.05, "τ of sapo for A ≤ 0", within="(0, inf)"),
     "vespo_k_pos": Setting(2.0, "k of vespo for A ≥ 0"),
     "vespo_lambda_pos": Setting(3.0, "λ of vespo for A ≥ 0"),
     "vespo_k_neg": Setting(3.0, "k of vespo for A < 0"),
@@ -66,8 +66,8 @@ SETTINGS = head.SETTINGS | {
     "head": Setting(
         "plain", "LM head: plain, tied to the embeddings, or carrying a LoRA adapter", ("plain", "tied", "lora")
     ),
-    "lora_rank": Setting(2, "rank of the LoRA adapter, at least 1"),
-    "chunk_size": Setting(1, "sequences a chunk, for implementations that chunk"),
+    "lora_rank": Setting(2, "rank of the LoRA adapter", within="[1, inf)"),
+    "chunk_size": Setting(1, "sequences a chunk, for implementations that chunk", within="[1, inf)"),
 }
 
 
@@ -168,18 +168,16 @@ READABLE: dict[str, tuple[Any, ...]] = {
 def _focused(draw: Any, st: Any, out: dict[str, Any]) -> set[str]:
     """Move the settings of some of `FOCUSES`; their names."""
 
-    def pick(values: tuple[Any, ...]) -> Any:
-        return draw(st.sampled_from(values))
-
+    pick = head.picking(draw, st)
     chosen = draw(st.lists(st.sampled_from([*FOCUSES, *SELDOM_SEEN]), min_size=2, max_size=3, unique=True))
     options: dict[str, tuple[Any, ...]] = {}
     for name, values in ((n, v) for focus in chosen for n, v in FOCUSES[focus].items()):
         options[name] = tuple(v for v in options.get(name, values) if v in values) or values
-    wanted = {n: pick(v) for n, v in options.items()}
-    out |= {n: pick(v) for n, v in READABLE.items()} | wanted
+    wanted = {n: pick(*v) for n, v in options.items()}
+    out |= {n: pick(*v) for n, v in READABLE.items()} | wanted
     out["T"], out["V"] = max(out["T"], 2), max(out["V"], 3)
     if out["advantages"] in ("zero", "equal", "positive"):
-        out["advantages"] = pick(("mixed", "fine", "negative"))
+        out["advantages"] = pick("mixed", "fine", "negative")
     if out["lengths"] is not None:
         out["lengths"] = [min(max(1, n), out["T"]) for n in (out["lengths"] * out["B"])[: out["B"]]]
     return {*wanted, *READABLE, "advantages", "lengths"}
@@ -188,8 +186,7 @@ def _focused(draw: Any, st: Any, out: dict[str, Any]) -> set[str]:
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
     """Settings of one case; every dimension independently, so that they combine."""
 
-    def pick(*values: Any) -> Any:
-        return draw(st.sampled_from(values))
+    pick = head.picking(draw, st)
 
     def number(low: float, high: float, *usual: Any) -> Any:
         return draw(head.number(st, low, high, *usual))
@@ -223,7 +220,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         "entropy_coef": draw(st.one_of(*[st.just(0.0)] * 9, head.number(st, 1e-4, 1.0, 0.01, 0.3))),
         "advantages": pick("fine", "mixed", "positive", "negative", "zero", "equal", "token", "repeated"),
         "accumulation": pick(1, 1, 2, 5, 32),
-        "other_tokens": draw(st.sampled_from([0, 0, 7, 100, 20000])),
+        "other_tokens": pick(0, 0, 7, 100, 20000),
         "max_completion_length": pick(16, width, 512, 8192),
         "sapo_temperature_pos": number(0.1, 10.0, 1.0, 0.6),
         "sapo_temperature_neg": number(0.1, 10.0, 1.05, 2.0),

@@ -18,7 +18,7 @@ from parity.case.inputs import Inputs, Setting
 from parity.case.layouts import arranged
 from parity.errors import UsageError
 from parity.families import head, stored_tensors
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.families.preference_losses import DIVERGENCES, DPO, SCORED, Pairs, cpo, log_odds, unpaired
 from parity.judge.recipe import DTYPES
 from parity.judge.stages import of_teacher
@@ -40,14 +40,14 @@ SETTINGS = head.SETTINGS | {
     "loss_type": Setting(
         "sigmoid", "loss of a pair or a completion", tuple(dict.fromkeys(sum(LOSS_TYPES.values(), ())))
     ),
-    "beta": Setting(0.1, "β, times log-ratios; ORPO: times the odds ratio's loss"),
+    "beta": Setting(0.1, "β, times log-ratios; ORPO: times the odds ratio's loss", within="(0, inf)"),
     "average": Setting(False, "log-probs of a completion: the mean of its tokens, not their sum", (False, True)),
     "nll": Setting(0.0, "weight of the chosen tokens' negative log-likelihood"),
-    "smoothing": Setting(0.0, "share of labels taken to be wrong, below 0.5"),
+    "smoothing": Setting(0.0, "share of labels taken to be wrong", within="[0, 0.5)"),
     "gamma": Setting(0.5, "margin of SimPO"),
-    "tau": Setting(0.05, "temperature of discopop"),
+    "tau": Setting(0.05, "temperature of discopop", within="(0, inf)"),
     "divergence": Setting("reverse_kl", "DPO: f of f-DPO", DIVERGENCES),
-    "alpha": Setting(0.5, "exponent of alpha_divergence"),
+    "alpha": Setting(0.5, "exponent of alpha_divergence", within="(0, inf)"),
     "ld_alpha": Setting(1.0, "DPO: weight of the tokens behind the shorter completion's length (LD-DPO)"),
     "weighting": Setting(False, "DPO: a pair times its WPO weight", (False, True)),
     "reference": Setting("head", "the reference's hidden states and head, or none: log-probs 0", ("head", "none")),
@@ -69,10 +69,7 @@ OUTPUTS: dict[str, Kind] = {"loss": "required", **dict.fromkeys(PARTS, "optional
 
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
     """Settings of one case; every dimension independently, so that they combine."""
-
-    def pick(*values: Any) -> Any:
-        return draw(st.sampled_from(values))
-
+    pick = head.picking(draw, st)
     out = head.draw_head(draw, st, dtype, profile=profile, contexts=contexts)
     out["method"] = pick("dpo", "dpo", "dpo", "dpo", "cpo", "cpo", "orpo", "kto", "kto")
     out |= {
@@ -156,11 +153,8 @@ def check(case: Case, s: SimpleNamespace) -> None:
         raise UsageError(f"case {case.id}: B={s.B} must be even, pairs of sequences")
     if s.loss_type not in LOSS_TYPES[s.method]:
         raise UsageError(f"case {case.id}: loss_type={s.loss_type!r} is none of {s.method}'s")
-    least = 0.0 if s.loss_type != "exo_pair" else 1e-9
-    if not least <= s.smoothing < 0.5:
-        raise UsageError(f"case {case.id}: smoothing={s.smoothing} must lie in [0, 0.5), for exo_pair above 0")
-    if not (s.beta > 0 and s.tau > 0 and s.alpha > 0):
-        raise UsageError(f"case {case.id}: beta={s.beta}, tau={s.tau} and alpha={s.alpha} must be positive")
+    if s.loss_type == "exo_pair" and s.smoothing < 1e-9:
+        raise UsageError(f"case {case.id}: smoothing={s.smoothing} must be above 0 for exo_pair")
 
 
 def build(case: Case) -> Inputs:
@@ -180,16 +174,13 @@ def build(case: Case) -> Inputs:
     ignored = head.ignored(case, s)
     kept = (uniform(case.seed, "kept", (s.B,)) * s.T).long()
     ignored[torch.arange(s.B), kept] = False
-    ids = tensors["ids"]
-    assert ids is not None
-    tensors["ids"] = ids.masked_fill(ignored, IGNORE_INDEX)
+    tensors["ids"] = tensors["ids"].masked_fill(ignored, IGNORE_INDEX)
     inputs = head.inputs(case, s, tensors, head.leaves(s), {"loss": head.of_a_loss(case, s)})
     return arranged(head.shared(inputs, "ref_"))
 
 
-def _reference(case: Case, s: SimpleNamespace, of: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+def _reference(case: Case, s: SimpleNamespace, of: dict[str, Any]) -> dict[str, Any]:
     hidden, weight, bias = of["hidden"], of["weight"], of["bias"]
-    assert hidden is not None and weight is not None
     states, head_of_ref = normal(case.seed, "ref_hidden", (s.B, s.T, s.H)), weight.clone()
     if s.gap == "apart":
         head_of_ref = (normal(case.seed, "ref_weight", (s.V, s.H)) * (s.peak / s.H**0.5)).to(weight.dtype)
@@ -258,11 +249,6 @@ def _alignment(lp: torch.Tensor, table: torch.Tensor, mask: torch.Tensor) -> tor
     return ((lp.detach() - of_policy).masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1)).exp()
 
 
-def zeros(x: Inputs) -> dict[str, torch.Tensor]:
-    """Ignored positions: exactly zero gradient of their hidden states."""
-    return {"grad_hidden": x.ids == IGNORE_INDEX}
-
-
 def features(case: Case) -> dict[str, Any]:
     """Facts for coverage and ledger scopes besides the settings themselves."""
     s = FAMILY.full_settings(case)
@@ -286,7 +272,7 @@ FAMILY: Family = Family(
     build=build,
     oracle=oracle,
     outputs=OUTPUTS,
-    zeros=zeros,
+    zeros=head.unlabelled,
     features=features,
     parameters=parameters,
     draw=draw,

@@ -13,12 +13,12 @@ from parity.case.layouts import arranged, laid_out
 from parity.case.stored import check_values, read, sizes
 from parity.errors import UsageError
 from parity.families import head
+from parity.families.head import IGNORE_INDEX
 from parity.judge.recipe import DTYPES
 
 REQUIRED = ("hidden", "weight", "ids")
 HEAD = {"hidden": "BTH", "weight": "VH", "bias": "V", "ids": "BT"}
 """Letters of the dimensions of each tensor; a letter is one size throughout."""
-LABELS = -100
 
 
 def of_head(
@@ -44,7 +44,7 @@ def of_head(
 
 def ignored(ids: Tensor) -> str:
     """The setting `ignored` of labels."""
-    hidden = ids == LABELS
+    hidden = ids == IGNORE_INDEX
     return "all" if bool(hidden.all()) else "some" if bool(hidden.any()) else "none"
 
 
@@ -63,7 +63,7 @@ def inputs(family: Family, case: Case, scalar: bool = False) -> Inputs:
     if found["hidden"].dtype != DTYPES[case.dtype]:
         raise UsageError(f"{where}: hidden is {found['hidden'].dtype}, the case says {case.dtype}")
     first, ids = family.first, found["ids"]
-    if bool(((ids >= s.V) | ((ids < 0) & (ids != LABELS))).any()):
+    if bool(((ids >= s.V) | ((ids < 0) & (ids != IGNORE_INDEX))).any()):
         raise UsageError(f"{where}: ids hold {int(ids.min())} to {int(ids.max())}, the vocabulary is V={s.V}")
     shape = () if scalar else tuple(ids.shape)
     upstream = found.pop(f"d {first}", head.cotangent(case, s, first, shape)).double()

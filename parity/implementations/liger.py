@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Inputs
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.cce import FOLDED
 from parity.implementations.implementation import (

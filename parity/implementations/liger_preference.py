@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Inputs
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.families.preference import PARTS
 from parity.implementations import plain
 from parity.implementations.implementation import (

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from parity.case.inputs import Inputs
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.families.policy_settings import SETTINGS
 from parity.implementations import plain
 from parity.implementations.implementation import (

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from parity.case.inputs import Inputs
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.implementation import (
     EVERY_CONTEXT,

@@ -10,8 +10,9 @@ import torch
 from packaging.version import Version
 
 from parity.case.inputs import Inputs
+from parity.families import head
 from parity.families.divergence_inputs import bans
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.implementation import (
     EVERY_CONTEXT,
@@ -66,12 +67,8 @@ def teacher_logits(x: Inputs) -> torch.Tensor:
     if x.teacher_logits is not None:
         return x.teacher_logits
     s = x.settings
-    settings = SimpleNamespace(logit_scale=s.teacher_logit_scale, softcap=s.teacher_softcap, context=s.context)
-    teacher: Any = SimpleNamespace(
-        hidden=x.teacher_hidden, weight=x.teacher_weight, bias=x.teacher_bias, settings=settings
-    )
     with torch.no_grad():
-        return plain.logits(teacher)
+        return plain.logits(head.teacher(x, s, context=s.context))
 
 
 def materialised(x: Inputs) -> Recipe:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Inputs
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.families.policy_losses import WINDOW_NORMALISED
 from parity.families.policy_settings import OF_LOSS
 from parity.implementations import plain

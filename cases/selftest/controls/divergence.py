@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from parity.case.inputs import Inputs
 from parity.families.divergence import LARGEST_LOG_MASS
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.implementation import Outputs, require
 from parity.judge.recipe import Recipe

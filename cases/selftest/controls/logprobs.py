@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear, log_softmax
 
 from parity.case.inputs import Inputs
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.implementation import Outputs, require
 from parity.judge.recipe import Recipe

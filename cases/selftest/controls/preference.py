@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 
 from cases.selftest.controls.logprobs import Pair, Steps, finish, product
 from parity.case.inputs import Inputs
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.implementations.implementation import Adapter, Outputs
 
 Work = SimpleNamespace

@@ -9,7 +9,7 @@ from cases.selftest.controls.correct import control
 from cases.selftest.controls.soak import drawn
 from parity.case.case import Case
 from parity.errors import UsageError
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.families.preference import FAMILY, LOSS_TYPES
 from parity.judging.oracle import exact
 from parity.registry import load, run_case

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 from parity.implementations.implementation import Implementation
 from parity.implementations.unsloth import _jsd_chunks, distillation_chunked_jsd
 from parity.registry import family, run_case

@@ -24,7 +24,7 @@ from cases.selftest.mutants.conduct import around
 from cases.selftest.mutants.mutant import Edited
 from cases.selftest.mutants.steps import Wrong, defaults, exchanged, scaled_gradients
 from parity.case.inputs import Inputs
-from parity.families.logprobs import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX
 
 
 def _top(z: Tensor) -> Tensor:
