@@ -106,7 +106,7 @@ def environment(root: Path) -> Environment:
     venv.create(root, symlinks=True)
     (packages,) = root.glob("lib/python*/site-packages")
     (packages / "all.pth").write_text(os.path.dirname(os.path.dirname(pytest.__file__)))
-    return Environment(root, {}, {}, None)
+    return Environment(root, {}, {})
 
 
 @pytest.mark.parametrize(
