@@ -71,13 +71,6 @@ def test_a_file_that_ends_the_process_is_named(tmp_path, outside, says):
         check(Options(implementations=(kernel(tmp_path, outside=outside),)))
 
 
-def test_a_run_over_such_a_file_is_exit_2(tmp_path):
-    words = ["run", "--implementation", kernel(tmp_path, outside="os._exit(0)"), "--reports", str(tmp_path)]
-    done = CliRunner().invoke(commands.main, words)
-    assert done.exit_code == 2, done.output
-    assert "kernel.py" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_a_loss_that_calls_sys_exit_has_crashed():
     def leaves(x):
         sys.exit(0)

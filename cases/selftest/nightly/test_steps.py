@@ -84,11 +84,6 @@ def test_a_step_of_another_module(tmp_path):
     assert step.exit_code == 0 and step.command == "pytest --version" and "pytest" in step.tail
 
 
-def test_a_step_hands_on_its_exit_code(tmp_path):
-    step = steps.run("list", ["list", "--family", "nothing"], tmp_path / "list.log", 120.0)
-    assert (step.exit_code, step.verdict) == (2, "wrong usage") and "unknown" in step.tail
-
-
 def test_a_command_that_leaves_something_unreadable_counts_by_its_exit_code(tmp_path, monkeypatch):
     program = """
 import pathlib, sys

@@ -21,12 +21,6 @@ def test_a_run_is_read_as_it_was_kept(tmp_path):
     assert [r.id for r in memory.runs(tmp_path)] == ["run0"] and not kept.findings
 
 
-def test_a_run_that_is_kept_twice_replaces_its_file(tmp_path):
-    night(tmp_path, 0, GOOD, 0)
-    assert night(tmp_path, 0, GOOD, 3).exit_code == 3
-    assert len(memory.runs(tmp_path)) == 1
-
-
 @pytest.mark.parametrize("damage", ["", "no run" * 100, {"schema": 99}, {"counts": 3}])
 def test_a_foreign_file_is_one_line(tmp_path, damage):
     night(tmp_path, 0, GOOD)

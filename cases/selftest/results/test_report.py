@@ -16,7 +16,6 @@ from cases.selftest.results.runs import (
     FINDING,
     GOOD,
     GRADIENT,
-    HEADER,
     KNOWN,
     LONG,
     LOSS,
@@ -68,11 +67,6 @@ def test_a_long_replay_line_stays_one_line():
     line = "parity replay " + "x" * 200 + " --implementation " + LONG
     rows = changed([GRADIENT], replay=line)
     assert f"replay   {line}\n" in render.text_of(rows, 80) and f"{line}\n" in shown(summary(*rows), 80)
-
-
-def test_an_interrupted_run_says_so():
-    s = summary(LOSS, header=Header(run="r1", header=HEADER.header, interrupted=True))
-    assert all("interrupted" in text for text in (render.markdown(s), render.page(s), render.junit(s)))
 
 
 def test_colour_adds_nothing_but_colour():

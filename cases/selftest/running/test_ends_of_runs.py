@@ -3,10 +3,8 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +47,7 @@ def end(**fields):
 @pytest.mark.parametrize(
     ("records", "says"),
     [
-        ((HEADER, row(), end()), "stopped after 12 of 340 cases"),
+        ((HEADER, row(), end()), "interrupted: stopped after 12 of 340 cases"),
         ((HEADER, row()), "the file ends before the run did"),
         ((PLANNED, row(shard="a"), PART, row(shard="b")), "stopped after 41 of 90 cases"),
     ],
@@ -95,30 +93,6 @@ def test_what_there_is_when_it_is_stopped_is_reported(tmp_path, monkeypatch, rai
     header, rows = read(tmp_path / "results.ndjson")
     assert header.end.complete is False and len(rows) == 1
     assert json.loads((tmp_path / "results.ndjson").read_text().splitlines()[-1])["end"]["exit_code"] == code
-
-
-def test_sigterm_is_an_end_as_well():
-    def terminated():
-        with running.stopping():
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)
-
-    with pytest.raises(running.Terminated):
-        terminated()
-    assert signal.getsignal(signal.SIGTERM) is not None
-
-
-def test_a_folder_of_reports_belongs_to_one_run(tmp_path):
-    program = "import sys\nfrom pathlib import Path\nfrom parity.running.run import locked\n"
-    program += "with locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    input()\n"
-    command, pipe = [sys.executable, "-c", program, str(tmp_path)], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(UsageError, match=f"process {other.pid} writes its reports there"), running.locked(tmp_path):
-            pass
-        other.kill()
-    with running.locked(tmp_path):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -154,17 +154,6 @@ def test_an_option_of_another_run_is_refused(options):
     assert execute(Options(resume=path, profile="quick")).header.end.complete, "the same one may be given"
 
 
-def test_a_shard_counts_once_its_record_is_whole(options):
-    execute(options)
-    path = options.reports / "results.ndjson"
-    _, expected = rows_of(path)
-    lines = path.read_bytes().splitlines(keepends=True)
-    last = max(n for n, line in enumerate(lines) if line.startswith(b'{"part":'))
-    path.write_bytes(b"".join(lines[:last]) + lines[last][:20])
-    assert execute(Options(resume=path)).header.end.complete
-    assert rows_of(path)[1] == expected
-
-
 @pytest.mark.parametrize(
     "act", [lambda path: path.write_bytes(path.read_bytes() + b"{}\n"), lambda path: path.unlink(missing_ok=True)]
 )

@@ -1,7 +1,5 @@
 """A run beside one of another revision: `parity report --against`."""
 
-from pathlib import Path
-
 import pytest
 from click.testing import CliRunner
 
@@ -58,9 +56,3 @@ def test_a_run_beside_itself_has_nothing_new(tmp_path):
 def test_runs_without_common_cases_are_refused(tmp_path, other):
     done = report(tmp_path, [row()], [row()], **other)
     assert done.exit_code == 2 and "cannot be compared" in done.output
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    rewrite(tmp_path / "now", about(0), [row()])
-    done = CliRunner().invoke(main, ["report", str(tmp_path / "now"), "--against", str(Path("gone"))])
-    assert done.exit_code == 2 and "gone" in done.output

@@ -115,18 +115,3 @@ def test_an_end_that_cannot_be_made_ends_the_search(world):
 def test_ends_without_a_search_between_them(world, broken, outcome):
     report, _ = search(world, broken)
     assert report.found.outcome == outcome and world.checked == 2 and "\n" not in report.text
-
-
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"good": "1.11.0", "bad": "1.0.0"}, "swap them, or for when it became right add --find fixed"),
-        ({"find": "fixed"}, "swap them, or for when it broke drop --find fixed"),
-        ({"good": "1.2.0", "bad": "1.2"}, "both trl 1.2.0; name two releases"),
-        ({"good": "new"}, "--good 'new' is not a version of trl"),
-    ],
-)
-def test_ends_in_the_wrong_order_are_refused_before_anything_is_measured(world, options, says):
-    with pytest.raises(shell.UsageError) as refusal:
-        search(world, lambda trl, liger: trl >= 6, **options)
-    assert says in str(refusal.value) and not world.asked
