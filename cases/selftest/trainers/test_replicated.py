@@ -8,7 +8,7 @@ import torch
 from parity.judge.operations import AnyOperation
 from parity.judge.recipe import IEEE_FP32
 from parity.trainers.definitions.formulas import Loss
-from parity.trainers.definitions.scored import sums
+from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import exact_step, measured
 from parity.trainers.rig import models, stored_window
 from parity.trainers.rig.stored_window import Window
@@ -50,7 +50,7 @@ def test_each_replica_rounds_what_constants_make():
 
     def define(model):
         with torch.no_grad():
-            return {"constants": (c / c.sum()).prod(), "reference": sums(reference, WINDOW).sum()}
+            return {"constants": (c / c.sum()).prod(), "reference": Scored(reference, WINDOW).sums.sum()}
 
     found = measured(stored_window.policy("llama", torch.float64), define)
     for name, exact in found.exact.items():

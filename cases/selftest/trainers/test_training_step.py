@@ -15,7 +15,7 @@ from parity.registry import run_case, select
 from parity.trainers import catalogue
 from parity.trainers.catalogue import judge
 from parity.trainers.definitions.formulas import Generation, Loss
-from parity.trainers.definitions.scored import logits, sums
+from parity.trainers.definitions.scored import Scored, logits
 from parity.trainers.definitions.training_step import AutocastRounding, Parameters, exact_step, forward_order, gradients
 from parity.trainers.rig import models, stored_window
 from parity.trainers.rig.stored_window import Window
@@ -83,7 +83,7 @@ def test_dpo_of_two_pairs_on_paper():
     reference = stored_window.reference("llama")
     total = 0.0
     for good, bad in zip(chosen, rejected, strict=True):
-        gap = [float((sums(m, [good]) - sums(m, [bad])).detach()) for m in (model, reference)]
+        gap = [float((Scored(m, [good]).sums - Scored(m, [bad]).sums).detach()) for m in (model, reference)]
         total += math.log1p(math.exp(-0.3 * (gap[0] - gap[1])))
     dpo = loss_of("dpo-trainer", stored_window.rows()[:2], loss="sigmoid", beta=0.3)
     assert float(dpo(model).detach()) == pytest.approx(total / 2, rel=1e-6)
@@ -95,8 +95,8 @@ def test_leave_one_out_of_two_is_the_difference(beta):
     model, old = stored_window.policy("llama", torch.float64), models.model("llama", torch.float64)
     with torch.no_grad():
         old.get_output_embeddings().weight.mul_(1.001)
-        now, then = sums(model, WINDOW), sums(old, WINDOW)
-        kl = (then - sums(stored_window.reference("llama"), WINDOW)).view(-1, 2)
+        now, then = Scored(model, WINDOW).sums, Scored(old, WINDOW).sums
+        kl = (then - Scored(stored_window.reference("llama"), WINDOW).sums).view(-1, 2)
         assert kl.abs().max() > 1e-3
         found = loss_of("rloo-trainer", ROWS, beta=beta, generation=Generation(WINDOW, old, 1))(model)
     r = stored_window.rewards(WINDOW) - beta * kl

@@ -5,7 +5,6 @@ trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the fir
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -56,24 +55,25 @@ def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     teacher = Teacher(models.model(TEACHER).eval())
     with patches.mask_teacher_padding() if call.path == "fixed" else contextlib.nullcontext():
         steps = recorder.train(served(teacher, s.split, s.beta, s.temperature))
-    window = [recorder.sequences_of([batch]) for batch in steps.batches]
-    yield holds("sequences", sorted(len(t) for b in window for t, _ in b) == [6, 7], f"the window holds {window}")
+    window = recorder.sequences_of(steps.batches)
+    yield holds("sequences", sorted(len(tokens) for tokens, _ in window) == [6, 7], f"the window holds {window}")
 
     def terms(model: Any, batch: Sequences) -> list[Tensor]:
         pairs = zip(Scored(model, batch, temperature=s.temperature).tables, batch, strict=True)
         return [_sparse(logps, teacher.answers[tuple(ids)], torch.tensor(ids[n:]), s.beta) for logps, (ids, n) in pairs]
 
-    definition = functools.partial(_averaged, window, True, terms)  # the server path's own normaliser
-    step = exact_step(models.model(ARCHITECTURE, torch.float64).train(), definition)
-    yield from first_step(step, steps)
+    yield from _judged(steps, terms, local=True)  # the server path's own normaliser
 
 
-def _averaged(
-    window: list[Sequences], local: bool, terms: Callable[[Any, Sequences], list[Tensor]], model: Any
-) -> Tensor:
-    """Mean of `terms` over the completion tokens of the window; `local`: of each micro-batch, then over those."""
-    parts = [torch.cat(terms(model, batch)) for batch in window]
-    return torch.stack([p.mean() for p in parts]).mean() if local else torch.cat(parts).mean()
+def _judged(steps: recorder.Steps, terms: Callable[[Any, Sequences], list[Tensor]], local: bool) -> Iterator[Quantity]:
+    """By the mean of `terms` over the completion tokens of the window; `local`: of each micro-batch, then over those."""
+    window = [recorder.sequences_of([batch]) for batch in steps.batches]
+
+    def averaged(model: Any) -> Tensor:
+        parts = [torch.cat(terms(model, batch)) for batch in window]
+        return torch.stack([p.mean() for p in parts]).mean() if local else torch.cat(parts).mean()
+
+    yield from first_step(exact_step(models.model(ARCHITECTURE, torch.float64).train(), averaged), steps)
 
 
 def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float) -> Tensor:
@@ -163,8 +163,5 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     given = {"teacher_model": models.model(TEACHER), "train_dataset": data}
     trainer = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
     steps = recorder.train(trainer)
-    window = [recorder.sequences_of([b]) for b in steps.batches]
     local = all(n is None for n in steps.items)  # before 1.10
-    definition = functools.partial(_averaged, window, local, lambda model, b: jsd(Scored(model, b, TEACHER), s.beta))
-    step = exact_step(models.model(ARCHITECTURE, torch.float64).train(), definition)
-    yield from first_step(step, steps)
+    yield from _judged(steps, lambda model, batch: jsd(Scored(model, batch, TEACHER), s.beta), local)

@@ -12,10 +12,11 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.policy_losses import divergence as k3
+from parity.families.preference_losses import log_odds
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared, tells
 from parity.trainers.checks.twin_windows import EVALUATED, begun
 from parity.trainers.checks.twins import twin
-from parity.trainers.definitions.formulas import LOSSES, Loss, kl_of_others, log_odds
+from parity.trainers.definitions.formulas import LOSSES, Loss, kl_of_others
 from parity.trainers.definitions.scored import completion_logps, logits
 from parity.trainers.definitions.training_step import logged, measured
 from parity.trainers.rig import drive, models, recorder, stored_window
@@ -106,7 +107,7 @@ def _of_sides(loss: Loss, model: Any) -> Values:
         right = torch.cat(batch.likeliest[: len(sides[0])]).double().mean()
         return out | ({"mean_token_accuracy": right} if spec.paired else {"kl": kl_of_others(loss, model).mean()})
     if spec.loss == "orpo":
-        odds = log_odds(batch)
+        odds = log_odds(batch.means)
         odds = odds[chosen] - odds[~chosen]
         whole = completion_logps(model, [(tokens, 1) for tokens, _ in sides[0]])
         out |= {"log_odds_chosen": odds.mean(), "log_odds_ratio": torch.nn.functional.logsigmoid(odds).mean()}
@@ -148,14 +149,8 @@ def cases(seed: int) -> Iterator[CheckCase]:
 def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings
-    more = {
-        **recorder.LOGGED,
-        **EVALUATED,
-        "beta": s.beta,
-        **({"loss_type": "kto"} if call.spec.data == "labels" else {}),
-    }
-    more |= PROMPTS_TOO if s.whole else {}
-    settings = twin(trainer, model=s.model, beta=s.beta)
+    more = {**recorder.LOGGED, **EVALUATED, "beta": s.beta} | (PROMPTS_TOO if s.whole else {})
+    settings = twin(trainer, model=s.model, beta=s.beta, kl=call.spec.data == "labels")
     policy = functools.partial(stored_window.policy, s.model, torch.float64)
     rows = guessed(Window.of(trainer), policy()) if trainer in GUESSED else Window.of(trainer).rows
     rows = [dataclasses.replace(row, limit=2) for row in rows] if s.brief else rows

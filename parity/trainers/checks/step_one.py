@@ -107,59 +107,49 @@ def watched(call: CheckCall) -> FirstStep:
         if getattr(trainer, "ref_model", None) is not None:
             checkpointing.install(trainer.ref_model, checkpoint=False)
     with drive.fixed(call.path, trainer):
-        step = _watch_scores(trainer) if call.spec.scored else _watch_pairs(trainer, online=bool(call.spec.generates))
+        step = _watch(call, trainer)
     if wrapper is not None:
         step.lost = checkpointing.wrapped(trainer.model, wrapper)
     return step
 
 
-def _watch_scores(trainer: Any) -> FirstStep:
-    """GRPO and RLOO: the log-probs as their one method hands them out; policy with gradients, reference without."""
-    seen: dict[str, Any] = {}
+def _watch(call: CheckCall, trainer: Any) -> FirstStep:
+    """One step. GRPO's and RLOO's log-probs as their one method hands them out: policy with gradients, reference without.
+    Online DPO's `_forward` returns those of the policy, then the reference; DPO's log-ratios show in its metrics."""
+    seen: list[tuple[Any, Tensor, Tensor, bool]] = []  # model, tokens, log-probs, whether with gradients
+    online = call.spec.paired and call.spec.generates
+    if online and not hasattr(trainer, "_forward"):
+        raise Unsupported("no OnlineDPOTrainer._forward in the installed version")
 
-    def scored(args: tuple[Any, ...], out: Any) -> None:
-        logps = drive.scores(out)[0].detach()
-        if torch.is_grad_enabled():
-            seen.setdefault("policy", logps)
-        elif args[0] is not trainer.model or trainer.ref_model is None:
-            seen["reference"] = args[1], logps  # RLOO scores the old policy first, the reference last
+    def scored(args: tuple[Any, ...], out: Any) -> Any:
+        seen.append((args[0], args[1], drive.scores(out)[0].detach(), torch.is_grad_enabled()))
+        return out
 
-    drive.spied(trainer, drive.scorer(trainer), scored)
-    step, batch = _watched(trainer)
-    step.policy, step.advantages = seen.get("policy"), batch["advantages"]
-    step.reference = batch.get("ref_per_token_logps")
-    if step.reference is None and "reference" not in seen:
-        raise Unsupported("the trainer computed no reference log-probs, so there is no KL")
-    if step.reference is None:
-        step.reference = in_order(step.ids, *seen["reference"])
+    if call.spec.scored or online:
+        drive.changed(trainer, "_forward" if online else drive.scorer(trainer), scored)
+    with drive.seeded():
+        steps = recorder.train(trainer)
+    batch = steps.batches[0]
+    step = FirstStep(*recorder.parts(batch)[0], loss=steps.losses[0], log=drive.logged(trainer))
+    if online:
+        step.policy, step.reference = (logps for _, _, logps, _ in seen[:2])
+    elif call.spec.scored:
+        step.policy = next((logps for *_, logps, graded in seen if graded), None)
+        step.advantages, step.reference = batch["advantages"], batch.get("ref_per_token_logps")
+        own = None if trainer.ref_model is None else trainer.model
+        other = [(ids, logps) for model, ids, logps, graded in seen if not graded and model is not own]
+        if step.reference is None and not other:
+            raise Unsupported("the trainer computed no reference log-probs, so there is no KL")
+        if step.reference is None:  # RLOO scores the old policy first, the reference last
+            step.reference = in_order(step.ids, *other[-1])
+    elif "completion_mask" not in batch or "input_ids" not in batch:
+        raise Unsupported(f"the installed version hands its loss {', '.join(batch)}, not input_ids and completion_mask")
     return step
 
 
 def in_order(ids: Tensor, scored: Tensor, logps: Tensor) -> Tensor:
     """The rows of `logps` in the order of the micro-batch: a generation batch is shuffled before it is trained on."""
     return logps[[int((scored == row).all(1).nonzero()[0]) for row in ids]]
-
-
-def _watch_pairs(trainer: Any, online: bool) -> FirstStep:
-    """DPO, whose log-ratios show in its metrics; online, `_forward` returns the log-probs of the policy, then the reference."""
-    found: list[Tensor] = []
-    if online and not hasattr(trainer, "_forward"):
-        raise Unsupported("no OnlineDPOTrainer._forward in the installed version")
-    if online:
-        drive.spied(trainer, "_forward", lambda args, out: found.append(out.detach()))
-    step, batch = _watched(trainer)
-    if online:
-        step.policy, step.reference = found[:2]
-    elif "completion_mask" not in batch or "input_ids" not in batch:
-        raise Unsupported(f"the installed version hands its loss {', '.join(batch)}, not input_ids and completion_mask")
-    return step
-
-
-def _watched(trainer: Any) -> tuple[FirstStep, dict[str, Any]]:
-    with drive.seeded():
-        steps = recorder.train(trainer)
-    batch = steps.batches[0]
-    return FirstStep(*recorder.parts(batch)[0], loss=steps.losses[0], log=drive.logged(trainer)), batch
 
 
 def definition(call: CheckCall, step: FirstStep) -> Oracle:

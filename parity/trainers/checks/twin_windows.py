@@ -15,10 +15,10 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.trainers.check import CheckCall, CheckCase, Quantity, always, check, holds, shared, summed, tells
-from parity.trainers.checks.twins import GRPO_TYPES, SETTINGS, by_definition, twin
+from parity.trainers.checks.twins import GRPO_TYPES, SETTINGS, by_definition, judged, step_of, twin
 from parity.trainers.definitions.formulas import Generation, Loss, beyond
 from parity.trainers.definitions.scored import Scored
-from parity.trainers.definitions.training_step import exact_step, first_step, gradients, logged, measured, window_loss
+from parity.trainers.definitions.training_step import exact_step, gradients, logged, measured, window_loss
 from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
@@ -72,7 +72,9 @@ class WindowRun(Run):
 
     def policy(self, number: int) -> Any:
         """The policy that an optimizer step was taken at."""
-        return stored_window.policy_at(self.s.model, self.steps.parameters[number])
+        out = stored_window.policy(self.s.model, torch.float64)
+        out.load_state_dict(self.steps.parameters[number])
+        return out
 
     def gradient(self, quantity: str, number: int, count: int | None = None, **asked: Any) -> Quantity:
         """The gradient of a window by the definition of its rows, at the parameters that it was taken at. `asked` goes to
@@ -128,7 +130,7 @@ def _truncated(run: WindowRun) -> Iterator[Quantity]:
     if run.kind.ended and not hasattr(run.built, "eos_token_ids"):
         raise Unsupported(f"{run.call.trainer} of the installed version knows the tokenizer's <eos> alone")
     earned = stored_window.rewards(Window(run.trainer, run.every).sequences)
-    step = exact_step(stored_window.policy(run.s.model, torch.float64), Loss(run.window, run.s, earned=earned))
+    step = step_of(run.call, run, Loss(run.window, run.s, earned=earned))
     yield window_loss(step, sum(run.steps.losses))
     yield gradients(step, run.steps.gradients[0])
 
@@ -189,11 +191,10 @@ def _clipped(run: WindowRun) -> Iterator[Quantity]:
     older = stored_window.policy(run.s.model, torch.float64, stored_window.OLDER)
     loss = Loss(run.window, run.s, generation=Generation(window, older, steps=1), policy=run.kind.own)
     twin_runs.hand_old(run.built, {tuple(t): lp for (t, _), lp in zip(window, loss.old([]), strict=True)})
-    yield run.all_there()
-    model = stored_window.policy(run.s.model, torch.float64)
-    yield from first_step(exact_step(model, loss), run.steps)
+    yield from judged(run.call, run, loss)
     if "importance_sampling_level" in run.kind.own:  # whole completions are clipped
         return
+    model = stored_window.policy(run.s.model, torch.float64)
     counts = measured(model, functools.partial(beyond, loss), beyond(loss, model))
     share = {side: float(counts.exact[f"clip_ratio/{side}_mean"]) for side in ("low", "high")}
     yield tells("beyond", all(0 < x < 0.5 for x in share.values()), f"{share}")
@@ -203,8 +204,7 @@ def _clipped(run: WindowRun) -> Iterator[Quantity]:
 def _bounded(run: WindowRun) -> Iterator[Quantity]:
     """reward_clip_range: rewards are limited, then the KL is taken off."""
     earned = stored_window.rewards(run.window.sequences).clamp(*run.kind.own["reward_clip_range"])
-    policy = stored_window.policy(run.s.model, torch.float64)
-    yield from first_step(exact_step(policy, Loss(run.window, run.s, earned=earned)), run.steps)
+    yield from judged(run.call, run, Loss(run.window, run.s, earned=earned), there=False)
 
 
 def _misaligned(run: WindowRun) -> Iterator[Quantity]:

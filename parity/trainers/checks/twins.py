@@ -69,9 +69,10 @@ PROCESSES = {
 
 
 def twin(trainer: str, **given: Any) -> SimpleNamespace:
-    """The settings of a twin that differs in nothing but what is given; loss and beta are the trainer's own where it has such."""
-    s, spec = SimpleNamespace(**defaults(SETTINGS) | given), SPECS[trainer]
-    s.loss = s.loss if "loss" in spec.own else spec.loss
+    """The settings of a twin that differs in nothing but what is given; loss and beta are the trainer's own where it has such.
+    `kl`: KTO's loss that estimates one."""
+    s, spec = SimpleNamespace(**defaults(SETTINGS) | {"kl": False} | given), SPECS[trainer]
+    s.loss = s.loss if "loss" in spec.own else "kto" if s.kl else spec.loss
     s.beta = s.mixture if "mixture" in spec.own else s.beta if spec.beta is None else spec.beta
     s.whole = PROMPTS_TOO.items() <= PADDINGS.get(s.padding, {}).items()
     return s

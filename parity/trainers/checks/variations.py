@@ -17,7 +17,7 @@ from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, al
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss, padded
 from parity.trainers.definitions.scored import Scored, rows
-from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
+from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.drawn import normal
 from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import Window
@@ -94,9 +94,8 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
         raise Unsupported(f"{trainer} has no reference: an existing adapter is a new one to it")
     _estimates(call)
     more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
-    more |= {"loss_type": "kto"} if s.kl else {}
     drive.needs(call.trainer, *more)
-    settings, existing = twin(trainer, beta=0.04), s.adapter == "existing"
+    settings, existing = twin(trainer, beta=0.04, kl=s.kl), s.adapter == "existing"
     saved = {"modules_to_save": ["lm_head"]} if s.adapter == "saved-head" else {}
 
     def handed() -> tuple[Any, Any]:
@@ -104,8 +103,7 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
         return (stored_window.adapted(base, stored_window.HANDED_OVER), None) if existing else (base, trl.lora(**saved))
 
     run = Run(trainer, settings, call.path, adapter=handed, **more)
-    told = SimpleNamespace(**vars(settings) | ({"loss": "kto"} if s.kl else {}))
-    loss = Loss(run.window, told, settings.model + (stored_window.ADAPTED if existing else ""))
+    loss = Loss(run.window, settings, settings.model + (stored_window.ADAPTED if existing else ""))
     base = models.model(settings.model, torch.float64)
     yield from judged(call, run, loss, stored_window.adapted(base, stored_window.TRAINED, **saved).train())
 
@@ -128,17 +126,16 @@ def truncation(call: CheckCall) -> Iterator[Quantity]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
     _estimates(call)
     s, known = call.settings, trl.fields(drive.config(call.trainer))
-    limits: dict[str, Any] = {"max_length": MAX_LENGTH} | ({"loss_type": "kto"} if s.kl else {})
+    limits: dict[str, Any] = {"max_length": MAX_LENGTH}
     if "truncation_mode" in known or s.mode != "keep_start":
         drive.needs(call.trainer, "truncation_mode")
         limits["truncation_mode"] = s.mode
-    settings = twin(call.case.family, split=s.split)
+    settings = twin(call.case.family, split=s.split, kl=s.kl)
     run = Run(call.case.family, settings, call.path, plain=True, **limits)
     whole = sorted(run.window.expected)
     run.window = Cut(run.trainer, run.window.rows, mode=s.mode)
     late = sorted(recorder.sequences_of(run.steps.batches)) == whole  # DPO up to 1.3 cuts behind where a batch is seen
-    told = SimpleNamespace(**vars(settings) | ({"loss": "kto"} if s.kl else {}))
-    yield from judged(call, run, Loss(run.window, told), there=not late)
+    yield from judged(call, run, Loss(run.window, settings), there=not late)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,9 +217,9 @@ def sampler(call: CheckCall) -> Iterator[Quantity]:
     """Loss and every gradient by exp(log π - log π_sampler), truncated or masked as the mode says."""
     s, trainer = call.settings, call.case.family
     settings = twin(trainer, loss=s.loss, beta=s.beta, split=s.split, tools=s.tools)
-    run = Run(trainer, settings, call.path, **_options(call))
-    given = log_probs(run.window.sequences, s.missing, s.tools)
-    _report(run.built, run.window.sequences, given)
+    options, given = _options(call), log_probs(Window.of(trainer).sequences, s.missing, s.tools)
+    reported = [[None if math.isnan(x) else x for x in logps.tolist()] for logps in given]
+    run = Run(trainer, settings, call.path, reported=reported, **options)
     run.built.use_vllm = True
     weigh = functools.partial(ratio, s, padded(given)) if s.correction else None
     yield from judged(call, run, Loss(run.window, run.s, ratio=weigh))
@@ -258,23 +255,6 @@ def log_probs(window: Sequences, missing: bool, tools: bool) -> list[Tensor]:
             reported[len(reported) // 2] = math.nan
         out.append(reported)
     return out
-
-
-def _report(trainer: Any, window: Sequences, given: list[Tensor]) -> None:
-    """The sampler's log-probs beside the stored completions, in the lists in which a server's arrive."""
-    names = twin_runs.handed_names(trainer._generate_single_turn.original)
-    if "logprobs" not in names:
-        raise Unsupported(f"_generate_single_turn of the installed version returns {', '.join(names)}: no logprobs")
-    known = {(tuple(t[:n]), tuple(t[n:])): lp for (t, n), lp in zip(window, given, strict=True)}
-
-    def reporting(args: tuple[Any, ...], out: Any) -> Any:
-        found = dict(zip(names, out, strict=True))
-        ids = [stored_window.ids(p) if isinstance(p, str) else list(p) for p in args[0]]
-        reported = [known[tuple(p), tuple(c)].tolist() for p, c in zip(ids, found["completion_ids"], strict=True)]
-        found["logprobs"] = [[None if math.isnan(x) else x for x in lp] for lp in reported]
-        return tuple(found.values())
-
-    drive.changed(trainer, "_generate_single_turn", reporting)
 
 
 def ratio(s: SimpleNamespace, reported: Tensor, logps: Tensor, mask: Tensor) -> Tensor:

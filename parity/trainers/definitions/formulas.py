@@ -20,8 +20,8 @@ from parity.families import preference_losses
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.families.policy_losses import divergence as k3
-from parity.families.preference_losses import DIVERGENCES, DPO, ONLINE, Pairs, unpaired
-from parity.trainers.definitions.scored import Scored, completion_logps, entropies, mean, rows, sums
+from parity.families.preference_losses import DIVERGENCES, DPO, ONLINE, Pairs, log_odds, unpaired
+from parity.trainers.definitions.scored import Scored, completion_logps, entropies, mean, rows
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Sequences, Window
 
@@ -166,18 +166,13 @@ def cpo(a: Loss, model: Any) -> Tensor:
     return preference_losses.cpo(r, a.s, a.s.loss).mean() - weight * torch.cat(sides[0].tokens).mean()
 
 
-def log_odds(side: Scored) -> Tensor:
-    """log p - log(1 - p) of each completion, log p the mean of its tokens' log-probs, (N,)."""
-    return preference_losses.log_odds(side.means)
-
-
 def orpo(a: Loss, model: Any) -> Tensor:
     """-Σ log p / N over the N tokens of chosen prompts and completions, less β·mean of log σ(log odds_w - log odds_l).
     odds = p/(1 - p), log p the mean over a completion's tokens (arXiv 2403.07691, equations 3 to 7; its authors' code
     takes the likelihood of the prompt too)."""
     sides = a.sides(model)
     whole = torch.cat(completion_logps(model, [(tokens, 1) for tokens, _ in sides[0].window]))
-    return -whole.mean() - a.s.beta * logsigmoid(log_odds(sides[0]) - log_odds(sides[1])).mean()
+    return -whole.mean() - a.s.beta * logsigmoid(log_odds(sides[0].means) - log_odds(sides[1].means)).mean()
 
 
 def kto(a: Loss, model: Any) -> Tensor:
@@ -198,12 +193,12 @@ def kl_of_others(a: Loss, model: Any) -> Tensor:
 def rloo(a: Loss, model: Any) -> Tensor:
     """-mean of min(ρA, clip(ρ)A), ρ = π/π_old, A the reward minus the mean of the group's others (arXiv 2402.14740). The
     reward is less β(log π_old - log π_ref) of the whole completion."""
-    logps = sums(model, a.window.sequences)
+    logps = a.scored(model).sums
     r = stored_window.rewards(a.whole) if a.earned is None else a.earned
     with torch.no_grad():
-        old = sums(model if a.generation is None else a.generation.old, a.window.sequences)  # a forward pass of its own
+        old = a.scored(model if a.generation is None else a.generation.old).sums  # a forward pass of its own
         if a.s.beta != 0.0:
-            then = old if a.generation is None else sums(a.generation.old, a.whole)
+            then = old if a.generation is None else a.scored(a.generation.old, a.whole).sums
             r = r - a.s.beta * (then - a.scored(model, a.whole).base.sums).view(r.shape)
     advantages = a.of_window((r - (r.sum(1, keepdim=True) - r) / (stored_window.GENERATIONS - 1)).flatten())
     ratio, (low, high) = (logps - old).exp(), a.clip(0.2)

@@ -97,11 +97,6 @@ def entropies(table: Tensor) -> Tensor:
     return -(table.exp() * table).sum(-1)
 
 
-def sums(model: Any, window: Sequences) -> Tensor:
-    """log π of each completion, (N,)."""
-    return Scored(model, window).sums
-
-
 def completion_logps(model: Any, window: Sequences, temperature: float = 1.0) -> list[Tensor]:
     """Log-probs (T_i,) of the tokens of each completion."""
     return Scored(model, window, temperature=temperature).tokens

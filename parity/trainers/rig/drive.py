@@ -142,13 +142,3 @@ def changed(holder: Any, name: str, change: Callable[[tuple[Any, ...], Any], Any
         return change(args, original(*args, **kwargs))
 
     setattr(holder, name, watched)
-
-
-def spied(holder: Any, name: str, seen: Callable[[tuple[Any, ...], Any], Any]) -> None:
-    """Let `seen(args, result)` watch every call of a method of one object."""
-
-    def unchanged(args: tuple[Any, ...], out: Any) -> Any:
-        seen(args, out)
-        return out
-
-    changed(holder, name, unchanged)

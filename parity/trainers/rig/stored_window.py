@@ -201,13 +201,6 @@ def _move(parameter: Tensor, seed: int, name: str, nudge: float) -> None:
     parameter.copy_((parameter.float() * share.float()).to(parameter.dtype))
 
 
-def policy_at(architecture: str, parameters: Mapping[str, Tensor]) -> Any:
-    """The policy in float64 with the parameters that a run had at one of its steps."""
-    out = policy(architecture, torch.float64)
-    out.load_state_dict(parameters)
-    return out
-
-
 @drawn.once
 def reference(architecture: str) -> Any:
     """The saved model in float64, without gradients; of "llama+adapter" with the adapter that a trainer is handed."""

@@ -42,7 +42,7 @@ def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
         **spec.options,
         **PADDINGS.get(s.padding, {}),
     }
-    out |= {"loss_type": s.loss} if "loss" in spec.own else {}
+    out |= {"loss_type": s.loss} if "loss" in spec.own or s.kl else {}
     out |= {HEAD: True} if getattr(s, HEAD) else {}
     return out | ({"bf16": True} if s.precision == "autocast" else {})
 
@@ -54,11 +54,13 @@ def build(
     rows: Sequence[Sample] | None = None,
     adapter: Callable[[], tuple[Any, Any]] | None = None,
     changed: Callable[[Any], Any] | None = None,
+    reported: Sequence[list[float | None]] | None = None,
     **more: Any,
 ) -> Any:
     """The trainer over the window or some rows, on a path of `check.PATHS`; `more` goes to its config.
 
-    `adapter`: gives a model and its peft_config, and the LoRA is trained; `changed`: changes the policy first.
+    `adapter`: gives a model and its peft_config, and the LoRA is trained; `changed`: changes the policy first; `reported`:
+    the log-probs of each row's completion that a sampler hands over with it.
 
     "fused" and "fixed" take the version's fused path; "fixed" goes without where there is none, or where no fix of ours
     replaces it. Raises Unsupported when the installed version lacks the trainer or what the twin needs of its config.
@@ -94,7 +96,7 @@ def build(
     if adapter is not None:  # away from where it started: a reference that were the policy would show
         stored_window.fill_adapter(out.model, stored_window.TRAINED)
     if spec.generates == "method":
-        _hand_out(out, window.rows)
+        _hand_out(out, window.rows, reported)
     if spec.generates == "model":  # the first of a prompt, then the other
         pairs = {}
         for row in window.rows:
@@ -150,30 +152,32 @@ class Run:
         return holds("sequences", wanted == got, message, gate="exact", value=float(len(got)))
 
 
-def _hand_out(trainer: Any, rows: Sequence[Sample]) -> None:
+def _hand_out(trainer: Any, rows: Sequence[Sample], reported: Sequence[Any] | None) -> None:
     """Stored completions in place of generation; everything behind it is the trainer's own."""
     original = getattr(trainer, "_generate_single_turn", None)
     if original is None and not hasattr(trainer, "_generate_with_model"):
         raise Unsupported("the installed version does not generate in a method of its own")
-    stored: dict[tuple[int, ...], list[list[int]]] = {}
-    for row in rows:
+    stored: dict[tuple[int, ...], list[tuple[list[int], Any]]] = {}
+    for row, logps in zip(rows, reported or [None] * len(rows), strict=True):
         completion = stored_window.ids(row.completion) + ([row.end] if row.ended else [])
-        stored.setdefault(tuple(stored_window.ids(row.prompt)), []).append(completion)
+        stored.setdefault(tuple(stored_window.ids(row.prompt)), []).append((completion, logps))
     if original is None:
         trainer._local_teacher_tokenizer_matches_student = True  # it has one vocabulary, and no files to be read from
-        generate_in_model(trainer, stored)
+        generate_in_model(trainer, {prompt: [ids for ids, _ in own] for prompt, own in stored.items()})
         return
     names = handed_names(original)
+    if reported and "logprobs" not in names:
+        raise Unsupported(f"_generate_single_turn of the installed version returns {', '.join(names)}: no logprobs")
 
     def generate(prompts: list[Any], *_: Any, **__: Any) -> Any:
         prompt_ids = [stored_window.ids(p) if isinstance(p, str) else list(p) for p in prompts]
         left = {k: list(v) for k, v in stored.items()}
-        completion_ids = [left[tuple(p)].pop(0) for p in prompt_ids]
+        completion_ids, logps = map(list, zip(*(left[tuple(p)].pop(0) for p in prompt_ids), strict=True))
         known = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "extra_fields": {}, "forward_kwargs": {}}
+        known |= {"logprobs": logps} if reported else {}
         out = tuple(known.get(n) for n in names)
         return out if len(out) > 1 else out[0]
 
-    generate.original = original  # type: ignore[attr-defined]
     trainer._generate_single_turn = generate
 
 
