@@ -75,12 +75,10 @@ def derived(family: Family, tensors: Mapping[str, torch.Tensor], where: str) -> 
     if len(kinds) != 1:
         raise UsageError(f"{where}: one of teacher_weight, teacher_logits or support_logps, it has {len(kinds)}")
     found = sizes(family, tensors, where, stored_tensors.REQUIRED)
-    bias = tensors.get("teacher_bias")
-    banned = bias is not None and bool((bias == -torch.inf).any())
     out = stored_tensors.of_head(family, tensors, where) | {
         "ignored": stored_tensors.ignored(tensors["ids"]),
         "teacher": "logits" if "teacher_logits" in tensors else "head",
-        "teacher_bias": "none" if bias is None else "banned" if banned else "random",
+        "teacher_bias": stored_tensors.of_bias(tensors.get("teacher_bias")),
         "sparse": "none" if "support_logps" not in tensors else "mixed" if "top1_logps" in tensors else "topk",
         "num_items": "given" if "num_items_in_batch" in tensors else "none",
         "extra_vocabulary": found.get("W", found["V"]) - found["V"],

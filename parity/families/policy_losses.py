@@ -18,6 +18,8 @@ CONFIG_FIELDS = tuple(
     ).split()
 )
 """Settings that a field of the same name decides in the configuration of TRL's trainer."""
+OF_LOSS = (*(n for n in CONFIG_FIELDS if n not in ("epsilon", "epsilon_high", "beta")), "steps_per_generation")
+"""Settings that TRL's config and a fused loss have under these names."""
 
 
 def divergence(log_r: Tensor, w: Tensor | None) -> Tensor:

@@ -11,12 +11,6 @@ from parity.families.policy_losses import CLIPPED, WINDOW_NORMALISED
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
-OF_LOSS = (
-    "loss_type importance_sampling_level delta use_bias_correction_kl temperature off_policy_mask_threshold entropy_coef "
-    "sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg "
-    "max_completion_length steps_per_generation"
-).split()
-"""Settings that TRL's config and a fused loss have under these names."""
 MASKS = {"int64": torch.int64, "bool": torch.bool, "fp32": torch.float32, "int32": torch.int32, "uint8": torch.uint8}
 
 SETTINGS = head.SETTINGS | {

@@ -34,12 +34,16 @@ def of_head(
         raise UsageError(f"{where}: weight is {weight.dtype} beside hidden states in {hidden.dtype}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise UsageError(f"{where}: ids are {ids.dtype}, expected int64 or int32")
-    banned = bias is not None and bool((bias == -torch.inf).any())
     return found | {
-        "bias": "none" if bias is None else "banned" if banned else "random",
+        "bias": of_bias(bias),
         "head_dtype": "same" if weight.dtype == hidden.dtype else "fp32",
         "ids_dtype": str(ids.dtype).removeprefix("torch."),
     }
+
+
+def of_bias(bias: Tensor | None) -> str:
+    """The setting `bias` of a head."""
+    return "none" if bias is None else "banned" if bool((bias == -torch.inf).any()) else "random"
 
 
 def ignored(ids: Tensor) -> str:

@@ -106,7 +106,6 @@ def _interpretable() -> Iterator[None]:
 
 KERNEL: dict[str, Any] = {
     "family": "logprobs",
-    "role": "candidate",
     "library": "cut-cross-entropy",
     "recipe": _kernel,
     "contexts": EVERY_CONTEXT,

@@ -5,7 +5,7 @@ from typing import Any
 
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
-from parity.families.policy_settings import OF_LOSS
+from parity.families.policy_losses import OF_LOSS
 from parity.implementations import cce, plain
 from parity.implementations.implementation import EVERY_CONTEXT, ONE_DTYPE, Outputs, implementation, only
 from parity.implementations.trl_trainer import METRICS

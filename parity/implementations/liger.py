@@ -46,8 +46,7 @@ def chunked(x: Inputs, **more: Any) -> Recipe:
     is added and the gradient of the head is summed. Before 0.8 autograd goes through whole logits of the head's dtype,
     which bias and temperature round to again."""
     if not streams_vocabulary():
-        dtype = x.autocast or plain.head_dtype(x)
-        return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, folded=plain.factor(x), **more)
+        return plain.stored(x, folded=plain.factor(x), **more)
     cast: dict[str, Any] = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
     return Recipe(logits="input", bias="fp32", **cast, **more)
 
@@ -70,11 +69,6 @@ def _fused(x: Inputs) -> Recipe:
         partials=2 * min(chunks, s.B * s.T) + 2,
         inputs=None if factor == 1.0 and x.weight.dtype == x.hidden.dtype else "input",
     )
-
-
-def _kernel(x: Inputs) -> Recipe:
-    dtype = plain.head_dtype(x)
-    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, output=dtype)
 
 
 @offer(
@@ -154,7 +148,7 @@ def mean_cross_entropy(x: Inputs) -> Outputs:
 
 @offer(
     "liger.cross_entropy",
-    recipe=_kernel,
+    recipe=lambda x: plain.stored(x, "output"),
     sources=(SOURCE,),
     limits=(fitting(LOSS, _added),),
     **ADDED,

@@ -115,9 +115,8 @@ def _log_probs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _kernel(x: Inputs) -> Recipe:
     """Log-probs in the dtype of each head, float32 inside the kernel, which stores their gradient as they are."""
-    dtype = plain.head_dtype(x)
-    student: dict[str, Any] = {"logits": dtype, "dlogits": dtype, "elementwise": dtype, "softmax": dtype}
-    return Recipe(**student, teacher="input", teacher_softmax="input", cotangent=plain.cotangent(x), output="any")
+    teacher = {"teacher": "input", "teacher_softmax": "input"}
+    return plain.stored(x, "softmax", **teacher, cotangent=plain.cotangent(x), output="any")
 
 
 @offer(

@@ -51,11 +51,6 @@ def _fused(x: Inputs) -> Recipe:
     return chunked(x, accumulate=accumulate, partials=x.settings.B, **plain.late(x))
 
 
-def _kernel(x: Inputs) -> Recipe:
-    dtype = plain.head_dtype(x)
-    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype)
-
-
 def _windowed(s: Any) -> bool:
     return s.loss_type in WINDOW_NORMALISED
 
@@ -122,7 +117,6 @@ def _fused_loss(x: Inputs, compiled: bool = False) -> Outputs:
 FUSED_REJECTS = tuple(limit("liger_kernel.chunked_loss.grpo_loss") for limit in (_token_level, known_loss_type))
 FUSED: dict[str, Any] = {
     "family": "policy",
-    "role": "candidate",
     "library": "liger-kernel",
     "recipe": _fused,
     "outputs": frozenset({"kl", "clip_ratio"}),
@@ -163,9 +157,8 @@ def fused_compiled(x: Inputs) -> Outputs:
 
 TRITON: dict[str, Any] = {
     "family": "policy",
-    "role": "candidate",
     "library": "liger-kernel",
-    "recipe": _kernel,
+    "recipe": plain.stored,
     "interpreted": True,
     "every": 4,
     "sources": ("liger_kernel.ops.grpo_loss.GrpoLossFunction",),

@@ -61,12 +61,17 @@ TWO_DTYPES = only(
 """Of divergences in plain torch: the mixture is float16, terms that cancel underflow on one side."""
 
 
+def stored(x: Inputs, *names: str, **more: Any) -> Recipe:
+    """Logits, their gradient and what is made of them in the dtype of the head, under autocast in autocast's; `names`: fields
+    of the recipe that have it too."""
+    dtype = x.autocast or head_dtype(x)
+    fields: dict[str, Any] = dict.fromkeys(("logits", "dlogits", "elementwise", *names), dtype)
+    return Recipe(**fields, **more)
+
+
 def narrow(x: Inputs) -> Recipe:
-    """Logits, log-softmax and what follows in the dtype of the head, which the result has too; under autocast in autocast's."""
-    if x.autocast:
-        return Recipe(logits=x.autocast, dlogits=x.autocast, elementwise=x.autocast, softmax=autocast_softmax(x))
-    dtype = head_dtype(x)
-    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output=dtype)
+    """The log-softmax too in the dtype of the head, and the result; under autocast in autocast's."""
+    return stored(x, softmax=autocast_softmax(x)) if x.autocast else stored(x, "softmax", "output")
 
 
 def takes_triton(x: Inputs, module: str = "triton") -> bool:

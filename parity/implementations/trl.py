@@ -42,7 +42,7 @@ def softcap(x: Inputs, module: str = CHUNKED) -> str:
 
 def _stored(x: Inputs) -> Recipe:
     """Everything in the dtype of the head: the plain path. On CUDA releases with a kernel for it call that instead."""
-    return _kernel(x) if plain.takes_triton(x, "trl.kernels.logprob_entropy") else plain.narrow(x)
+    return plain.stored(x) if plain.takes_triton(x, "trl.kernels.logprob_entropy") else plain.narrow(x)
 
 
 def tiles(x: Inputs) -> Recipe:
@@ -53,12 +53,6 @@ def tiles(x: Inputs) -> Recipe:
     if plain.installed("trl.kernels.chunked_logprob"):
         cast["dlogits"] = "input"
     return Recipe(logits="input", tanh=softcap(x), **cast)
-
-
-def _kernel(x: Inputs) -> Recipe:
-    """Materialised logits in the dtype of the head, float32 inside the kernel, dlogits as the logits."""
-    dtype = x.autocast or plain.head_dtype(x)
-    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype)
 
 
 @offer(
@@ -101,7 +95,7 @@ def selective_log_softmax_and_entropy(x: Inputs) -> Outputs:
 
 @offer(
     "trl.logprob_entropy_kernel",
-    recipe=_kernel,
+    recipe=plain.stored,  # and float32 inside the kernel
     sources=("trl.kernels.logprob_entropy.selective_log_softmax_and_entropy",),
     **KERNEL,
 )
@@ -155,13 +149,8 @@ def _chunked(x: Inputs) -> Outputs:
     outputs = ("entropy",) if s.entropy != "none" else ()
     chunk = s.chunk_size or DEFAULT_CHUNK
     targets = x.ids.clamp(min=0).reshape(-1)  # as TRL's fused LM head gives them: the kernel knows no strides
-    given = [x.bias, targets, s.temperature, chunk, s.softcap, s.logit_scale]
-    if takes_outputs:
-        given.append(outputs)
-    else:  # the order stays, up to 1.12 some were missing
-        off = {"bias": None, "targets": x.ids, "temperature": 1.0, "chunk_size": chunk}
-        off |= {"final_logit_softcapping": None, "logit_scale": 1.0}
-        required = {name: (value, off[name]) for name, value in zip(off, given, strict=True)}
-        given = list(taking(function.forward, required).values())
-    out = function.apply(x.hidden.flatten(0, 1), x.weight, *given)
+    given = {"bias": (x.bias, None), "targets": (targets, targets), "temperature": (s.temperature, 1.0)}
+    given |= {"chunk_size": (chunk, chunk), "final_logit_softcapping": (s.softcap, None)}
+    given |= {"logit_scale": (s.logit_scale, 1.0)} | ({"outputs": (outputs, ())} if takes_outputs else {})
+    out = function.apply(x.hidden.flatten(0, 1), x.weight, *taking(function.forward, given).values())
     return {"logps": by_token(out[0], x)} | ({"entropy": by_token(out[1], x)} if outputs else {})

@@ -73,13 +73,11 @@ def teacher_logits(x: Inputs) -> torch.Tensor:
 
 def materialised(x: Inputs) -> Recipe:
     """Everything in the dtype of the logits, the log-softmax included; beside a float32 head the teacher alone."""
-    dtype = plain.head_dtype(x)
     if x.autocast:
         return dataclasses.replace(plain.narrow(x), output="any")
     teacher = None if x.settings.sparse != "none" else "input"  # its head has the dtype of the case, a support float32
-    stored: dict[str, Any] = dict.fromkeys(("logits", "dlogits", "elementwise", "softmax"), dtype)
-    stored |= dict.fromkeys(("teacher", "teacher_softmax", "teacher_elementwise"), teacher)
-    return Recipe(**stored, output="any")
+    of_teacher = dict.fromkeys(("teacher", "teacher_softmax", "teacher_elementwise"), teacher)
+    return plain.stored(x, "softmax", **of_teacher, output="any")
 
 
 def _generalized_jsd(function: Any, x: Inputs) -> Outputs:
@@ -217,8 +215,7 @@ def _server(x: Inputs) -> tuple[Any, Any]:
 
 
 def _sparse(x: Inputs) -> Recipe:
-    dtype = x.autocast or plain.head_dtype(x)
-    return Recipe(logits=dtype, dlogits=dtype, elementwise=dtype, softmax=dtype, output="any")
+    return plain.stored(x, "softmax", output="any")
 
 
 @offer(

@@ -15,7 +15,8 @@ from parity.implementations.implementation import EVERY_CONTEXT, Limit, Outputs,
 from parity.implementations.trl import tiles
 from parity.upstream import trl
 
-FIELDS: dict[str, Any] = {"family": "preference", "role": "reference", "library": "trl", "recipe": plain.narrow}
+FIELDS: dict[str, Any] = {"family": "preference", "role": "reference", "library": "trl"}
+PLAIN: dict[str, Any] = FIELDS | {"recipe": plain.narrow, "contexts": EVERY_CONTEXT}
 NO_NLL = only("the likelihood is the trainer's", lambda s: s.nll == 0.0)
 NO_TEMPERATURE = only("no temperature parameter", lambda s: s.temperature == 1.0)
 
@@ -36,10 +37,9 @@ def _self(x: Inputs, **more: Any) -> Any:
 
 @implementation(
     "trl.cpo_loss",
-    contexts=EVERY_CONTEXT,
     sources=("trl.experimental.cpo.CPOTrainer.cpo_loss",),
     limits=(only("cpo only", lambda s: s.method == "cpo"), NO_NLL, NO_TEMPERATURE),
-    **FIELDS,
+    **PLAIN,
 )
 def cpo_loss(x: Inputs) -> Outputs:
     """`CPOTrainer.cpo_loss`, averaged as the trainer averages it."""
@@ -53,10 +53,9 @@ def cpo_loss(x: Inputs) -> Outputs:
 
 @implementation(
     "trl.odds_ratio_loss",
-    contexts=EVERY_CONTEXT,
     sources=("trl.experimental.orpo.ORPOTrainer.odds_ratio_loss",),
     limits=(only("orpo only", lambda s: s.method == "orpo"), NO_NLL, NO_TEMPERATURE),
-    **FIELDS,
+    **PLAIN,
 )
 def odds_ratio_loss(x: Inputs) -> Outputs:
     """Minus the mean of `ORPOTrainer.odds_ratio_loss`, which the trainer subtracts from the likelihood's loss."""

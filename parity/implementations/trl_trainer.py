@@ -14,8 +14,7 @@ from unittest import mock
 import torch
 
 from parity.case.inputs import Inputs, defaults
-from parity.families.policy_losses import WINDOW_NORMALISED
-from parity.families.policy_settings import OF_LOSS
+from parity.families.policy_losses import CONFIG_FIELDS, WINDOW_NORMALISED
 from parity.families.policy_settings import SETTINGS as DEFAULTS
 from parity.implementations import plain
 from parity.implementations.implementation import (
@@ -34,7 +33,7 @@ from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.judge.recipe import Recipe
 from parity.upstream import trl
 
-SETTINGS = (*OF_LOSS, "epsilon", "epsilon_high", "beta", "top_entropy_quantile")
+SETTINGS = (*CONFIG_FIELDS, "steps_per_generation", "top_entropy_quantile")
 GRPO = "trl.trainer.grpo_trainer"
 
 

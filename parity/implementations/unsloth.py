@@ -14,8 +14,7 @@ import torch
 
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
-from parity.families.policy_losses import WINDOW_NORMALISED
-from parity.families.policy_settings import OF_LOSS
+from parity.families.policy_losses import OF_LOSS, WINDOW_NORMALISED
 from parity.implementations import plain
 from parity.implementations.implementation import (
     Outputs,
@@ -54,7 +53,6 @@ def _log_probs(x: Inputs, hidden: torch.Tensor) -> torch.Tensor:
 @implementation(
     "unsloth.chunked_selective_log_softmax",
     family="logprobs",
-    role="candidate",
     library="unsloth-zoo",
     recipe=_chunked,
     sources=("unsloth_zoo.rl_replacements.chunked_hidden_states_selective_log_softmax",),
@@ -87,7 +85,6 @@ def _scales(s: Any) -> str:
 
 GRPO: dict[str, Any] = {
     "family": "policy",
-    "role": "candidate",
     "library": "unsloth-zoo",
     "recipe": _chunked,
     "limits": (
@@ -141,7 +138,6 @@ def _jsd_chunks(x: Inputs) -> Recipe:
 @implementation(
     "unsloth.distillation_chunked_jsd",
     family="divergence",
-    role="candidate",
     library="unsloth-zoo",
     recipe=_jsd_chunks,
     sources=("unsloth_zoo.rl_replacements.distillation_chunked_jsd",),
