@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import msgspec
 import numpy as np
 import torch
 
@@ -38,7 +37,7 @@ class Case:
 
     family: str
     seed: int
-    dtype: str
+    dtype: Literal["fp64", "fp32", "fp16", "bf16"]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tensors: str | None = None
     sha256: str | None = None
@@ -69,41 +68,20 @@ class Case:
         """Read a case from a JSON object. Raises UsageError, naming `source`, the field and its value, when the object is
         not a case."""
         of_schema(data, SCHEMA, source, "a case")
-        raw = convert(_Json, data, source)
-        if bool(raw.tensors) != bool(raw.sha256):
+        case: Case = convert(cls, data, source)
+        if bool(case.tensors) != bool(case.sha256):
             raise UsageError(f"{source}: tensors and sha256 belong together: a case without its hash is not read")
-        return cls(raw.family, raw.seed, raw.dtype, raw.settings, raw.tensors, raw.sha256)
+        return case
 
     @classmethod
     def load(cls, path: str | Path) -> Case:
         return Frozen.load(path).case
 
 
-class _Json(msgspec.Struct):
-    """A case in JSON, with its schema."""
-
-    family: str
-    seed: int
-    dtype: Literal["fp64", "fp32", "fp16", "bf16"]
-    settings: dict[str, Any]
-    tensors: str | None = None
-    sha256: str | None = None
-
-
-class _File(msgspec.Struct):
-    """A case file with remarks; remarks that are not named here are the writer's own."""
-
-    case: dict[str, Any]
-    implementation: str | None = None
-    implementations: tuple[str, ...] | None = None
-    fast: bool = False
-    recorded: tuple[dict[str, Any], ...] = ()
-
-
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     """A case file: the case, whom it was found with, who runs on it (None: all), whether without repeated calls, and what it
-    gave when it was measured (`parity.results.recorded`).
+    gave when it was measured (`parity.results.recorded`). Further remarks are the writer's own.
     """
 
     case: Case
@@ -119,10 +97,10 @@ class Frozen:
         where = str(path)
         data = decode(Any, text_of(Path(path), "case"), where)
         if not isinstance(data, dict) or "case" not in data:
-            return cls(_beside(Path(path), Case.from_json(data, where)))
-        raw = convert(_File, data, where)
-        case = _beside(Path(path), Case.from_json(raw.case, where))
-        return cls(case, raw.implementation, raw.implementations, raw.fast, raw.recorded)
+            data = {"case": data}
+        case = _beside(Path(path), Case.from_json(data["case"], where))
+        found: Frozen = convert(cls, data, where)
+        return dataclasses.replace(found, case=case)
 
 
 def _beside(path: Path, case: Case) -> Case:

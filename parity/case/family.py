@@ -115,7 +115,7 @@ class Family:
             raise UsageError(f"case {case.id}: {sizes}: {entries:,} entries in one tensor, at most {LARGEST_CASE:,}")
         return out
 
-    def case(self, seed: int, dtype: str, settings: Mapping[str, Any]) -> Case:
+    def case(self, seed: int, dtype: Any, settings: Mapping[str, Any]) -> Case:
         """A case from drawn settings; values that equal the default are dropped, so that equal cases have equal ids."""
         default = {k: self.settings[k].default for k in settings}
         kept = {k: v for k, v in settings.items() if v != default[k] or type(v) is not type(default[k])}

@@ -86,7 +86,7 @@ class TrainerFamily:
             )
         return checks[case.settings["check"]]
 
-    def case(self, seed: int, dtype: str, settings: Mapping[str, Any]) -> Case:
+    def case(self, seed: int, dtype: Any, settings: Mapping[str, Any]) -> Case:
         """A case without the settings that are at their check's default."""
         table = self.checks[settings["check"]].settings
         kept = {k: v for k, v in settings.items() if k == "check" or v != table[k].default}
