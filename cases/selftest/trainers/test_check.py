@@ -4,6 +4,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from parity.case.case import Case
@@ -68,7 +69,7 @@ def test_rows_of_a_check_follow_the_contract(toy):
     assert (amount.verdict, amount.headroom, amount.cls) == ("disagree", 3.0, "logic")
     assert amount.message == "too much" and amount.settings == {"check": "toy", "kind": "wrong"}
     assert flag.verdict == "agree" and flag.message == ""
-    json.dumps([amount.to_json(), flag.to_json()], allow_nan=False)
+    json.dumps([msgspec.to_builtins(row) for row in (amount, flag)], allow_nan=False)
     assert exit_code([amount, flag]) == 1
 
 
