@@ -16,6 +16,7 @@ from parity.registry import family, load, loss_families, loss_family, meant, res
 from parity.results.report.rows import read
 from parity.results.row import DECLINED, Row
 from parity.trainers import catalogue
+from parity.trainers.specs import TRAINERS
 
 DRAWN, SMALL = 60, 100
 """Drawn cases of which those whose sizes are small have every tensor of a family."""
@@ -23,7 +24,7 @@ DRAWN, SMALL = 60, 100
 
 def implementations(families: Iterable[str], console: Console) -> None:
     """A table for each family, references first: id, role, and the library's version or why it cannot run."""
-    chosen = tuple(map(resolved, families)) or (*loss_families(), *catalogue.names())
+    chosen = tuple(map(resolved, families)) or (*loss_families(), *TRAINERS)
     every = [i for i in load().values() if i.family in chosen]
     every.sort(key=lambda i: (chosen.index(i.family), i.role != "reference", i.id))
     wide = max((len(i.id) for i in every), default=0)

@@ -195,21 +195,15 @@ def _student_bias(s: SimpleNamespace, tensors: dict[str, Any]) -> None:
 
 def _teacher(case: Case, s: SimpleNamespace, tensors: dict[str, Any]) -> dict[str, Any]:
     dtype, total = DTYPES[case.dtype], s.V + s.extra_vocabulary
-    hidden, weight = tensors["hidden"], tensors["weight"]
     width = s.teacher_H if s.gap == "apart" else s.H
-    drawn = normal(case.seed, "teacher_hidden", (s.B, s.T, width))
-    t_hidden = drawn
-    t_weight = normal(case.seed, "teacher_weight", (total, width)) * (s.teacher_peak / width**0.5)
-    if s.gap != "apart":
-        t_hidden = hidden.double() + (drawn / 16 if s.gap == "near" else 0.0)
-        t_weight = torch.cat([weight.double(), t_weight[s.V :]])
+    hidden, weight = head.beside(case, s, tensors, "teacher", width, total, s.teacher_peak)
     banned = _banned(case, s, tensors, total)
     bias = normal(case.seed, "teacher_bias", (total,)) if s.teacher_bias != "none" else None
     if banned is not None:
         bias = (torch.zeros(total, dtype=torch.float64) if bias is None else bias).masked_fill(banned, -torch.inf)
     teacher = {
-        "teacher_hidden": t_hidden.to(dtype),
-        "teacher_weight": t_weight.to(dtype),
+        "teacher_hidden": hidden.to(dtype),
+        "teacher_weight": weight.to(dtype),
         "teacher_bias": None if bias is None else bias.to(dtype),
         "teacher_logits": None,
     }

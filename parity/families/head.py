@@ -105,6 +105,17 @@ def build(case: Case, s: SimpleNamespace) -> dict[str, Any]:
     }
 
 
+def beside(case: Case, s: SimpleNamespace, of: dict[str, Any], name: str, width: int, rows: int, peak: float) -> Any:
+    """Hidden states (B, T, H or `width`) and head of another model, by the setting `gap`: apart, near the case's own, equal
+    but for the `rows` that its head has more."""
+    states = normal(case.seed, f"{name}_hidden", (s.B, s.T, width))
+    weight = normal(case.seed, f"{name}_weight", (rows, width)) * (peak / width**0.5)
+    if s.gap != "apart":
+        states = of["hidden"].double() + (states / 16 if s.gap == "near" else 0.0)
+        weight = torch.cat([of["weight"].double(), weight[s.V :]])
+    return states, weight
+
+
 def leaves(s: SimpleNamespace) -> tuple[str, ...]:
     """The names of the tensors that require a gradient."""
     present = {"hidden", "weight"} | ({"bias"} if s.bias != "none" else set())

@@ -17,7 +17,7 @@ from parity.case.layouts import like
 from parity.families import head, policy_stored
 from parity.families import policy_inputs as inputs_of
 from parity.families import policy_settings as settings_of
-from parity.families.policy_losses import CLIPPED, WINDOW_NORMALISED, divergence, losses
+from parity.families.policy_losses import CONFIG_FIELDS, WINDOW_NORMALISED, divergence, losses
 from parity.judge.stages import log_softmax_again
 
 KL_CAP, KL_LOG_RATIO_CAP = 10.0, 20.0
@@ -74,23 +74,16 @@ def features(case: Case) -> dict[str, Any]:
 def parameters(x: Inputs) -> set[str]:
     """The tensors, and what changes the loss of this case: nothing of another loss type, or of an absent term."""
     s, table = x.settings, settings_of.SETTINGS
-
-    def moved(*names: str) -> set[str]:
-        return {n for n in names if getattr(s, n) != table[n].default}
-
-    out = {*policy_stored.REQUIRED} | moved("temperature", "softcap", "logit_scale", "loss_type", "beta")
-    out |= moved("entropy_coef", "importance_sampling_level", "off_policy_mask_threshold")
-    out |= moved("epsilon", "epsilon_high", "delta") if s.loss_type in CLIPPED else set()
-    out |= moved(*(n for n in table if n.startswith(s.loss_type))) if s.loss_type in ("sapo", "vespo") else set()
+    names = {*CONFIG_FIELDS, "softcap", "logit_scale"} - settings_of.silent_beside(s.loss_type, s.beta)
+    out = {*policy_stored.REQUIRED} | {n for n in names if getattr(s, n) != table[n].default}
     out |= {"cispo": {"epsilon_high"}, "dr_grpo": {"max_completion_length"}}.get(s.loss_type, set())
-    if s.beta != 0.0:
-        out |= {"ref_logps"} | moved("use_bias_correction_kl")
+    out |= {"ref_logps"} if s.beta != 0.0 else set()
     if s.loss_type in WINDOW_NORMALISED:
         out |= {"num_items_in_batch"}
         if s.mode == "eval" or s.accumulation != s.steps_per_generation:
             out |= {"accumulation", "steps_per_generation", "mode"}
     elif s.accumulation != 1:
-        out |= {"accumulation"} | moved("mode")
+        out |= {"accumulation"} | ({"mode"} if s.mode != table["mode"].default else set())
     if s.off_policy_mask_threshold is not None and x.sampling_logps is not None:
         out |= {"sampling_logps"}
     optional = ("bias", "old_logps", "importance_sampling_ratio", "top_entropy_quantile", "lora_a")

@@ -70,6 +70,7 @@ WIRING = (
 ).split()
 """Settings that bare fused losses have no parameter for."""
 
+CLIPS = ("epsilon", "epsilon_high", "delta")
 GROUPS: tuple[tuple[str, ...], ...] = (
     *(
         (name,)
@@ -81,7 +82,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("head", "lora_rank"),
     ("level", "padded_rows"),
     ("layout", "layouts", "ids_dtype", "mask_dtype"),
-    ("epsilon", "epsilon_high", "delta"),
+    CLIPS,
     ("beta", "use_bias_correction_kl", "ref"),
     ("ratio", "ratio_range", "recording"),
     ("off_policy_mask_threshold", "sampler"),
@@ -266,15 +267,18 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     return canonical(dtype, out)
 
 
+def silent_beside(loss_type: str, beta: float) -> set[str]:
+    """Settings that mean nothing to a loss."""
+    silent = set() if loss_type in CLIPPED else {"delta", "epsilon"} if loss_type == "cispo" else {*CLIPS}
+    silent |= {n for n in SETTINGS if n.startswith(("sapo_", "vespo_")) and not n.startswith(loss_type)}
+    silent |= {"max_completion_length"} if loss_type != "dr_grpo" else set()
+    silent |= {"other_tokens", "steps_per_generation"} if loss_type not in WINDOW_NORMALISED else set()
+    return silent | ({"use_bias_correction_kl"} if beta == 0.0 else set())
+
+
 def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     """Settings of a case, with those at their defaults that say nothing beside the others."""
-    silent: set[str] = set()
-    if out["loss_type"] not in CLIPPED:
-        silent |= {"delta", "epsilon"} | ({"epsilon_high"} if out["loss_type"] != "cispo" else set())
-    silent |= {n for n in SETTINGS if n.startswith(("sapo_", "vespo_")) and not n.startswith(out["loss_type"])}
-    silent |= {"max_completion_length"} if out["loss_type"] != "dr_grpo" else set()
-    silent |= {"other_tokens", "steps_per_generation"} if out["loss_type"] not in WINDOW_NORMALISED else set()
-    silent |= {"use_bias_correction_kl"} if out["beta"] == 0.0 else set()
+    silent = silent_beside(out["loss_type"], out["beta"])
     silent |= {"ref"} if (out["beta"] == 0.0) != (out["ref"] == "unused") else set()
     silent |= {"ratio_range", "recording"} if out["ratio"] == "none" else set()
     silent |= {"sampler"} if out["off_policy_mask_threshold"] is None and out["sampler"] == "old" else set()

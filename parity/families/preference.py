@@ -22,7 +22,7 @@ from parity.families.head import IGNORE_INDEX
 from parity.families.preference_losses import DIVERGENCES, DPO, SCORED, Pairs, cpo, log_odds, unpaired
 from parity.judge.recipe import DTYPES
 from parity.judge.stages import of_teacher
-from parity.judge.values import normal, uniform
+from parity.judge.values import uniform
 
 LOSS_TYPES = {
     "dpo": tuple(name for name in DPO if name != "sft"),
@@ -165,7 +165,9 @@ def build(case: Case) -> Inputs:
     tensors = head.build(case, s)
     tensors |= dict.fromkeys(("ref_hidden", "ref_weight", "ref_bias", "labels"))
     if s.reference == "head" and s.method in ("dpo", "kto"):
-        tensors |= _reference(case, s, tensors)
+        states, weight = head.beside(case, s, tensors, "ref", s.H, s.V, s.peak)
+        tensors |= {"ref_hidden": states.to(DTYPES[case.dtype]), "ref_weight": weight.to(tensors["weight"].dtype)}
+        tensors["ref_bias"] = tensors["bias"]
     if s.method == "kto":
         labels = uniform(case.seed, "labels", (s.B,)) < {"mixed": 0.5, "all": 2.0, "none": -1.0}[s.labels]
         if s.labels == "mixed":
@@ -177,16 +179,6 @@ def build(case: Case) -> Inputs:
     tensors["ids"] = tensors["ids"].masked_fill(ignored, IGNORE_INDEX)
     inputs = head.inputs(case, s, tensors, head.leaves(s), {"loss": head.of_a_loss(case, s)})
     return arranged(head.shared(inputs, "ref_"))
-
-
-def _reference(case: Case, s: SimpleNamespace, of: dict[str, Any]) -> dict[str, Any]:
-    hidden, weight, bias = of["hidden"], of["weight"], of["bias"]
-    states, head_of_ref = normal(case.seed, "ref_hidden", (s.B, s.T, s.H)), weight.clone()
-    if s.gap == "apart":
-        head_of_ref = (normal(case.seed, "ref_weight", (s.V, s.H)) * (s.peak / s.H**0.5)).to(weight.dtype)
-    else:
-        states = hidden.double() + (states / 16 if s.gap == "near" else 0.0)
-    return {"ref_hidden": states.to(DTYPES[case.dtype]), "ref_weight": head_of_ref, "ref_bias": bias}
 
 
 def oracle(x: Inputs) -> dict[str, torch.Tensor]:

@@ -5,6 +5,8 @@ import functools
 import inspect
 from typing import Any
 
+import torch
+
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
@@ -85,12 +87,7 @@ def selective_log_softmax(x: Inputs) -> Outputs:
 )
 def selective_log_softmax_and_entropy(x: Inputs) -> Outputs:
     """`selective_log_softmax_and_entropy(logits, ids, temperature=…, row_mask=…)`: torch path on the CPU, Triton on CUDA."""
-    function = accepted("trl.trainer.utils:selective_log_softmax_and_entropy")
-    mask = None if x.settings.ignored == "none" else x.ids != IGNORE_INDEX
-    logps, entropy = function(
-        plain.logits(x), x.ids.long().clamp(min=0), temperature=x.settings.temperature, row_mask=mask
-    )
-    return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
+    return _both(x, x.ids.long(), "trl.trainer.utils")
 
 
 @offer(
@@ -101,10 +98,14 @@ def selective_log_softmax_and_entropy(x: Inputs) -> Outputs:
 )
 def logprob_entropy_kernel(x: Inputs) -> Outputs:
     """TRL's fused log-prob and entropy Triton kernel, called directly."""
-    function = accepted("trl.kernels:selective_log_softmax_and_entropy")
-    mask = None if x.settings.ignored == "none" else x.ids != IGNORE_INDEX
-    logps, entropy = function(plain.logits(x), x.ids.clamp(min=0), x.settings.temperature, mask)
-    return {"logps": logps} | ({"entropy": entropy} if x.settings.entropy != "none" else {})
+    return _both(x, x.ids, "trl.kernels")
+
+
+def _both(x: Inputs, ids: torch.Tensor, module: str) -> Outputs:
+    s, function = x.settings, accepted(f"{module}:selective_log_softmax_and_entropy")
+    mask = None if s.ignored == "none" else x.ids != IGNORE_INDEX
+    logps, entropy = function(plain.logits(x), ids.clamp(min=0), temperature=s.temperature, row_mask=mask)
+    return {"logps": logps} | ({"entropy": entropy} if s.entropy != "none" else {})
 
 
 def _chunked_function() -> tuple[Any, bool]:

@@ -164,8 +164,23 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
     chosen, code = family_of(signature, id, families), function
     fixed = _fixed(function, names, chosen, id)
 
+    own = {theirs: n for n, theirs in canonical(names).items()}
+    needed = {n for n, p in signature.parameters.items() if p.default is p.empty}
+    label, declared = getattr(function, "__name__", "the function"), getattr(function, "outputs", ())
+
     def fits(s: Any) -> bool:
         return all(getattr(s, name) == value for name, value in fixed.items())
+
+    def call(x: Inputs) -> Outputs:
+        offered = copy.deepcopy(vars(x.settings)) | dict(x.tensors)
+        absent = [] if open_ended else sorted(chosen.needed(x) - set(own) - fixed.keys())
+        require(not absent, f"{label} has no parameter {', '.join(absent)}")
+        kwargs = {own[n]: v for n, v in offered.items() if n in own and (v is not None or own[n] in needed)}
+        unknown = {n for theirs, n in own.items() if theirs not in offered and n in needed}
+        require(not unknown, f"{label} wants {', '.join(sorted(unknown))}, which family {chosen.name} does not have")
+        if open_ended:
+            kwargs |= {n: v for n, v in offered.items() if n not in own}
+        return named_outputs(function(**kwargs), chosen, declared)
 
     while isinstance(code, functools.partial):
         code = code.func
@@ -176,37 +191,15 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         id=id,
         family=chosen.name,
         role="candidate",
-        call=functools.partial(_call, function, chosen, names, open_ended, fixed),
+        call=call,
         recipe=recipe_of(function),
-        outputs=frozenset(getattr(function, "outputs", ())),
+        outputs=frozenset(declared),
         contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),
         takes=takes,
         parameters=None if open_ended else takes,
         limits=(only(f"written for {', '.join(f'{n} {v}' for n, v in fixed.items())}", fits), *narrowed),
         sources=(f"{named.__module__}.{named.__qualname__}",),
     )
-
-
-def _call(
-    function: Callable[..., Any],
-    fam: Family,
-    names: set[str],
-    open_ended: bool,
-    fixed: Mapping[str, Any],
-    x: Inputs,
-) -> Outputs:
-    offered = copy.deepcopy(vars(x.settings)) | dict(x.tensors)
-    own = {theirs: n for n, theirs in canonical(names).items()}
-    label = getattr(function, "__name__", "the function")
-    absent = [] if open_ended else sorted(fam.needed(x) - set(own) - fixed.keys())
-    require(not absent, f"{label} has no parameter {', '.join(absent)}")
-    needed = {n for n, p in _signature(function).parameters.items() if p.default is p.empty}
-    kwargs = {own[n]: v for n, v in offered.items() if n in own and (v is not None or own[n] in needed)}
-    unknown = {n for theirs, n in own.items() if theirs not in offered and n in needed}
-    require(not unknown, f"{label} wants {', '.join(sorted(unknown))}, which family {fam.name} does not have")
-    if open_ended:
-        kwargs |= {n: v for n, v in offered.items() if n not in own}
-    return named_outputs(function(**kwargs), fam, getattr(function, "outputs", ()))
 
 
 def named_outputs(result: Any, fam: Family, declared: Iterable[str] = ()) -> Named:

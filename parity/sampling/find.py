@@ -12,6 +12,7 @@ from parity.results.ledger import Ledger
 from parity.results.report.rows import read
 from parity.results.row import Row
 from parity.trainers import catalogue
+from parity.trainers.specs import TRAINERS
 
 
 def followed(ids: Sequence[str], found_with: str | None, case: Case) -> tuple[str, ...]:
@@ -46,7 +47,7 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
         found = Frozen.load(file)
         if name in (found.case.id, file.stem):
             return found.case, found.implementation
-    for case in (case for trainer in catalogue.names() for case in catalogue.cases(trainer, "pr", 0)):
+    for case in (case for trainer in TRAINERS for case in catalogue.cases(trainer, "pr", 0)):
         if case.id == name:
             return case, f"{case.family}.released"
     files = [folder / "results.ndjson" for folder in folders]

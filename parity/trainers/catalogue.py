@@ -100,11 +100,6 @@ def is_trainer(name: str) -> bool:
     return name in TRAINERS
 
 
-def names() -> tuple[str, ...]:
-    used = {t for c in load().values() for t in c.trainers}
-    return tuple(t for t in TRAINERS if t in used)
-
-
 def family(name: str) -> TrainerFamily:
     """The trainer called `name`, as a family. Raises UsageError, naming the trainers that have checks."""
     if name not in TRAINERS:
@@ -115,7 +110,7 @@ def family(name: str) -> TrainerFamily:
 def implementations() -> dict[str, Implementation]:
     """Every path of every trainer that some check is run on, by id."""
     out = {}
-    for trainer in names():
+    for trainer in TRAINERS:
         paths = {w for c in family(trainer).checks.values() for w in c.paths}
         for path in (w for w in PATHS if w in paths):
             id = f"{trainer}.{path}"
@@ -160,7 +155,7 @@ def cases(name: str, profile: str, seed: int) -> list[Case]:
 
 def chosen(names_or_none: Iterable[str], have: Collection[str]) -> tuple[str, ...]:
     """The trainers among the wanted families (none named: all) that some chosen implementation belongs to."""
-    wanted = tuple(names_or_none) or names()
+    wanted = tuple(names_or_none) or TRAINERS
     return tuple(n for n in wanted if n in TRAINERS and n in have)
 
 

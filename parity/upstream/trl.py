@@ -114,13 +114,9 @@ def fields(config: type) -> Mapping[str, Any]:
     return {f.name: f.default for f in dataclasses.fields(config)}
 
 
-def configured(config: type, device: str, wanted: Mapping[str, Any], needed: tuple[str, ...] = ()) -> Any:
-    """A config with `QUIET` and `wanted`, without the fields that the version lacks; prompts are never cut. Raises
-    Unsupported for a field in `needed` that the version has not."""
+def configured(config: type, device: str, wanted: Mapping[str, Any]) -> Any:
+    """A config with `QUIET` and `wanted`, without the fields that the version lacks; prompts are never cut."""
     known = fields(config)
-    for name in needed:
-        if name not in known:
-            raise Unsupported(f"{config.__name__} has no {name} in the installed version")
     given = {**QUIET, "output_dir": output_dir(), "use_cpu": device == "cpu", "max_prompt_length": None, **wanted}
     # None asks for the model's own coefficient where that is the default; elsewhere the default is a number
     given.setdefault("router_aux_loss_coef", None if known.get("router_aux_loss_coef", 0) is None else 0.0)

@@ -15,6 +15,7 @@ from parity.results.report.wording import bisection
 from parity.results.row import DECIDED, Row
 from parity.running.plan import DTYPES
 from parity.trainers import catalogue
+from parity.trainers.specs import TRAINERS
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 from parity.versions.history import folder
@@ -30,13 +31,11 @@ QUICK = ("trl", "liger-kernel")
 def cases(wanted: Sequence[str], families: Sequence[str] = ()) -> Cases:
     """By name, what some wanted implementation can run, of `families` if any are named: every frozen case, each trainer's
     `twins` of profile pr, and two small cases in each dtype of a user's own family."""
-    kept = {one.family for one in select(wanted)} & (
-        {*map(resolved, families)} or {*loss_families(), *catalogue.names()}
-    )
+    kept = {one.family for one in select(wanted)} & ({*map(resolved, families)} or {*loss_families(), *TRAINERS})
     paths = {path.stem: path for path in [*sorted(folder().glob("*.json")), *data.frozen_cases()]}
     found = [(name, Case.load(path)) for name, path in paths.items()]
     found = [(name, case) for name, case in found if case.family in NAMES and case.tensors is None]
-    for name in (n for n in (*loss_families(), *catalogue.names()) if n in kept):
+    for name in (n for n in (*loss_families(), *TRAINERS) if n in kept):
         more: list[Case] = []
         if catalogue.is_trainer(name):
             more = [case for case in catalogue.cases(name, "pr", 0) if case.settings["check"] == "twins"]

@@ -67,8 +67,8 @@ def test_every_field_of_a_config_is_moved_or_named(monkeypatch):
     asked, configs = defaultdict(lambda: defaultdict(set)), {}
     original = trl.configured
 
-    def configured(config, device, wanted, needed=()):
-        made = original(config, device, wanted, needed)
+    def configured(config, device, wanted):
+        made = original(config, device, wanted)
         configs[config.__name__] = config
         for name in wanted:
             asked[config.__name__][name].add(repr(getattr(made, name, None)))

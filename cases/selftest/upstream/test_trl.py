@@ -21,6 +21,7 @@ from parity.implementations import interpreter, trl_trainer
 from parity.implementations.trl import softcap
 from parity.judging.assess import CaseOracle
 from parity.registry import loss_family
+from parity.trainers.rig import drive
 from parity.upstream import trl
 
 
@@ -62,8 +63,8 @@ def test_a_field_that_the_version_lacks_is_left_out_unless_it_is_needed():
     config = trl.class_named("SFTConfig")
     made = trl.configured(config, "cpu", {"max_length": 12, "no_such_field": 1})
     assert (made.max_length, made.use_cpu, made.save_strategy) == (12, True, "no")
-    with pytest.raises(Unsupported, match="SFTConfig has no no_such_field"):
-        trl.configured(config, "cpu", {}, needed=("max_length", "no_such_field"))
+    with pytest.raises(Unsupported, match="SFTTrainer of the installed version has no no_such_field"):
+        drive.needs("SFTTrainer", "max_length", "no_such_field")
 
 
 @pytest.mark.parametrize("before", [None, "0"])

@@ -16,6 +16,7 @@ from parity.protocol.call import execute
 from parity.registry import load, loss_families, loss_family, run_case
 from parity.sampling.capabilities import BASES, DECIDING
 from parity.trainers import catalogue
+from parity.trainers.specs import TRAINERS
 
 MARK = "called "
 
@@ -60,7 +61,7 @@ def calls() -> Iterator[dict[str, Any]]:
                         verdict, message, blame = _called(implementation, x)
                     ran |= {implementation.id} if verdict == "ran" else set()
                     yield _told(implementation, f"{dtype}, {label}", verdict, message, blame)
-    for name in catalogue.names():
+    for name in TRAINERS:
         in_family = {i.id: i for i in there if i.family == name}
         listed = catalogue.cases(name, "pr", 0) or catalogue.cases(name, "nightly", 0)
         case = min(listed, key=lambda case: len(case.settings))

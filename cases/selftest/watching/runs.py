@@ -64,7 +64,7 @@ def grpo(rollout=None, model="llama", dtype=torch.float32, policy=None, peft=Non
     settings |= {"gradient_checkpointing": False, **wanted}
     more = {} if rollout is None else {"rollout_func": rollout}
     policy = models.model(model, dtype) if policy is None else policy
-    return drive.build("GRPOTrainer", policy, settings, ("temperature",), "cpu", peft, **more)
+    return drive.build("GRPOTrainer", policy, settings, "cpu", peft, **more)
 
 
 def corrected(rollout, **wanted):
@@ -98,4 +98,4 @@ def of(trainer, peft=None, model="llama", dtype=torch.float32, **wanted):
     spec = SPECS[trainer]
     more = {"teacher_model": models.model("llama")} if spec.given == "teacher_model" else {}
     settings = {"seed": SEED, "max_steps": 2, "max_length": 256, "gradient_checkpointing": False, **wanted}
-    return drive.build(spec.upstream, models.model(model, dtype), settings, (), "cpu", peft, **more)
+    return drive.build(spec.upstream, models.model(model, dtype), settings, "cpu", peft, **more)

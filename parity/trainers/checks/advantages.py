@@ -124,6 +124,7 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tens
     wanted |= {"normalize_advantages": s.normalize}
     needed: dict[str, Any] = {"num_generations_eval": 1} if alone else {}
     needed |= {AGGREGATION: LATE} if getattr(s, AGGREGATION) == LATE else {}
+    drive.needs(call.trainer, *needed)
 
     def returning(column: list[float]) -> Callable[..., list[float | None]]:
         given = [None if math.isnan(r) and s.rewards != "nan" else r for r in column]
@@ -131,7 +132,7 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tens
 
     functions = [returning(column) for column in rewards.T.tolist()]
     model = models.model("llama")
-    trainer = drive.build(call.trainer, model, wanted | needed, needed, call.device, reward_funcs=functions)
+    trainer = drive.build(call.trainer, model, wanted | needed, call.device, reward_funcs=functions)
     prompts = [sample.prompt for sample in stored_window.brief()[:2]]
     batch = [{"prompt": p} for p in prompts for _ in range(1 if alone else GROUP)]
     trainer.model.train(not alone)

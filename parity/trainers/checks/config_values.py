@@ -119,7 +119,7 @@ def _built(call: CheckCall, **wanted: Any) -> Any:
     head = call.settings.head
     adapter = trl.lora(**ADAPTERS[head]) if head in ADAPTERS else None
     wanted = {"gradient_checkpointing": False, **wanted}
-    trainer = drive.build(call.trainer, _model(call), wanted, (), call.device, adapter)
+    trainer = drive.build(call.trainer, _model(call), wanted, call.device, adapter)
     _fill(trainer.model, head)
     trainer.model.train()
     return trainer

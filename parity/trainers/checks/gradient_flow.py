@@ -46,7 +46,7 @@ def gradient_flow(call: CheckCall) -> Iterator[Quantity]:
         model.get_input_embeddings().requires_grad_(False)
     peft = trl.lora(models.targets("llama")) if s.trained == "lora" else None
     wanted = {"beta": 0.04, **drive.checkpointing(s.checkpointing)}
-    trainer = drive.build(call.trainer, model, wanted, (), call.device, peft)
+    trainer = drive.build(call.trainer, model, wanted, call.device, peft)
     with torch.no_grad():  # with B at zero, A has no gradient by definition
         for name, parameter in trainer.model.named_parameters():
             if "lora_B" in name:

@@ -17,7 +17,7 @@ from parity.trainers.definitions.formulas import MIXED, OPTIONS, Loss, kl_of_oth
 from parity.trainers.definitions.training_step import window_loss
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Window
-from parity.trainers.rig.twin_runs import PROMPTS_TOO, Run
+from parity.trainers.rig.twin_runs import Run
 from parity.upstream import trl
 
 OWN = {
@@ -124,9 +124,8 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
         ]
     if s.zero:  # as a vocabulary's first word
         rows[0] = dataclasses.replace(rows[0], completion=f"{rows[0].completion} {UNKNOWN}")
-    settings = twin(trainer, model=s.model, split=s.split, pad="<eos>" if s.zero else "<pad>")
+    settings = twin(trainer, model=s.model, split=s.split, pad="<eos>" if s.zero else "<pad>", whole=s.whole)
     run = Run(trainer, settings, call.path, rows, plain=True, per_device_eval_batch_size=len(rows), **_options(call))
-    run.window = dataclasses.replace(run.window, whole=s.whole)
     loss = Loss(run.window, s)
     yield from judged(call, run, loss)
     if call.spec.data == "completions":  # whose loss types are functions of their own
@@ -168,7 +167,6 @@ def _options(call: CheckCall) -> dict[str, Any]:
     out = {"beta": s.beta, "loss_type": list(mixed) if mixed else s.loss}
     out |= {"loss_weights": list(mixed.values())} if mixed and set(mixed.values()) != {1.0} else {}
     out |= {field: getattr(s, name) for name, field in fields.items() if name not in ("divergence", "weight", "whole")}
-    out |= PROMPTS_TOO if s.whole else {}
     out |= {"ld_alpha": None if s.ld_alpha == SETTINGS["ld_alpha"].default else s.ld_alpha}
     out |= {"reward_weights": [s.weight]} if s.weight != 1.0 else {}
     out |= {"missing_eos_penalty": s.penalty or None}

@@ -21,7 +21,7 @@ from parity.trainers.definitions.scored import completion_logps, logits
 from parity.trainers.definitions.training_step import logged, measured
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Sample, Window
-from parity.trainers.rig.twin_runs import PROMPTS_TOO, Run
+from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
@@ -149,13 +149,12 @@ def cases(seed: int) -> Iterator[CheckCase]:
 def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings
-    more = {**recorder.LOGGED, **EVALUATED, "beta": s.beta} | (PROMPTS_TOO if s.whole else {})
-    settings = twin(trainer, model=s.model, beta=s.beta, kl=call.spec.data == "labels")
+    more = {**recorder.LOGGED, **EVALUATED, "beta": s.beta}
+    settings = twin(trainer, model=s.model, beta=s.beta, kl=call.spec.data == "labels", whole=s.whole)
     policy = functools.partial(stored_window.policy, s.model, torch.float64)
     rows = guessed(Window.of(trainer), policy()) if trainer in GUESSED else Window.of(trainer).rows
     rows = [dataclasses.replace(row, limit=2) for row in rows] if s.brief else rows
     run = Run(trainer, settings, call.path, rows, plain=True, **more)
-    run.window = dataclasses.replace(run.window, whole=s.whole)
     yield run.all_there()
     log = drive.logged(run.built)
     defined = functools.partial(define, run.window, s)

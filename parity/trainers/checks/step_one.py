@@ -97,10 +97,10 @@ def watched(call: CheckCall) -> FirstStep:
         wanted["loss_type"] = "grpo"
     if call.path == "fused":
         wanted |= trl.liger(drive.config(call.trainer))
-    needed = ["beta", *(["temperature"] if s.temperature != 1.0 else [])]
+    drive.needs(call.trainer, "beta", *(["temperature"] if s.temperature != 1.0 else []))
     model = models.model(s.model)
     peft = trl.lora(models.targets(s.model)) if s.adapter == "lora" else None
-    trainer = drive.build(call.trainer, model, wanted, needed, call.device, peft)
+    trainer = drive.build(call.trainer, model, wanted, call.device, peft)
     wrapper = None
     if s.checkpointing == drive.CUSTOM:
         wrapper = checkpointing.install(trainer.model)

@@ -6,7 +6,6 @@ eight sequences of unequal lengths that go in through a dataset and come out of 
 processes, ranks with unequal token counts, it has the same gradients too, reduced by DDP or FSDP2.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -70,11 +69,11 @@ PROCESSES = {
 
 def twin(trainer: str, **given: Any) -> SimpleNamespace:
     """The settings of a twin that differs in nothing but what is given; loss and beta are the trainer's own where it has such.
-    `kl`: KTO's loss that estimates one."""
-    s, spec = SimpleNamespace(**defaults(SETTINGS) | {"kl": False} | given), SPECS[trainer]
+    `kl`: KTO's loss that estimates one; `whole`: SFT's that trains on prompts too."""
+    s, spec = SimpleNamespace(**defaults(SETTINGS) | {"kl": False, "whole": False} | given), SPECS[trainer]
     s.loss = s.loss if "loss" in spec.own else "kto" if s.kl else spec.loss
     s.beta = s.mixture if "mixture" in spec.own else s.beta if spec.beta is None else spec.beta
-    s.whole = PROMPTS_TOO.items() <= PADDINGS.get(s.padding, {}).items()
+    s.whole = s.whole or PROMPTS_TOO.items() <= PADDINGS.get(s.padding, {}).items()
     return s
 
 
@@ -115,7 +114,6 @@ def twins(call: CheckCall) -> Iterator[Quantity]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s = twin(call.case.family, **vars(call.settings))
     run = Run(call.case.family, s, call.path)
-    run.window = dataclasses.replace(run.window, whole=s.whole)
     yield run.all_there()
     yield from first_step(by_definition(run.trainer, s), run.steps)
 

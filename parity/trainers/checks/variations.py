@@ -227,18 +227,13 @@ def sampler(call: CheckCall) -> Iterator[Quantity]:
 
 def _options(call: CheckCall) -> dict[str, Any]:
     """The config's fields of the correction. Raises Unsupported where the installed version has none, or lacks a setting
-    that is not at its default."""
-    s, known = call.settings, trl.fields(drive.config(call.trainer))
-    if "vllm_importance_sampling_correction" not in known:
-        raise Unsupported("the installed version does not correct for the sampler's log-probs")
-    if s.mode not in ("token_truncate",) and FIELDS["mode"] not in known:
-        raise Unsupported(f"the installed version has no {FIELDS['mode']}: it truncates the ratios of tokens")
-    if s.low is not None and FIELDS["low"] not in known:
-        raise Unsupported(f"the installed version has no {FIELDS['low']}")
-    newer = "vllm_importance_sampling_clip_max" in known
-    wanted = {"vllm_importance_sampling_correction": s.correction, FIELDS["mode"]: s.mode, FIELDS["low"]: s.low}
-    wanted |= {f"vllm_importance_sampling_{'clip_max' if newer else 'cap'}": s.high}
-    return {k: v for k, v in wanted.items() if k in known}
+    that is not at its default; one without modes truncates the ratios of tokens."""
+    s, correction = call.settings, "vllm_importance_sampling_correction"
+    moved = {"mode": s.mode != "token_truncate", "low": s.low is not None}
+    drive.needs(call.trainer, correction, *(FIELDS[name] for name, there in moved.items() if there))
+    newer = "vllm_importance_sampling_clip_max" in trl.fields(drive.config(call.trainer))
+    wanted = {correction: s.correction, FIELDS["mode"]: s.mode, FIELDS["low"]: s.low}
+    return wanted | {f"vllm_importance_sampling_{'clip_max' if newer else 'cap'}": s.high}
 
 
 def log_probs(window: Sequences, missing: bool, tools: bool) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -67,16 +67,15 @@ def build(
     trainer: str,
     model: Any,
     wanted: Mapping[str, Any],
-    needed: Collection[str] = (),
     device: str = "cpu",
     peft_config: Any = None,
     **more: Any,
 ) -> Any:
     """A real trainer over `model` with the data that its kind takes. Its config has `BASE` and `wanted`, without the
-    fields that the version lacks; `more` goes to its constructor. Raises Unsupported for a field in `needed` that the
-    version has not, and where the release has another trainer under this name (RLOO before 0.21 is a PPO trainer)."""
+    fields that the version lacks; `more` goes to its constructor. Raises Unsupported where the release has another trainer
+    under this name (RLOO before 0.21 is a PPO trainer)."""
     kind = trl_class(trainer)
-    args = trl.configured(config(trainer), device, {**BASE, **wanted}, tuple(needed))
+    args = trl.configured(config(trainer), device, {**BASE, **wanted})
     if not trl.accepts(kind, "model"):
         raise Unsupported(f"the installed version's {trainer} is another one: it takes no `model`")
     given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}

@@ -41,6 +41,7 @@ def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
         **drive.checkpointing(s.checkpointing),
         **spec.options,
         **PADDINGS.get(s.padding, {}),
+        **(PROMPTS_TOO if s.whole else {}),
     }
     out |= {"loss_type": s.loss} if "loss" in spec.own or s.kl else {}
     out |= {HEAD: True} if getattr(s, HEAD) else {}
@@ -87,10 +88,11 @@ def build(
     if spec.given == "teacher_model":
         given["teacher_model"] = models.model(s.teacher)
     given["processing_class"] = tokenizer = models.tokenizer(s.pad)
-    needed = (*itertools.islice(PADDINGS.get(s.padding, ()), 1), *masked, *((HEAD,) if getattr(s, HEAD) else ()))
+    padding = itertools.islice(PADDINGS.get(s.padding, ()), 1)
+    drive.needs(spec.upstream, *padding, *masked, *((HEAD,) if getattr(s, HEAD) else ()))
     side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
     try:
-        out = drive.build(spec.upstream, policy, {**options(trainer, s), **switches, **masked, **more}, needed, **given)
+        out = drive.build(spec.upstream, policy, {**options(trainer, s), **switches, **masked, **more}, **given)
     finally:
         tokenizer.padding_side = side
     if adapter is not None:  # away from where it started: a reference that were the policy would show
@@ -129,7 +131,7 @@ class Run:
         **options: Any,
     ):
         self.trainer, self.s, self.path, self.options = trainer, s, path, options
-        self.window = Window.of(trainer, rows)
+        self.window = Window.of(trainer, rows, s.whole)
         self.built_on = "released" if plain and path == "fixed" else path
 
     def build(self, **more: Any) -> Any:
