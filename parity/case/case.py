@@ -98,18 +98,13 @@ class Frozen:
         data = decode(Any, text_of(Path(path), "case"), where)
         if not isinstance(data, dict) or "case" not in data:
             data = {"case": data}
-        case = _beside(Path(path), Case.from_json(data["case"], where))
+        case = Case.from_json(data["case"], where)
+        if case.tensors:  # named as they stand beside the file
+            if Path(case.tensors).name != case.tensors:
+                raise UsageError(f"{path}: tensors {shown(case.tensors)} must be the name of a file beside the case")
+            case = dataclasses.replace(case, tensors=str(Path(path).parent / case.tensors))
         found: Frozen = convert(cls, data, where)
         return dataclasses.replace(found, case=case)
-
-
-def _beside(path: Path, case: Case) -> Case:
-    """The case with the path of its tensors, which a case file names as they stand beside it."""
-    if not case.tensors:
-        return case
-    if Path(case.tensors).name != case.tensors:
-        raise UsageError(f"{path}: tensors {shown(case.tensors)} must be the name of a file beside the case")
-    return dataclasses.replace(case, tensors=str(path.parent / case.tensors))
 
 
 def hashes(seed: int, name: str, shape: Sequence[int]) -> np.ndarray:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from parity.case.inputs import Inputs
+from parity.upstream import trl
 
 PROMPT = 2
 """Prompt length: a left-padded pair, so that the first completion token is predicted from a real position."""
@@ -87,14 +88,7 @@ def classes() -> tuple[type, type]:
 
 @functools.cache
 def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "w": 2}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", model_input_names=["input_ids", "attention_mask"]
-    )
+    return trl.tokenizer({"<pad>": 0, "<eos>": 1, "w": 2}, pad_token="<pad>")
 
 
 def model(x: Inputs) -> Any:

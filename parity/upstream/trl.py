@@ -143,6 +143,17 @@ def lora(targets: Any = ("q_proj", "v_proj"), **options: Any) -> Any:
     return LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets), **given)
 
 
+def tokenizer(words: Mapping[str, int], **options: Any) -> Any:
+    """A tokenizer of words, <pad> and <eos> among them, split at spaces; any other word has the id of <pad>."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel(dict(words), unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", model_input_names=names, **options)
+
+
 def accepts(kind: type, name: str) -> bool:
     """Whether the constructor of a trainer has the parameter, that of TRL's class where a subclass passes *args, **kwargs on."""
     for cls in kind.__mro__:

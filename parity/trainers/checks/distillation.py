@@ -5,7 +5,7 @@ trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the fir
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -36,19 +36,19 @@ SETTINGS = {
 RAGGED = SETTINGS | {"prompts": Setting("equal", "lengths of the prompts", tuple(SAMPLES))}
 LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
-SHORT: list[CheckCase] = [("server-distillation-trainer", s) for s in ({"beta": 0.3, "temperature": 0.7}, LEAKED)]
-SHORT_GKD: list[CheckCase] = [
-    ("gkd-trainer", {**LEAKED, "prompts": "ragged"}),
-    ("gkd-trainer", {"beta": 0.3, "temperature": 0.7, "split": "1x2", "prompts": "ragged"}),
-]
-
-
 SERVER, GKD = "server-distillation-trainer", "gkd-trainer"
+MIXTURE = {"beta": 0.3, "temperature": 0.7}
+SHORT: list[CheckCase] = [(SERVER, s) for s in (MIXTURE, LEAKED)]
+SHORT_GKD: list[CheckCase] = [(GKD, s | {"split": "1x2", "prompts": "ragged"}) for s in (LEAKED, MIXTURE)]
 
 
-@check(
-    "teacher-server", (SERVER,), SETTINGS, lambda n: ((SERVER, s) for s in pairwise(SETTINGS, n)), quick=SHORT, pr=SHORT
-)
+def _paired(trainer: str, settings: Mapping[str, Setting], short: list[CheckCase]) -> dict[str, Any]:
+    """A check's trainer, settings and cases: every pair of values."""
+    cases = {"cases": lambda seed: ((trainer, s) for s in pairwise(settings, seed)), "quick": short, "pr": short}
+    return {"trainers": (trainer,), "settings": settings, **cases}
+
+
+@check("teacher-server", **_paired(SERVER, SETTINGS, SHORT))
 def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     """Distillation from a teacher on a server on ragged completions: finite, and by the definition."""
     s = call.settings
@@ -150,11 +150,7 @@ def served(teacher: Teacher, split: str, beta: float, temperature: float = 1.0) 
     return made
 
 
-def control_cases(seed: int) -> Iterator[CheckCase]:
-    return ((GKD, s) for s in pairwise(RAGGED, seed))
-
-
-@check("ragged-control", (GKD,), RAGGED, control_cases, quick=SHORT_GKD, pr=SHORT_GKD, paths=("released",), moves=True)
+@check("ragged-control", **_paired(GKD, RAGGED, SHORT_GKD), paths=("released",), moves=True)
 def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
     s = call.settings

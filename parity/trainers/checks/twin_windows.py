@@ -56,7 +56,7 @@ class WindowRun(Run):
         s = twin(call.case.family, loss=call.settings.loss, split=kind.split, beta=kind.beta)
         rows = Window.of(call.case.family).rows[: kind.count]
         self.every = [dataclasses.replace(r, end=END) if i in kind.ended else r for i, r in enumerate(rows)]
-        rows, ends = self.every, functools.partial(_ends, (models.EOS, END)) if kind.ended else None
+        rows, ends = self.every, _ends if kind.ended else None
         if kind.truncated:  # no end, not in the loss; all others end
             whole = [i not in kind.truncated for i in range(len(rows))]
             rows = [dataclasses.replace(r, counted=w, ended=w) for r, w in zip(rows, whole, strict=True)]
@@ -100,9 +100,9 @@ def begun(trainer: Any) -> bool:
     return "answer_input_ids" in getattr(trainer.eval_dataset, "column_names", ())
 
 
-def _ends(tokens: tuple[int, ...], policy: Any) -> None:
-    """The tokens end a completion."""
-    policy.generation_config.eos_token_id = list(tokens)
+def _ends(policy: Any) -> None:
+    """Two tokens end a completion."""
+    policy.generation_config.eos_token_id = [models.EOS, END]
 
 
 def _evaluation(run: WindowRun) -> Iterator[Quantity]:

@@ -261,17 +261,8 @@ def _uncapped(model: Any) -> float:
 def tokenizer(pad: str = "<pad>") -> Any:
     """Words w3 … w63 besides <pad>, <eos> and <bos>, split at spaces, with a chat template; `pad` fills rows up. Any
     other word has the id of `<pad>`."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
     words = {"<pad>": PAD, "<eos>": EOS, "<bos>": BOS, **{f"w{i}": i for i in range(3, VOCABULARY)}}
-    inner = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    inner.pre_tokenizer = Whitespace()
-    tokens = {"pad_token": pad, "eos_token": "<eos>", "bos_token": "<bos>"}
-    names = ["input_ids", "attention_mask"]
-    out = PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names, padding_side="left", **tokens)
+    out = trl.tokenizer(words, pad_token=pad, bos_token="<bos>", padding_side="left")
     out.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
     return out
 
