@@ -24,7 +24,7 @@ def test_after_apply_the_frozen_case_of_the_defect_agrees(name):
 
 
 def built(trainer):
-    return twin_runs.build(trainer, twins.of_processes(trainer))
+    return twin_runs.Run(trainer, twins.of_processes(trainer)).built
 
 
 def test_alpha_is_exchanged_for_this_trainer_alone_and_put_back():

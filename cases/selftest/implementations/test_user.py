@@ -424,16 +424,6 @@ def test_a_distillation_loss_under_autocast_to_float16_is_judged_on_a_gpu_alone(
     assert "no recipe describes it" in str(refusal(own, case, "cpu")) and refusal(own, case, "cuda") is None
 
 
-def test_labels_beside_ids_are_those_of_kto(tmp_path):
-    (tmp_path / "mine.py").write_text(f"""{PREFERENCE}
-def kto(hidden, weight, ids, beta, ref_hidden, ref_weight, labels=None, method="dpo", loss_type="sigmoid"):
-    ratio = logps(hidden, weight, ids) - logps(ref_hidden, ref_weight, ids).detach()
-    return torch.where(labels, 1 - (beta * ratio).sigmoid(), 1 - (-beta * ratio).sigmoid()).mean()
-""")
-    (mine,) = from_file(f"{tmp_path}/mine.py:kto")
-    assert verdicts(mine, B=5, method="kto", loss_type="kto") == {"agree"}
-
-
 def test_a_function_of_another_family_than_asked_for_is_named(tmp_path):
     (tmp_path / "mine.py").write_text("def f(hidden, weight, ids): pass")
     with pytest.raises(UsageError, match="f is of family logprobs, and --family names policy"):

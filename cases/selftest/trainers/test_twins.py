@@ -19,7 +19,7 @@ from parity.trainers.rig.twin_runs import Run
 def test_the_fix_of_the_accumulation_looks_before_it_divides():
     plain = twins.of_processes("sft-trainer")
     for trainer, changed in (("online-dpo-trainer", True), ("sft-trainer", False)):
-        run = twin_runs.build(trainer, plain)
+        run = Run(trainer, plain).built
         original = run.accelerator.backward
         patch = divide_by_accumulation(run)
         assert bool(patch) is changed
@@ -42,14 +42,14 @@ def test_online_dpo_with_the_preference_turned_round(monkeypatch):
 
 def test_divided_twice(monkeypatch):
     """What transformers 5.2.0 to 5.5.0 did: accelerate divides by the accumulation steps once more."""
-    build = twin_runs.build
+    build = Run.build
 
-    def divided(*args, **kwargs):
-        trainer = build(*args, **kwargs)
+    def divided(run, **more):
+        trainer = build(run, **more)
         trainer.accelerator.gradient_accumulation_steps = 4
         return trainer
 
-    monkeypatch.setattr(twin_runs, "build", divided)
+    monkeypatch.setattr(Run, "build", divided)
     found = rows("sft-trainer", "twins", split="2x4")
     assert found["loss"].verdict == "agree"
     assert found["gradient"].verdict == "disagree"
@@ -150,9 +150,8 @@ def test_ranks_that_do_not_do_as_told(two_ranks, sharding, rank, quantities):
 
 
 def test_packed_rows_are_packed():
-    run = twin_runs.build("sft-trainer", twins.twin("sft-trainer", padding="packed", split="1x8"))
-    steps = twin_runs.train(run, "released")
-    assert len(steps.batches) == 2, "eight sequences in two rows"
+    run = Run("sft-trainer", twins.twin("sft-trainer", padding="packed", split="1x8"))
+    assert len(run.steps.batches) == 2, "eight sequences in two rows"
 
 
 def test_generated_completions_are_filled_up_with_the_padding_token_of_the_tokenizer():

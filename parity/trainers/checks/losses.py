@@ -141,14 +141,12 @@ def offered(trainer: str, name: str, value: str) -> Any:
     """`value` as the field `name` of the trainer's config has it: of its enum where its default is of one (trl <= 0.27).
     Raises Unsupported where neither the enum nor the choices that the field documents have it."""
     field = next(f for f in dataclasses.fields(drive.config(trainer)) if f.name == name)
-    kind = type(field.default)
-    if issubclass(kind, enum.Enum):
-        choices = {member.value: member for member in kind}
-    else:
-        choices = {choice: choice for choice in field.metadata.get("choices", (value,))}
+    kind: Any = type(field.default)
+    members = [member.value for member in kind] if issubclass(kind, enum.Enum) else None
+    choices = members or field.metadata.get("choices", (value,))
     if value not in choices:
         raise Unsupported(f"{name}={value}: {trainer} of the installed version has {', '.join(choices)}")
-    return choices[value]
+    return kind(value)
 
 
 def _options(call: CheckCall) -> dict[str, Any]:

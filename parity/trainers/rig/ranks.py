@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         for trainer, settings in trainers.items():
             more = FULL_SHARD if sharding == "fsdp2" else {}
             try:
-                steps = recorder.train(twin_runs.build(trainer, SimpleNamespace(**settings), **more))
+                steps = recorder.train(twin_runs.Run(trainer, SimpleNamespace(**settings), **more).built)
                 gradients = {n: g for n, g in steps.gradients[0].items() if g is not None}
                 found = Rank(gradients, recorder.sequences_of(steps.window(0)), steps.sharded)
             except Exception as error:  # on every rank alike, or the others wait for this one until the launch gives up

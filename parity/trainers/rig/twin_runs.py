@@ -48,68 +48,6 @@ def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     return out | ({"bf16": True} if s.precision == "autocast" else {})
 
 
-def build(
-    trainer: str,
-    s: SimpleNamespace,
-    path: str = "released",
-    rows: Sequence[Sample] | None = None,
-    adapter: Callable[[], tuple[Any, Any]] | None = None,
-    changed: Callable[[Any], Any] | None = None,
-    reported: Sequence[list[float | None]] | None = None,
-    **more: Any,
-) -> Any:
-    """The trainer over the window or some rows, on a path of `check.PATHS`; `more` goes to its config.
-
-    `adapter`: gives a model and its peft_config, and the LoRA is trained; `changed`: changes the policy first; `reported`:
-    the log-probs of each row's completion that a sampler hands over with it.
-
-    "fused" and "fixed" take the version's fused path; "fixed" goes without where there is none, or where no fix of ours
-    replaces it. Raises Unsupported when the installed version lacks the trainer or what the twin needs of its config.
-    """
-    spec, window = SPECS[trainer], Window.of(trainer, rows)
-    switches: Mapping[str, Any] = {}
-    if path == "fused" or (path == "fixed" and spec.fused_fix):
-        try:
-            switches = trl.liger(drive.config(spec.upstream))
-        except Unsupported:
-            if path == "fused":
-                raise
-    masked = {} if all(r.counted for r in window.rows) else {"mask_truncated_completions": True}
-    policy, peft_config = adapter() if adapter else (stored_window.policy(s.model), None)
-    if changed is not None:
-        changed(policy)
-    conversing = spec.given == "teacher_model" and not hasattr(drive.trl_class(spec.upstream), "_generate_single_turn")
-    data = stored_window.dataset(window.rows, "messages") if conversing else window.dataset()
-    given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
-    if adapter is not None:
-        given["peft_config"] = peft_config
-    elif spec.given == "ref_model":
-        given["ref_model"] = models.model(s.model)
-    if spec.given == "teacher_model":
-        given["teacher_model"] = models.model(s.teacher)
-    given["processing_class"] = tokenizer = models.tokenizer(s.pad)
-    padding = itertools.islice(PADDINGS.get(s.padding, ()), 1)
-    drive.needs(spec.upstream, *padding, *masked, *((HEAD,) if getattr(s, HEAD) else ()))
-    side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
-    try:
-        out = drive.build(spec.upstream, policy, {**options(trainer, s), **switches, **masked, **more}, **given)
-    finally:
-        tokenizer.padding_side = side
-    if adapter is not None:  # away from where it started: a reference that were the policy would show
-        stored_window.fill_adapter(out.model, stored_window.TRAINED)
-    if spec.generates == "method":
-        _hand_out(out, window.rows, reported)
-    if spec.generates == "model":  # the first of a prompt, then the other
-        pairs = {}
-        for row in window.rows:
-            both = [[*stored_window.ids(text), models.EOS][: row.limit] for text in (row.completion, row.other)]
-            pairs[tuple(stored_window.ids(row.prompt))] = both
-        generate_in_model(out, pairs, lambda sequences: sequences)
-    if s.tools:
-        generate_tools(out)
-    return out
-
-
 def train(trainer: Any, path: str, **options: Any) -> recorder.Steps:
     """Trains and records it, on the path "fixed" with `parity.fixes` applied to the path that the version has."""
     with drive.fixed(path, trainer):
@@ -117,9 +55,13 @@ def train(trainer: Any, path: str, **options: Any) -> recorder.Steps:
 
 
 class Run:
-    """A run of a trainer (`trainer`: its family) over a window, built and trained when that is asked for. `s`: settings
-    of the twin; `path`: of `check.PATHS`; `plain`: whether "fixed" patches the plain path of the trainer, also where
-    there is a fused one; `options`: more of what `build` takes."""
+    """A run of a trainer (`trainer`: its family) over the window or some rows, built and trained when that is asked for.
+
+    `s`: settings of the twin; `path`: of `check.PATHS`; `plain`: whether "fixed" patches the plain path of the trainer, also
+    where there is a fused one; `adapter`: gives a model and its peft_config, and the LoRA is trained; `changed`: changes the
+    policy first; `reported`: the log-probs of each row's completion that a sampler hands over with it; `config`: more of the
+    trainer's config.
+    """
 
     def __init__(
         self,
@@ -128,15 +70,65 @@ class Run:
         path: str = "released",
         rows: Sequence[Sample] | None = None,
         plain: bool = False,
-        **options: Any,
+        adapter: Callable[[], tuple[Any, Any]] | None = None,
+        changed: Callable[[Any], Any] | None = None,
+        reported: Sequence[list[float | None]] | None = None,
+        **config: Any,
     ):
-        self.trainer, self.s, self.path, self.options = trainer, s, path, options
+        self.trainer, self.s, self.path, self.plain, self.config = trainer, s, path, plain, config
+        self.adapter, self.changed, self.reported = adapter, changed, reported
         self.window = Window.of(trainer, rows, s.whole)
-        self.built_on = "released" if plain and path == "fixed" else path
 
     def build(self, **more: Any) -> Any:
-        """The trainer; `more` goes to its config."""
-        return build(self.trainer, self.s, self.built_on, self.window.rows, **{**self.options, **more})
+        """The trainer; `more` goes to its config. "fused" and "fixed" take the version's fused path; "fixed" goes without
+        where there is none, or where no fix of ours replaces it. Raises Unsupported when the installed version lacks the
+        trainer or what the twin needs of its config."""
+        spec, s, window = SPECS[self.trainer], self.s, self.window
+        path = "released" if self.plain and self.path == "fixed" else self.path
+        switches: Mapping[str, Any] = {}
+        if path == "fused" or (path == "fixed" and spec.fused_fix):
+            try:
+                switches = trl.liger(drive.config(spec.upstream))
+            except Unsupported:
+                if path == "fused":
+                    raise
+        masked = {} if all(r.counted for r in window.rows) else {"mask_truncated_completions": True}
+        policy, peft_config = self.adapter() if self.adapter else (stored_window.policy(s.model), None)
+        if self.changed is not None:
+            self.changed(policy)
+        conversing = spec.given == "teacher_model" and not hasattr(
+            drive.trl_class(spec.upstream), "_generate_single_turn"
+        )
+        data = stored_window.dataset(window.rows, "messages") if conversing else window.dataset()
+        given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
+        if self.adapter is not None:
+            given["peft_config"] = peft_config
+        elif spec.given == "ref_model":
+            given["ref_model"] = models.model(s.model)
+        if spec.given == "teacher_model":
+            given["teacher_model"] = models.model(s.teacher)
+        given["processing_class"] = tokenizer = models.tokenizer(s.pad)
+        padding = itertools.islice(PADDINGS.get(s.padding, ()), 1)
+        drive.needs(spec.upstream, *padding, *masked, *((HEAD,) if getattr(s, HEAD) else ()))
+        side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
+        try:
+            wanted = {**options(self.trainer, s), **switches, **masked, **self.config, **more}
+            out = drive.build(spec.upstream, policy, wanted, **given)
+        finally:
+            tokenizer.padding_side = side
+        if self.adapter is not None:  # away from where it started: a reference that were the policy would show
+            stored_window.fill_adapter(out.model, stored_window.TRAINED)
+        if spec.generates == "method":
+            _hand_out(out, window.rows, self.reported)
+        if spec.generates == "model":  # the first of a prompt, then the other
+            pairs = {}
+            for row in window.rows:
+                both = [[*stored_window.ids(text), models.EOS][: row.limit] for text in (row.completion, row.other)]
+                pairs[tuple(stored_window.ids(row.prompt))] = both
+            generate_in_model(out, pairs, lambda sequences: sequences)
+        if s.tools:
+            generate_tools(out)
+        return out
 
     @functools.cached_property
     def built(self) -> Any:
