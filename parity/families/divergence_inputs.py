@@ -163,7 +163,8 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     """
     check(case, s)
     tensors = head.build(case, s)
-    _student_bias(s, tensors)
+    if s.bias != "none" and s.softcap is None and not bans(s)[0]:
+        tensors["bias"] = tensors["bias"].masked_fill(tensors["bias"] == -torch.inf, 0.0)
     tensors |= _teacher(case, s, tensors)
     ignored = head.ignored(case, s)
     tensors |= dict.fromkeys(("support_ids", "support_logps", "top1_ids", "top1_logps", "label_logps"))
@@ -185,12 +186,6 @@ def check(case: Case, s: SimpleNamespace) -> None:
         raise UsageError(f"case {case.id}: sparse='mixed' needs beta above 0")
     if s.sparse != "none" and (s.extra_vocabulary or s.hard_loss or s.teacher != "head"):
         raise UsageError(f"case {case.id}: sparse={s.sparse!r} needs teacher='head', extra_vocabulary=0, hard_loss=0")
-
-
-def _student_bias(s: SimpleNamespace, tensors: dict[str, Any]) -> None:
-    bias = tensors["bias"]
-    if bias is not None and s.softcap is None and not bans(s)[0]:
-        tensors["bias"] = bias.masked_fill(bias == -torch.inf, 0.0)
 
 
 def _teacher(case: Case, s: SimpleNamespace, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,9 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     leaves = head.leaves(s)
     if s.head == "lora":
         leaves = tuple(n for n in leaves if n == "hidden") + ("lora_a", "lora_b")
-    inputs = head.inputs(case, s, tensors, leaves, {"loss": _cotangent(case, s)})
+    g = head.cotangent(case, s, "loss", ())
+    upstream = {"loss": torch.where(g == 0, 0.5, g) if s.cotangent == "random" else g}
+    inputs = head.inputs(case, s, tensors, leaves, upstream)
     return arranged(_with_logps(case, s, inputs))
 
 
@@ -58,11 +60,6 @@ def check(case: Case, s: SimpleNamespace) -> None:
         recording.named(s.recording)
     if s.loss_type == "cispo" and s.epsilon_high == 0:
         raise UsageError(f"case {case.id}: epsilon_high=0 must be positive for cispo")
-
-
-def _cotangent(case: Case, s: SimpleNamespace) -> torch.Tensor:
-    g = head.cotangent(case, s, "loss", ())
-    return torch.where(g == 0, 0.5, g) if s.cotangent == "random" else g
 
 
 def _masks(case: Case, s: SimpleNamespace) -> dict[str, Any]:

@@ -88,7 +88,6 @@ def arguments(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     wanted = {name: getattr(s, name) for name in SETTINGS if name != "top_entropy_quantile"}
     wanted["top_entropy_quantile"] = 1.0 if x.top_entropy_quantile is None else float(x.top_entropy_quantile)
     config = config_class(kind)
-    known = trl.fields(config_class())
     wanted |= {
         "per_device_train_batch_size": 2,
         "num_generations": 2,
@@ -99,7 +98,7 @@ def arguments(x: Inputs, liger: bool = False, kind: Any = None) -> Any:
     }
     if liger:
         wanted |= trl.liger(config)
-    return trl.configured(config, x.hidden.device.type, {n: v for n, v in wanted.items() if n in known})
+    return trl.configured(config, x.hidden.device.type, wanted)
 
 
 def _fields(s: Any) -> str:

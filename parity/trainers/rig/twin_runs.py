@@ -48,10 +48,10 @@ def options(trainer: str, s: SimpleNamespace) -> dict[str, Any]:
     return out | ({"bf16": True} if s.precision == "autocast" else {})
 
 
-def train(trainer: Any, path: str, **options: Any) -> recorder.Steps:
+def train(trainer: Any, path: str) -> recorder.Steps:
     """Trains and records it, on the path "fixed" with `parity.fixes` applied to the path that the version has."""
     with drive.fixed(path, trainer):
-        return recorder.train(trainer, **options)
+        return recorder.train(trainer)
 
 
 class Run:
