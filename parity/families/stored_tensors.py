@@ -28,14 +28,13 @@ def of_head(
     for a head in a dtype that no case has."""
     found: dict[str, Any] = sizes(family, tensors, where, required)
     found = {k: v for k, v in found.items() if k in ("B", "T", "V", "H")}
-    hidden, weight, bias, ids = (tensors.get(name) for name in HEAD)
-    assert hidden is not None and weight is not None and ids is not None
+    hidden, weight, ids = (tensors[name] for name in REQUIRED)
     if weight.dtype not in (hidden.dtype, torch.float32):
         raise UsageError(f"{where}: weight is {weight.dtype} beside hidden states in {hidden.dtype}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise UsageError(f"{where}: ids are {ids.dtype}, expected int64 or int32")
     return found | {
-        "bias": of_bias(bias),
+        "bias": of_bias(tensors.get("bias")),
         "head_dtype": "same" if weight.dtype == hidden.dtype else "fp32",
         "ids_dtype": str(ids.dtype).removeprefix("torch."),
     }

@@ -39,7 +39,6 @@ def classes() -> tuple[type, type]:
 
         def __init__(self, config: Any):
             super().__init__(config)
-            self.hidden: torch.Tensor | None = None
             self.embed_tokens: nn.Module = nn.Embedding(1, 1)
             self.tied = False
             self.post_init()
@@ -50,7 +49,6 @@ def classes() -> tuple[type, type]:
             return self.embed_tokens
 
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
-            assert self.hidden is not None
             hidden = self.hidden + self.embed_tokens(self.previous_ids) if self.tied else self.hidden
             return BaseModelOutputWithPast(last_hidden_state=hidden)
 
