@@ -130,6 +130,7 @@ def test_a_malformed_case_is_one_line(data, says):
         ("logprobs", {"temperature": 0.0}, "temperature=0.0"),
         ("logprobs", {"temperature": -1.0}, "temperature=-1.0"),
         ("logprobs", {"softcap": 0.0}, "softcap=0.0"),
+        ("logprobs", {"softcap": [1.0]}, "softcap=[1.0] must lie in (0, inf)"),
         ("logprobs", {"colour": 1}, "colour"),
         ("logprobs", {"bias": "loud"}, "'loud'"),
         ("logprobs", {"grad": "hidden nothing"}, "nothing"),
