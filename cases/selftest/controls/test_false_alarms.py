@@ -1,4 +1,4 @@
-"""Controls on drawn cases: none disagrees. The long form is test_soak.py."""
+"""Controls on drawn cases: none disagrees, a few here, many in the soak."""
 
 import math
 import tomllib
@@ -8,6 +8,7 @@ import pytest
 
 from cases.selftest.controls.correct import CONTROLS
 from cases.selftest.controls.soak import drawn, page, rows, soak
+from cases.selftest.slow import HOURS, number
 from parity.case.case import Case
 from parity.registry import loss_family
 
@@ -34,6 +35,17 @@ def test_no_control_disagrees(name):
     text = page([*rows(found), [1, 0, 2]])
     assert text.startswith(f"{found.total + 1:,} implementation-cases, ") and f"| {name} | row | " in text
     assert " 2 false alarms" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(HOURS)
+@pytest.mark.parametrize("name", sorted(CONTROLS))
+def test_no_control_disagrees_in_the_soak(name, device, record_property):
+    cases = list(drawn(name, number("CASES", 600), number("SEED", 0)))
+    found = soak(cases, device=device)
+    record_property("false alarms", rows(found))
+    assert found.alarms == []
+    assert found.total > 0.7 * len(cases) * len(CONTROLS[name]), found.silent.most_common(10)
 
 
 def test_the_draws_are_different_cases():

@@ -119,3 +119,24 @@ def test_nothing_to_keep_without_trl(monkeypatch):
     patch = patches.keep_gradient_checkpointing()
     assert not patch
     assert "trl cannot be imported" in patch.reason
+
+
+def nested(softcap=30.0):
+    return transformers.Gemma3Config(text_config={"final_logit_softcapping": softcap, "num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize("value", [None, 0.0, 50.0])
+def test_lifting_never_overwrites(value):
+    config = nested()
+    config.final_logit_softcapping = value
+    assert not patches.lift_text_config_attributes(config)
+    assert config.final_logit_softcapping == value
+
+
+def test_nothing_to_lift():
+    patch = patches.lift_text_config_attributes(nested(None))
+    assert not patch and "only in the nested text config" in patch.reason
+    config = nested()
+    config.text_config.my_scale = 0.25
+    assert patches.lift_text_config_attributes(config, names=("my_scale",))
+    assert config.my_scale == 0.25

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from cases.selftest.fixes.test_patches import nested
 from parity.fixes import apply, patches
 from parity.trainers.rig import drive, models
 
@@ -76,10 +77,6 @@ def test_undoing_one_trainer_leaves_the_other_its_patches(grpo):
     second.undo()
     assert torch.equal(scores(other.model), released)
     assert isinstance(trl_utils._ChunkedLogProbFunction, type)
-
-
-def nested(softcap=30.0):
-    return transformers.Gemma3Config(text_config={"final_logit_softcapping": softcap, "num_hidden_layers": 1})
 
 
 class Loops:

@@ -1,4 +1,4 @@
-"""The kill matrix on one stream: every mutant dies by a named gate, and no control does."""
+"""The kill matrix, on one stream or, as a slow test, whole: every mutant dies by a named gate, and no control does."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from cases.selftest.mutants import steps
-from cases.selftest.mutants.matrix import Fate, page, stream_fates
+from cases.selftest.mutants import steps, trainers
+from cases.selftest.mutants.matrix import PROFILE, Fate, page, stream_fates
 from cases.selftest.mutants.mutant import FAMILIES, controls, mutants
+from cases.selftest.slow import HOURS, number
+from parity.case.profiles import cases_drawn
 
 CASES = {"logprobs": 45, "policy": 115, "divergence": 45, "preference": 54}
 SHARE = 5
-"""The short form: one mutant in so many, dead within these cases. The whole matrix (test_kill_matrix.py) has all of them."""
+"""The short form: one mutant in so many, dead within these cases."""
+FIRST = number("SEED", 0)
+SEEDS = range(FIRST, FIRST + number("SEEDS", 1))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -72,3 +76,26 @@ def test_the_page_counts_streams_and_names_survivors() -> None:
     assert "| policy | 2 | 1 | 4 | 4 | 4 | 1 | 0 |" in text and "| row | 1 |" in text
     counts = "1 of 2 mutants caught, 1 survived; 1 of 1 controls never called wrong"
     assert text.endswith(f"policy m, seed 1: a mistake\n{counts}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(HOURS)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses(family, seed, device, record_property):
+    """A stream is as long as the draws of a run of profile pr."""
+    budget = number("CASES", cases_drawn(family, PROFILE))
+    told(stream_fates(family, seed, budget, mutants(family), controls(family), device), record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(HOURS)
+@pytest.mark.parametrize("family", trainers.EDITS)
+def test_trainers(family, device, record_property):
+    """The cases of a trainer are listed, not drawn: one seed is all there is to see."""
+    told(trainers.fates(family, FIRST, number("CASES", 10**9), device), record_property)
+
+
+def told(fates, record_property):
+    record_property("mutants", [dataclasses.asdict(fate) for fate in fates])
+    assert [f"{fate.name}: {fate.mistake or fate.message}" for fate in fates if not fate.right] == []

@@ -1,7 +1,9 @@
 """The results file: strict, written as it goes, readable after a kill, and one line of error where it is not."""
 
 import json
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from msgspec import convert, to_builtins
@@ -9,7 +11,7 @@ from msgspec.structs import fields, replace
 
 from parity.errors import UsageError
 from parity.results.report.rows import read, writer
-from parity.results.row import About, Header, Row
+from parity.results.row import DECLINED, FAILING, JUDGED, STOPPED, About, End, Header, Row, Verdict
 
 PAGE = Path(__file__).parents[3] / "docs" / "results.md"
 HEADER = Header(run="r1", header=About(seed=3))
@@ -172,3 +174,19 @@ def test_no_file(tmp_path):
         read(tmp_path / "none.ndjson")
     with pytest.raises(UsageError, match="cannot be written"), writer(tmp_path):
         pass
+
+
+INNER = {"interrupted", "parts", "asked", "plan", "seconds"}
+
+
+def test_the_page_says_what_each_field_holds_and_no_more():
+    told = re.findall(r"^- `(.+?)`.*: \S", PAGE.read_text(), re.MULTILINE)
+    there = {field.encode_name for kind in (Header, About, End, Row) for field in fields(kind)}
+    assert set(told) == there - INNER - {"end"}
+
+
+def test_each_verdict_is_agreement_or_in_one_of_the_sets():
+    assert set(get_args(Verdict)) == {*JUDGED, *STOPPED, *DECLINED}
+    assert set(FAILING) == {*JUDGED, *STOPPED} - {"agree"}
+    page = PAGE.read_text().split("## Verdicts")[1]
+    assert all(", ".join(names) in page for names in (JUDGED, STOPPED, DECLINED, FAILING))

@@ -28,11 +28,6 @@ def test_every_case_counts_once():
     assert wording.counts(c) == f"{said} · 1 timed-out · 1 out-of-memory"
 
 
-def test_a_case_that_ran_twice_counts_once():
-    s = summary(row("a"), row("a", verdict="disagree", minimised=True))
-    assert s.counts == {"compared": 1, "disagree": 1}
-
-
 def test_findings_that_were_not_minimised_are_counted():
     drawn = row("a", verdict="disagree", minimised=False)
     small = row("b", verdict="disagree", implementation="lib.other", minimised=True)
@@ -104,12 +99,6 @@ def test_a_finding_is_what_its_failure_starts_in(wrong, right, roots):
     assert {f.roots: f.cases for f in found} == roots
 
 
-def test_the_table_names_the_root():
-    relation = row("a", "relation: x2", "disagree", headroom=None, gate="relation")
-    (line,) = summary(relation, row("a", "loss", "disagree")).lines
-    assert wording.at(line.worst) == "loss, gate norm"
-
-
 def test_part_of_a_case_known_and_part_new():
     s = summary(row("a", "loss", "disagree", known="K1"), row("a", "kl", "disagree"))
     assert [f.roots for f in s.findings] == [("kl",)]
@@ -125,8 +114,6 @@ def test_the_smallest_case_speaks():
     )
     assert s.findings[0].lead.case == "small"
     assert s.findings[0].cases == 3
-    s = summary(row("small", verdict="disagree"), row("big", verdict="disagree", settings={"V": 99}, minimised=True))
-    assert s.findings[0].lead.case == "big", "a minimised case comes with its file"
 
 
 def test_logic_in_one_case_is_logic():

@@ -2,11 +2,15 @@
 
 import copy
 import functools
+import os
+import subprocess
+import sys
 from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
 
+from cases.selftest.slow import HOURS
 from cases.selftest.watching.runs import corrected, grpo, of, sampler, watched
 from parity.trainers.definitions.micro_batch import Loss
 from parity.trainers.rig import checkpointing, models
@@ -224,3 +228,12 @@ def test_a_loss_whose_gradient_reaches_no_parameter(tmp_path):
     trainer = grpo(sampler, policy=policy, max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     watch, _ = watched(trainer, tmp_path)
     assert [f.text for f in watch.findings] == ["watch, step 1: no parameter has a gradient, and the loss has one"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(HOURS)
+@pytest.mark.parametrize("seed", range(1, 21))
+def test_each_is_named_and_nothing_else_under_another_seed(seed):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=os.environ | {"SELFTEST_SEED": str(seed)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
