@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from parity.case.case import Case
-from parity.case.inputs import Inputs, Setting, filled
+from parity.case.inputs import Inputs, Setting, defaults, filled
 from parity.decoding import shown
 from parity.errors import UsageError
 
@@ -87,6 +87,11 @@ class Family:
         return tuple(name for name, setting in self.settings.items() if setting.size)
 
     @functools.cached_property
+    def defaults(self) -> Mapping[str, Any]:
+        """Every setting's default."""
+        return defaults(self.settings)
+
+    @functools.cached_property
     def optional(self) -> frozenset[str]:
         """The outputs that an implementation may leave out."""
         return frozenset(name for name, kind in self.outputs.items() if kind != "required")
@@ -117,8 +122,8 @@ class Family:
 
     def case(self, seed: int, dtype: Any, settings: Mapping[str, Any]) -> Case:
         """A case from drawn settings; values that equal the default are dropped, so that equal cases have equal ids."""
-        default = {k: self.settings[k].default for k in settings}
-        kept = {k: v for k, v in settings.items() if v != default[k] or type(v) is not type(default[k])}
+        every = self.defaults
+        kept = {k: v for k, v in settings.items() if v is not (d := every[k]) and (v != d or type(v) is not type(d))}
         return Case(self.name, seed, dtype, kept)
 
     def example(self, number: int, dtype: str = "fp32") -> Case:
@@ -129,11 +134,14 @@ class Family:
     def sizes(self, settings: SimpleNamespace) -> tuple[int, int]:
         """(rows, length of a row) of the largest tensor that a loss holds, such as the logits, by `Setting.size`; it decides
         how many replicas fit in memory and which cases Triton's interpreter can walk through."""
-        rows, length = (
-            math.prod(int(getattr(settings, n)) for n, s in self.settings.items() if s.size == role)
-            for role in ("rows", "length")
-        )
+        rows, length = (math.prod(int(getattr(settings, n)) for n in names) for names in self._sized)
         return max(rows, 1), max(length, 1)
+
+    @functools.cached_property
+    def _sized(self) -> tuple[list[str], list[str]]:
+        """The settings of `sizes`."""
+        rows, length = ([n for n, s in self.settings.items() if s.size == role] for role in ("rows", "length"))
+        return rows, length
 
 
 @dataclasses.dataclass(frozen=True)

@@ -267,10 +267,14 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
     return canonical(dtype, out)
 
 
+OF_A_LOSS = tuple(name for name in SETTINGS if name.startswith(("sapo_", "vespo_")))
+"""Settings that the loss types in front of their names have alone."""
+
+
 def silent_beside(loss_type: str, beta: float) -> set[str]:
     """Settings that mean nothing to a loss."""
     silent = set() if loss_type in CLIPPED else {"delta", "epsilon"} if loss_type == "cispo" else {*CLIPS}
-    silent |= {n for n in SETTINGS if n.startswith(("sapo_", "vespo_")) and not n.startswith(loss_type)}
+    silent |= {n for n in OF_A_LOSS if not n.startswith(loss_type)}
     silent |= {"max_completion_length"} if loss_type != "dr_grpo" else set()
     silent |= {"other_tokens", "steps_per_generation"} if loss_type not in WINDOW_NORMALISED else set()
     return silent | ({"use_bias_correction_kl"} if beta == 0.0 else set())

@@ -221,7 +221,7 @@ def accepted(path: str) -> Any:
 
 def lacking(function: Any, required: Mapping[str, tuple[Any, Any]]) -> str:
     """Why the installed signature does not take name -> (value, default): a parameter that it lacks must be at its default."""
-    known = inspect.signature(function).parameters
+    known = _parameters(function)
     for name, (value, default) in required.items():
         at_default = value is default or (not isinstance(value, torch.Tensor) and value == default)
         if name not in known and not at_default:
@@ -229,10 +229,15 @@ def lacking(function: Any, required: Mapping[str, tuple[Any, Any]]) -> str:
     return ""
 
 
+@functools.lru_cache
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
 def taking(function: Any, required: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
     """Keyword arguments for the installed signature, from name -> (value, default). Raises HarnessError where it lacks
     one that is not at its default, although no limit of the implementation says so."""
     if lacks := lacking(function, required):
         raise HarnessError(f"a setting is declared as taken and is not: {lacks}")
-    known = inspect.signature(function).parameters
+    known = _parameters(function)
     return {name: value for name, (value, _) in required.items() if name in known}

@@ -107,7 +107,10 @@ class MonteCarlo(TorchDispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self.operation(func, args, kwargs or {})
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of one operation as the recipe rounds it."""
         out = func(*args, **kwargs)
         if self.quiet or rounds_nothing(func) or not torch.is_tensor(out) or not out.is_floating_point():
             return out

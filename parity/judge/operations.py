@@ -70,12 +70,12 @@ class AnyOperation(MonteCarlo):
 
     drifts = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, name_of(func)
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = name_of(func)
         if self.quiet or name in EXACT:
             return func(*args, **kwargs)
         if name[-1] == "_" and name[-2] != "_":
-            return self._in_place(func, name[:-1], types, args, kwargs)
+            return self._in_place(func, name[:-1], args, kwargs)
         if name in INDEXED:
             return self._indexed(func, name, args, kwargs)
         if func in REWRITTEN:
@@ -106,7 +106,7 @@ class AnyOperation(MonteCarlo):
                 with self._entered():
                     return func.decompose(*args, **kwargs)
             return _not_a_number(func, func(*args, **kwargs))
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().operation(func, args, kwargs)
         if name in INEXACT and not _integer_power(name, args):
             return self.scattered(out, 2 * self.u_sum * out.abs())
         if name in ("bmm", "mm") and UNIT_ROUNDOFF[self.elementwise] > NARROW:
@@ -132,12 +132,12 @@ class AnyOperation(MonteCarlo):
         walk = (torch.as_tensor(terms, dtype=out.dtype, device=out.device).sqrt() / 2).clamp(min=2.0)
         return self.rounded(self.scattered(out, size * walk * self.u_sum))
 
-    def _in_place(self, func: Any, name: str, types: Any, args: Any, kwargs: Any) -> Any:
+    def _in_place(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """x.op_(…) as x.op(…), copied: what is written in place is rounded too."""
         overload = getattr(getattr(aten, name, None), func._overloadname, None)
         if overload is None or name in EXACT or (rounds_nothing(overload) and name not in INDEXED):
             return func(*args, **kwargs)
-        return args[0].copy_(self.__torch_dispatch__(overload, types, args, kwargs))
+        return args[0].copy_(self.operation(overload, args, kwargs))
 
     def _indexed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         adds = "index_put" not in name or (args[3] if len(args) > 3 else kwargs.get("accumulate", False))
@@ -324,11 +324,14 @@ class Definition(Double):
         leading = operands[:1] if func in _AS_FIRST else [a for a in operands if a.dim()] or operands
         for x in new:
             own, kept = (
-                functools.reduce(torch.promote_types, map(of, leading)) if leading else torch.float32
+                functools.reduce(_promoted, map(of, leading)) if leading else torch.float32
                 for of in (self._dtype, self._kept)
             )
             of_dtype(x, dtype or own, kept if leading else dtype)
         return out
+
+
+_promoted = functools.cache(torch.promote_types)  # an operation that modes see
 
 
 def _of_torch() -> bool:
@@ -398,7 +401,7 @@ class OwnConstants(TorchFunctionMode):
 
 def _plain(x: Any) -> bool:
     """Whether it is a tensor of floating-point numbers that all replicas share."""
-    return isinstance(x, torch.Tensor) and x.is_floating_point() and not torch._C._functorch.is_batchedtensor(x)
+    return isinstance(x, torch.Tensor) and not torch._C._functorch.is_batchedtensor(x) and x.is_floating_point()
 
 
 def _operands(args: Any) -> Iterator[torch.Tensor]:

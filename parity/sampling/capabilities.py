@@ -6,6 +6,7 @@ import itertools
 import statistics
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from parity.case.case import Case, covering
@@ -61,10 +62,13 @@ Nearest: TypeAlias = dict[Hashable, dict[str, Case | None]]
 """What implementations declare to take -> the id of a draw -> the nearest case that they take."""
 
 
-def refusal(implementation: Implementation, case: Case, device: str) -> str | None:
-    """Why an implementation does not take a case, by what it declares; None where it takes it."""
+def refusal(
+    implementation: Implementation, case: Case, device: str, settings: SimpleNamespace | None = None
+) -> str | None:
+    """Why an implementation does not take a case, by what it declares; None where it takes it. `settings`: all of the case."""
     family = loss_family(case.family)
-    reason = skip_reason(family, implementation, case, family.full_settings(case), device, rejected=True)
+    settings = family.full_settings(case) if settings is None else settings
+    reason = skip_reason(family, implementation, case, settings, device, rejected=True)
     if reason is None and implementation.parameters is not None:
         absent = family.needed(family.build(case)) - implementation.parameters
         return f"no parameter {', '.join(sorted(absent))}" if absent else None
@@ -90,8 +94,8 @@ def _nearest(implementation: Implementation, case: Case, device: str) -> Case | 
     sizes = {n: v for n, v in case.settings.items() if _is_size(family, n, v)}
     for dtype in dict.fromkeys((case.dtype, "fp32", "fp16", "bf16")):
         for kept, base in itertools.product((sizes, {}), ({}, *BASES.get(family.name, ()))):
-            start = _settled(family, case.seed, dtype, {**base, **kept})
-            if refusal(implementation, start, device) is None:
+            start, settings = _settled(family, case.seed, dtype, {**base, **kept})
+            if refusal(implementation, start, device, settings) is None:
                 return _with_more(implementation, start, case, device)
     return None
 
@@ -108,8 +112,8 @@ def _with_more(implementation: Implementation, found: Case, case: Case, device: 
             wanted = {n: case.settings[n] for n in some}
             if wanted.items() <= found.settings.items():
                 continue
-            more = _settled(family, case.seed, found.dtype, {**found.settings, **wanted})
-            if wanted.items() <= more.settings.items() and refusal(implementation, more, device) is None:
+            more, settings = _settled(family, case.seed, found.dtype, {**found.settings, **wanted})
+            if wanted.items() <= more.settings.items() and refusal(implementation, more, device, settings) is None:
                 found = more
         size = 1 if found != before else size + 1
     return found
@@ -120,9 +124,12 @@ def _is_size(family: Family, name: str, value: Any) -> bool:
     return name in family.shapes or isinstance(value, list)
 
 
-def _settled(family: Family, seed: int, dtype: str, settings: Mapping[str, Any]) -> Case:
-    full = {name: setting.default for name, setting in family.settings.items()} | dict(settings)
-    return family.case(seed, dtype, family.canonical(dtype, full))
+def _settled(
+    family: Family, seed: int, dtype: str, settings: Mapping[str, Any]
+) -> tuple[Case, SimpleNamespace]:
+    """The case with these settings as far as they go together, and all its settings."""
+    full = family.canonical(dtype, {**family.defaults, **settings})
+    return family.case(seed, dtype, full), SimpleNamespace(**full)
 
 
 def _stands(case: Case) -> bool:
@@ -147,7 +154,7 @@ def smaller(case: Case) -> Iterator[Case]:
         now = {**case.settings, **move}
         for name in [n for n in case.settings if isinstance(now[n], list)]:  # a number for each sequence
             now[name] = [min(n, now.get("T", full["T"])) for n in now[name]][: now.get("B", full["B"])]
-        one = _settled(family, case.seed, case.dtype, now)
+        one, _ = _settled(family, case.seed, case.dtype, now)
         if one.id != case.id and _stands(one):
             yield one
 
@@ -213,8 +220,9 @@ def _joined(implementation: Implementation, cases: Sequence[Case], device: str) 
     for pair in itertools.combinations(names, 2):
         for a, b in (pair, pair[::-1]) if pair not in together else ():
             for one, other in itertools.product(having[a][:TRIED], having[b][:TRIED]):
-                near = _settled(family, one.seed, one.dtype, {**one.settings, b: other.settings[b]})
-                taken = {*pair} <= near.settings.keys() and refusal(implementation, near, device) is None
+                wanted = {**one.settings, b: other.settings[b]}
+                near, settings = _settled(family, one.seed, one.dtype, wanted)
+                taken = {*pair} <= near.settings.keys() and refusal(implementation, near, device, settings) is None
                 if taken:
                     yield near
                     break

@@ -91,7 +91,10 @@ class Loss:
         return Scored(model, self.window.sequences if window is None else window, self.reference)
 
     def sides(self, model: Any) -> list[Scored]:
-        return [self.scored(model, side) for side in self.window.pair(self.s.penalty, self.s.weight)]
+        """Chosen and rejected completions, one batch of the model."""
+        chosen, rejected = self.window.pair(self.s.penalty, self.s.weight)
+        both = self.scored(model, [*chosen, *rejected])
+        return [both.part(slice(0, len(chosen))), both.part(slice(len(chosen), None))]
 
     def clip(self, default: float) -> tuple[float, float]:
         return self.policy.get("epsilon", default), self.policy.get("epsilon_high", default)

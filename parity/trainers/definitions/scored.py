@@ -75,6 +75,10 @@ class Scored:
         model = stored_window.reference(self.reference) if named else self.reference
         return Scored(model, self.window, temperature=self.temperature)
 
+    def part(self, which: slice) -> "Scored":
+        """Some of the sequences, in a row."""
+        return _Part(self, which)
+
     @functools.cached_property
     def ratios(self) -> Tensor:
         """log π - log π_ref of each completion, (N,)."""
@@ -84,6 +88,22 @@ class Scored:
     def entropy(self) -> Tensor:
         """The mean over all tokens of -Σ π log π."""
         return entropies(torch.cat(self.tables)).mean()
+
+
+class _Part(Scored):
+    """Some sequences of a window, by the model calls of the whole."""
+
+    def __init__(self, whole: Scored, which: slice):
+        super().__init__(whole.model, whole.window[which], whole.reference, whole.temperature)
+        self.whole, self.which = whole, which
+
+    @functools.cached_property
+    def logits(self) -> list[Tensor]:
+        return self.whole.logits[self.which]
+
+    @functools.cached_property
+    def base(self) -> Scored:
+        return _Part(self.whole.base, self.which)
 
 
 def mean(x: Tensor, kept: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import OracleError
-from parity.judge.escalation import CONFIRMATION
+from parity.judge.escalation import CONFIRMATION, LARGE
 from parity.judge.gates import Judgement
 from parity.judge.operations import AnyOperation
 from parity.judge.oracle import Oracle, gradient_name
@@ -70,7 +70,7 @@ def _problem(
         except NotImplementedError as error:  # else it would read as a trainer that the version has not
             raise OracleError(str(error)) from error
 
-    return dataclasses.replace(problem.oracle, draw=draw, size=0)  # a model has few parameters beside what it computes
+    return dataclasses.replace(problem.oracle, draw=draw, size=LARGE)  # a run of the model costs more than its parameters say
 
 
 def measured(model: Any, define: Callable[[Any], Mapping[str, Tensor]], counted: Collection[str] = ()) -> Oracle:
