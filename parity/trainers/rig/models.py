@@ -6,6 +6,7 @@ the softcap. TRL loads a reference model from the policy's path, so models are s
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
@@ -190,14 +191,20 @@ def write(given: Any, folder: Path) -> None:
 
 
 def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A fresh model, loaded from `saved(name)` as a trainer loads its reference, with written-out attention. Whatever
-    float64 or rounding mode is in force does not reach it: its constants are those of every other model. Attention is not
-    the subject here, and the fused one leaves out Gemma-2's softcap on attention scores in some releases."""
+    """A copy of the model that is loaded from `saved(name)` once, as a trainer loads its reference, with written-out
+    attention. Whatever float64 or rounding mode is in force does not reach it: its constants are those of every other model.
+    Attention is not the subject here, and the fused one leaves out Gemma-2's softcap on attention scores in some releases."""
+    with outside():
+        return copy.deepcopy(_loaded(name, dtype))
+
+
+@functools.cache
+def _loaded(name: str, dtype: torch.dtype) -> Any:
     import transformers
 
     folder = saved(name)
     kind = getattr(transformers, ARCHITECTURES[name].model)
-    with trl.quiet(), outside():
+    with trl.quiet():
         out = kind.from_pretrained(folder, torch_dtype=dtype, attn_implementation="eager")
     if hasattr(out, "set_experts_implementation"):  # transformers' grouped product knows no float64, vmap no loop
         out.set_experts_implementation("batched_mm" if dtype == torch.float64 else "eager")
