@@ -63,12 +63,12 @@ def posed(
         _check_call(f, inputs, () if isinstance(f, torch.nn.Module) else parameters)
     leaves = tuple(n for n in floating if n in grad)
     problem = Problem(definition, inputs, parameters, leaves, (*also, *getattr(definition, "also", ())), given, seed)
+    if not problem.outputs:
+        raise ValueError("the definition returns no tensor: return one, or a list, tuple or dictionary of tensors")
     outputs = problem.cotangents
     if kind != "random":
         made = {n: upstream(kind, n, problem.outputs[n], seed, problem.dtype) for n in outputs}
         problem = dataclasses.replace(problem, given=made)
-    if not problem.outputs:
-        raise ValueError("the definition returns no tensor: return one, or a list, tuple or dictionary of tensors")
     if set(given) - set(outputs):
         raise ValueError(f"cotangent of {sorted(set(given) - set(outputs))}: the outputs are {', '.join(outputs)}")
     for name, g in given.items():

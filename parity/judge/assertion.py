@@ -197,7 +197,7 @@ def _later(calls: FunctionCalls, first: Mapping[str, torch.Tensor | None], recip
         above = {
             n: given[n].double() if n in given and given[n].shape == g.shape else g for n, g in later.cotangents.items()
         }
-        vars(later)["cotangents"] = {n: elsewhere(g) for n, g in above.items()}
+        later = dataclasses.replace(later, given={n: elsewhere(g) for n, g in above.items()})
         values = dataclasses.replace(calls, problem=later, changed=[]).values()
     except Exception as error:
         return [f"repeated: {LATER} fails, {told(error)}"]

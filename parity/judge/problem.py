@@ -92,25 +92,34 @@ class Problem:
         return max(("fp32", *found), key=lambda name: UNIT_ROUNDOFF[name])
 
     @functools.cached_property
-    def cotangents(self) -> dict[str, torch.Tensor]:
-        """Upstream gradients of the outputs, by name."""
-        return {
+    def _exact(self) -> tuple[Quantities, dict[str, torch.Tensor]]:
+        """Outputs and gradients in float64, and the upstream gradients of the outputs."""
+        with as_definition(DTYPES[self.dtype]), torch.enable_grad(), _said():
+            leaves = self._double(None)
+            outputs = self._call(self.definition, leaves)
+        upstream = {
             name: self.given[name].double() if name in self.given else cotangent(name, value, self.seed)
-            for name, value in self.outputs.items()
+            for name, value in outputs.items()
             if value.is_floating_point()
         }
+        with as_definition(DTYPES[self.dtype]), _said():
+            return self._with_gradients(leaves, outputs, upstream), upstream
+
+    @property
+    def cotangents(self) -> dict[str, torch.Tensor]:
+        """Upstream gradients of the outputs, by name."""
+        return self._exact[1]
 
     @functools.cached_property
     def outputs(self) -> Quantities:
+        """Those of a run of its own, without gradients."""
         with torch.no_grad(), as_definition(DTYPES[self.dtype]), _said():
             return self._call(self.definition, self._double(None))
 
     @functools.cached_property
     def oracle(self) -> Oracle:
         """Exact values, replicas and units of outputs and gradients."""
-        with as_definition(DTYPES[self.dtype]), torch.enable_grad(), _said():
-            leaves = self._double(None)
-            exact = self._with_gradients(leaves, self._call(self.definition, leaves))
+        exact, _ = self._exact
         size = max((x.numel() for x in self.tensors.values()), default=0)
         return Oracle(exact, self._replicas, self._kind, self.seed, size)
 
@@ -128,13 +137,15 @@ class Problem:
     def _call(self, form: Definition, tensors: Mapping[str, torch.Tensor]) -> Quantities:
         return named(call(form, self.inputs, tensors, self.parameters))
 
-    def _with_gradients(self, x: Mapping[str, torch.Tensor], outputs: Quantities) -> Quantities:
-        return with_gradients(outputs, {n: x[n] for n in self.leaves}, self.cotangents if self.leaves else {})
+    def _with_gradients(
+        self, x: Mapping[str, torch.Tensor], outputs: Quantities, upstream: Mapping[str, torch.Tensor]
+    ) -> Quantities:
+        return with_gradients(outputs, {n: x[n] for n in self.leaves}, upstream if self.leaves else {})
 
     def _replicas(
         self, recipe: Recipe, numbers: range, seed: int, gradients: bool, own_grids: int, keep: Collection[str] | None
     ) -> Quantities:
-        sizes = [x.numel() for x in (*self.tensors.values(), *self.outputs.values())]
+        sizes = [x.numel() for x in (*self.tensors.values(), *self._exact[0].values())]
         parts: list[Quantities] = []
         for i, form in enumerate(forms := (self.definition, *self.also)):
 
@@ -181,7 +192,7 @@ class Problem:
                 with mode:
                     outputs = self._call(form, x)
                     mode.backward = True
-                    alone = self._with_gradients(x, outputs)
+                    alone = self._with_gradients(x, outputs, self.cotangents)
                 return {name: value.unsqueeze(0) for name, value in alone.items()}
             returned: set[int] = set()
 
@@ -193,7 +204,7 @@ class Problem:
                 values = torch.vmap(one, randomness="different")(constants.every, *(x[n] for n in floats))
                 mode.backward = True
                 returned.update(value.data_ptr() for value in values)
-                return self._with_gradients(x, dict(zip(keys, values, strict=True)))
+                return self._with_gradients(x, dict(zip(keys, values, strict=True)), self.cotangents)
 
 
 def call(

@@ -198,7 +198,7 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
         return copy.deepcopy(_loaded(name, dtype))
 
 
-@functools.cache
+@drawn.once
 def _loaded(name: str, dtype: torch.dtype) -> Any:
     import transformers
 
