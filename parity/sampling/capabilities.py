@@ -124,9 +124,7 @@ def _is_size(family: Family, name: str, value: Any) -> bool:
     return name in family.shapes or isinstance(value, list)
 
 
-def _settled(
-    family: Family, seed: int, dtype: str, settings: Mapping[str, Any]
-) -> tuple[Case, SimpleNamespace]:
+def _settled(family: Family, seed: int, dtype: str, settings: Mapping[str, Any]) -> tuple[Case, SimpleNamespace]:
     """The case with these settings as far as they go together, and all its settings."""
     full = family.canonical(dtype, {**family.defaults, **settings})
     return family.case(seed, dtype, full), SimpleNamespace(**full)

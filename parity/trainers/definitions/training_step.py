@@ -70,7 +70,8 @@ def _problem(
         except NotImplementedError as error:  # else it would read as a trainer that the version has not
             raise OracleError(str(error)) from error
 
-    return dataclasses.replace(problem.oracle, draw=draw, size=LARGE)  # a run of the model costs more than its parameters say
+    # a run of the model costs more than the size of its parameters says
+    return dataclasses.replace(problem.oracle, draw=draw, size=LARGE)
 
 
 def measured(model: Any, define: Callable[[Any], Mapping[str, Tensor]], counted: Collection[str] = ()) -> Oracle:
