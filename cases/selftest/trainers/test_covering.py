@@ -38,11 +38,6 @@ def test_a_value_stands_beside_no_more_than_it_needs():
     assert ("a", {"ld_alpha": 0.4}) in list(every_value(cases, listed))
 
 
-def test_ld_alpha_is_met_where_liger_refuses_every_other_setting_beside_it():
-    listed = [c.settings for c in catalogue.cases("dpo-trainer", "pr", 3) if "ld_alpha" in c.settings]
-    assert {"check": "losses", "ld_alpha": 0.4} in listed
-
-
 def _values(name, check, profile):
     cases = catalogue.cases(name, profile, 3)
     return {kv for c in cases if c.settings["check"] == check for kv in c.settings.items()}
