@@ -6,6 +6,7 @@ import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -65,14 +66,10 @@ def alone() -> Iterator[None]:
 
     Hypothesis draws one number in twenty from those (`HypothesisProvider._local_constants`), and has no switch for it.
     """
-    before = vars(HypothesisProvider)["_local_constants"]
-    HypothesisProvider._local_constants = Constants()  # type: ignore[assignment]
-    CONSTANTS_CACHE.cache.clear()
-    try:
-        yield
-    finally:
-        HypothesisProvider._local_constants = before  # type: ignore[method-assign]
+    with mock.patch.object(HypothesisProvider, "_local_constants", Constants()), contextlib.ExitStack() as stack:
         CONSTANTS_CACHE.cache.clear()
+        stack.callback(CONSTANTS_CACHE.cache.clear)
+        yield
 
 
 BATCH = 10

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 from parity.case.inputs import Inputs
 from parity.implementations import plain
@@ -96,12 +97,8 @@ def _interpretable() -> Iterator[None]:
     from parity.implementations import interpreter
 
     interpreter.reducing_at_once(getattr(tl_utils, "tl_and_reduce_fn", None))
-    original = tl_utils.tl_tanh, tl_utils.tl_log1p
-    tl_utils.tl_tanh, tl_utils.tl_log1p = interpreter.tanh, interpreter.log1p
-    try:
+    with mock.patch.multiple(tl_utils, tl_tanh=interpreter.tanh, tl_log1p=interpreter.log1p):
         yield
-    finally:
-        tl_utils.tl_tanh, tl_utils.tl_log1p = original
 
 
 KERNEL: dict[str, Any] = {

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import _pop_mode_temporarily
@@ -253,15 +254,10 @@ def _scale_head(model: Any) -> None:
 def _uncapped(model: Any) -> float:
     """Root mean square of the logits on fixed ids, without a softcap."""
     cfg = model.config.get_text_config()
-    kept = {n: getattr(cfg, n) for n in ("final_logit_softcapping", "logits_soft_cap") if getattr(cfg, n, None)}
+    capped = [n for n in ("final_logit_softcapping", "logits_soft_cap") if getattr(cfg, n, None)]
     ids = torch.arange(3, 59).remainder(53).add(3).view(2, 28)
-    for n in kept:
-        setattr(cfg, n, 1e30)
-    with torch.no_grad():
-        size = float(model.eval()(input_ids=ids).logits.square().mean().sqrt())
-    for n, value in kept.items():
-        setattr(cfg, n, value)
-    return size
+    with mock.patch.dict(vars(cfg), dict.fromkeys(capped, 1e30)), torch.no_grad():
+        return float(model.eval()(input_ids=ids).logits.square().mean().sqrt())
 
 
 @functools.cache

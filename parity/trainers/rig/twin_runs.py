@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -110,12 +111,9 @@ class Run:
         given["processing_class"] = tokenizer = models.tokenizer(s.pad)
         padding = itertools.islice(PADDINGS.get(s.padding, ()), 1)
         drive.needs(spec.upstream, *padding, *masked, *((HEAD,) if getattr(s, HEAD) else ()))
-        side, tokenizer.padding_side = tokenizer.padding_side, "right" if s.padding == "right" else "left"
-        try:
-            wanted = {**options(self.trainer, s), **switches, **masked, **self.config, **more}
+        wanted = {**options(self.trainer, s), **switches, **masked, **self.config, **more}
+        with mock.patch.object(tokenizer, "padding_side", "right" if s.padding == "right" else "left"):
             out = drive.build(spec.upstream, policy, wanted, **given)
-        finally:
-            tokenizer.padding_side = side
         if self.adapter is not None:  # away from where it started: a reference that were the policy would show
             stored_window.fill_adapter(out.model, stored_window.TRAINED)
         if spec.generates == "method":
