@@ -52,6 +52,7 @@ class WindowRun(Run):
     """A run that is set up for a kind of window; `every` has its rows before some of them are truncated."""
 
     def __init__(self, call: CheckCall, kind: "Kind"):
+        drive.needs(call.trainer, *kind.own)
         self.call, self.kind = call, kind
         s = twin(call.case.family, loss=call.settings.loss, split=kind.split, beta=kind.beta)
         rows = Window.of(call.case.family).rows[: kind.count]
@@ -61,10 +62,6 @@ class WindowRun(Run):
             whole = [i not in kind.truncated for i in range(len(rows))]
             rows = [dataclasses.replace(r, counted=w, ended=w) for r, w in zip(rows, whole, strict=True)]
         super().__init__(call.case.family, s, call.path, rows, plain=True, changed=ends, **kind.config, **kind.own)
-
-    def build(self, **more: Any) -> Any:
-        drive.needs(self.call.trainer, *self.kind.own)
-        return super().build(**more)
 
     def there(self, number: int) -> Window:
         """What the window of an optimizer step held."""
