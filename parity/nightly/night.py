@@ -63,7 +63,8 @@ def run(
         say(f"night of {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC · seed {shown} · {device}")
         book.save(night.reports)
         prepare(device)
-        for one in [] if seed is None or night.resume else proof(device, seed):
+        proofs = () if seed is None or night.resume else (proof(name, device, seed) for name in NAMES)
+        for one in proofs:
             say(str(one))
             book.blind += [] if one.holds else [str(one)]
         if book.blind:
@@ -163,12 +164,8 @@ class Proof:
         return f"{self.family} on {self.device}: planted gradients 1 % too large: {result}{beside}"
 
 
-def proof(device: str, night: int) -> list[Proof]:
-    """The definition of each family in float32, right and with the mistake, on another stream of cases each night."""
-    return [_proof(name, device, night) for name in NAMES]
-
-
-def _proof(name: str, device: str, night: int) -> Proof:
+def proof(name: str, device: str, night: int) -> Proof:
+    """The definition of a family in float32, right and with the mistake, on another stream of cases each night."""
     of = loss_family(name)
 
     def right(x: Inputs) -> Outputs:

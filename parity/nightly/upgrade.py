@@ -165,8 +165,7 @@ def headline(spec: str, parts: Sequence[Part]) -> str:
 
 
 def _gravest(parts: Sequence[Part]) -> str:
-    found = {p.verdict for p in parts}
-    return next(v for v in (NOT_SAFE, UNKNOWN, CHANGED, SAFE) if v in found)
+    return min((p.verdict for p in parts), key=(NOT_SAFE, UNKNOWN, CHANGED, SAFE).index)
 
 
 def page(spec: str, parts: Sequence[Part]) -> str:
