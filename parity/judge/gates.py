@@ -333,9 +333,7 @@ def _worst(
     """
     order = e.abs() if allowed is None else e.abs() / allowed
     order = (order if same is None else torch.where(same, order, torch.inf)).flatten()
-    k = min(5, order.numel())
-    found = []
-    for flat in order.topk(k).indices.tolist():
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), v.shape)) if v.dim() else ()
-        found.append((index, float(v[index]), float(o[index]), float(v[index] - o[index])))
-    return tuple(found)
+    first = order.topk(min(5, order.numel())).indices
+    places = torch.stack(torch.unravel_index(first, v.shape), -1).tolist() if v.dim() else [()]
+    values = torch.stack([x.flatten()[first] for x in (v, o, v - o)], -1).tolist()
+    return tuple((tuple(place), *found) for place, found in zip(places, values, strict=True))
