@@ -46,12 +46,17 @@ def installed(distribution: str) -> str | None:
 
 def scratch_folder(name: str) -> str:
     """A new folder for this process, in that of its run, which goes when the run ends however this process does; whoever has
-    removed that one costs nobody else's results."""
+    removed that one costs nobody else's results. Outside a run it goes with the process."""
+    import atexit
+    import shutil
     import tempfile
 
     if folder := os.environ.get(SCRATCH):
         os.makedirs(folder, exist_ok=True)
-    return tempfile.mkdtemp(prefix=f"parity-{name}-", dir=folder)
+    made = tempfile.mkdtemp(prefix=f"parity-{name}-", dir=folder)
+    if not folder:
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
 
 
 def elsewhere() -> str:

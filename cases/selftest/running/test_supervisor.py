@@ -268,6 +268,13 @@ def test_a_folder_of_a_run_that_is_gone_is_made_again(tmp_path, monkeypatch):
     assert Path(scratch_folder("own")).parent == tmp_path / "gone"
 
 
+def test_a_folder_outside_a_run_goes_with_its_process():
+    program = "from parity.process import scratch_folder; print(scratch_folder('own'))"
+    outside = {name: value for name, value in os.environ.items() if name != SCRATCH}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=outside, check=True)
+    assert "parity-own-" in done.stdout and not Path(done.stdout.strip()).exists()
+
+
 def test_a_fork_has_the_temporary_folder_that_its_environment_names(tmp_path):
     """Else what a planted fault does there, it does to the folder that everybody shares."""
     program = "import tempfile; print(tempfile.gettempdir(), flush=True)"
