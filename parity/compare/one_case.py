@@ -76,7 +76,7 @@ def interpreter_limit(family: Family, case: Case, settings: Any) -> str | None:
     """Why Triton's interpreter cannot judge a kernel on this case: probed, or too many blocks for its pace."""
     from parity.implementations import interpreter
 
-    interpreter.patching_by_name()
+    interpreter.faster()
     if product_dtype(case, settings) == "bf16" and interpreter.truncates_bfloat16():
         return "Triton's interpreter truncates to bfloat16 where hardware rounds"
     rows, length = family.sizes(settings)

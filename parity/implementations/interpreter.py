@@ -1,5 +1,6 @@
 """Replacements, in the Triton language, for libdevice functions that Triton's interpreter lacks; and a faster reduction."""
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -46,12 +47,19 @@ def truncates_bfloat16() -> bool:
 
 
 @functools.cache
-def patching_by_name() -> None:
-    """Have the interpreter look once for the functions that it exchanges in Triton's modules, not at every call of a
-    kernel. It goes through all members of five modules and classes for it, milliseconds each time. Their names do not
-    change, and which of them are exchanged already is still asked."""
+def faster() -> None:
+    """Have the interpreter leave out what changes no result.
+
+    It computes every sum and product of integers once more to see an overflow, which it tells only when it debugs. And at
+    every call of a kernel it looks for the functions that it exchanges among all members of five modules and classes: here
+    once, for their names do not change. Which of them are exchanged already is still asked.
+    """
     from triton.runtime import interpreter
 
+    builder = getattr(interpreter, "interpreter_builder", None)
+    options = getattr(builder, "options", None)
+    if builder is not None and not getattr(options, "debug", True) and hasattr(options, "sanitize_overflow"):
+        builder.options = dataclasses.replace(options, sanitize_overflow=False)
     original, core = getattr(interpreter, "_patch_builtin", None), tl.core
     if original is None:
         return

@@ -1,12 +1,14 @@
 """What Triton's interpreter is given for speed computes what it computes by itself."""
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import ReduceOps
 
-from parity.implementations.interpreter import patching_by_name, reducing_at_once
+from parity.implementations.interpreter import faster, reducing_at_once
 
 
 @triton.jit
@@ -47,6 +49,28 @@ def test_an_and_of_a_whole_block_is_that_of_its_entries_one_by_one(monkeypatch):
     assert called == [1, 1, 1, 1]
 
 
+@triton.jit
+def _product(x_ptr, n: tl.constexpr):
+    at = tl.arange(0, n)
+    tl.store(x_ptr + at, tl.load(x_ptr + at) * tl.load(x_ptr + at))
+
+
+def test_a_product_of_integers_is_computed_once_and_overflows_as_before(monkeypatch):
+    builder, made = interpreter.interpreter_builder, []
+    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=True))
+    monkeypatch.setattr(interpreter, "_patch_builtin", interpreter._patch_builtin)
+    own = type(builder).create_mul
+    monkeypatch.setattr(type(builder), "create_mul", lambda *args: made.append(1) or own(*args))
+    found = []
+    for change in (lambda: None, faster.__wrapped__):
+        change()
+        made.clear()
+        x = torch.tensor([3, 1 << 16, -(1 << 20), 7], dtype=torch.int32)
+        _product[(1,)](x, 4)
+        found.append((x.tolist(), len(made)))
+    assert found == [([9, 0, 0, 49], 2), ([9, 0, 0, 49], 1)]
+
+
 def test_the_same_functions_of_triton_are_exchanged_and_put_back(monkeypatch):
     def exchanged():
         scopes = [
@@ -60,6 +84,6 @@ def test_the_same_functions_of_triton_are_exchanged_and_put_back(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_patch_builtin", interpreter._patch_builtin)  # put back afterwards
     by_members = exchanged()
-    patching_by_name.__wrapped__()
+    faster.__wrapped__()
     assert interpreter._patch_builtin.__module__ == "parity.implementations.interpreter"
     assert exchanged() == by_members and len(by_members[0][0]) > 100 > len(by_members[0][1])
