@@ -56,9 +56,9 @@ def faster() -> None:
     """
     from triton.runtime import interpreter
 
-    builder = getattr(interpreter, "interpreter_builder", None)
-    options = getattr(builder, "options", None)
-    if builder is not None and not getattr(options, "debug", True) and hasattr(options, "sanitize_overflow"):
+    builder: Any = getattr(interpreter, "interpreter_builder", None)
+    options: Any = getattr(builder, "options", None)
+    if not getattr(options, "debug", True) and hasattr(options, "sanitize_overflow"):
         builder.options = dataclasses.replace(options, sanitize_overflow=False)
     original, core = getattr(interpreter, "_patch_builtin", None), tl.core
     if original is None:
