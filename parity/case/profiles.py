@@ -50,7 +50,7 @@ CASES_OF = {
     "preference": {"quick": 30, "pr": 250},
 }
 """Families that draw another number."""
-LIBRARIES = {"pr": 200}
+LIBRARIES = {"pr": 400}
 """Profile -> so many of these go to the implementations that this package has, at most; a user's function gets all. None of the
 ledger's entries shows first in a later one."""
 

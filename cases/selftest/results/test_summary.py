@@ -116,6 +116,17 @@ def test_the_smallest_case_speaks():
     assert s.findings[0].cases == 3
 
 
+def test_logic_speaks_before_what_is_farther_off_and_the_worst_case_for_all():
+    (finding,) = summary(
+        row("a", "loss", "disagree", cls="precision", headroom=50.0),
+        row("a", "entropy", "disagree", headroom=3.0),
+        row("b", "loss", "disagree", headroom=9.0),
+        row("b", "entropy", "disagree", headroom=2.0),
+    ).findings
+    assert [(p.lead.quantity, p.lead.headroom) for p in finding.parts] == [("entropy", 3.0), ("loss", 9.0)]
+    assert (finding.worst.case, finding.worst.headroom) == ("b", 9.0)
+
+
 def test_logic_in_one_case_is_logic():
     s = summary(row("a", verdict="disagree", cls="precision"), row("b", verdict="disagree"))
     (finding,) = s.findings
@@ -158,9 +169,10 @@ def test_one_cause_is_one_finding_whatever_its_numbers_and_dtypes(stopped, cases
 
 def test_a_finding_says_what_it_costs_of_the_gradient():
     def off(case, dist, **fields):
-        return row(case, "grad_weight", "disagree", dist=dist, value_oracle=2.0, **fields)
+        return row(case, "grad_weight", "disagree", **{"dist": dist, "value_oracle": 2.0} | fields)
 
-    (found,) = summary(off("a", 0.5), off("b", 0.01), off("c", 0.002)).findings
+    unknown = off("d", None), off("e", 1.0, value_oracle=None), off("f", 1.0, value_oracle=0.0)
+    (found,) = summary(off("a", 0.5), off("b", 0.01), off("c", 0.002), *unknown).findings
     assert wording.spread(found).endswith("gradient off by 0.5 % of its norm, at worst 25 %")
     (found,) = summary(off("a", 50.0)).findings
     assert wording.spread(found).endswith("gradient off by 2.5e+03 % of its norm")

@@ -78,4 +78,4 @@ def test_a_users_function_gets_more_draws_than_what_a_library_ships():
 
     shipped, own = drawn("trl.*"), drawn("trl.*", "fixtures/kernels.py:right")
     assert shipped.keys() == own.keys()
-    assert sum(shipped.values()) == 200 and sum(own.values()) == 700
+    assert sum(shipped.values()) == 400 and sum(own.values()) == 700

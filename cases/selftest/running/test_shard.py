@@ -222,7 +222,7 @@ def test_what_an_implementation_gets_besides_is_nothing_where_it_was_left_out(tm
     assert own.run(drawn_shard(1, 5, kind="besides", implementations=("costly",))) == 1 and not rows(events)
 
 
-@pytest.mark.parametrize(("name", "given"), [("lib.logps", 200), ("own.py:logps", 700)])
+@pytest.mark.parametrize(("name", "given"), [("lib.logps", 400), ("own.py:logps", 700)])
 def test_draws_that_a_library_is_not_given_are_none_of_its_cases(tmp_path, monkeypatch, name, given):
     own, _ = session("right", tmp_path)
     own.profile_name, own.implementations = "pr", [Implementation(name, "logprobs", "candidate", log_probs)]

@@ -237,7 +237,7 @@ def _by_roots(parts: Sequence[ImplementationCase]) -> dict[frozenset[str], list[
         target = part.roots
         if target and _gradients(target):
             judged = {r.quantity for r in part.rows if r.judged}
-            target = next(s for s in sets if s & judged == target and _gradients(s))
+            target = next(s for s in sets if s & judged == target)
         out[target].append(part)
     return out
 
