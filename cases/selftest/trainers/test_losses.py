@@ -13,7 +13,7 @@ from cases.selftest.trainers.asked import disagreeing, rows, verdicts
 from parity.families.preference_losses import CPO, DPO, unpaired
 from parity.trainers import check
 from parity.trainers.checks import losses
-from parity.trainers.definitions import formulas, training_step
+from parity.trainers.definitions import formulas, scored, training_step
 from parity.trainers.definitions.formulas import MIXED, Loss, pairs_of
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Window
@@ -97,6 +97,20 @@ def test_prompts_take_the_completion_of_the_sequence_before():
     window = [([1, 2, 10], 2), ([3, 20, 21], 1), ([4, 5, 6, 30], 3)]
     assert stored_window.mismatched(window, 3) == [([1, 2, 30], 2), ([3, 10], 1), ([4, 5, 6, 20, 21], 3)]
     assert stored_window.mismatched(window, 2) == [([1, 2, 20, 21], 2), ([3, 10], 1), ([4, 5, 6, 30], 3)]
+
+
+def test_both_sides_of_the_pairs_are_one_batch_of_each_model(monkeypatch):
+    """Each is what it would be in a batch of its own."""
+    loss = Loss(Window.of("dpo-trainer"), SimpleNamespace(loss="sigmoid", model="llama"))
+    model = stored_window.policy("llama", torch.float64)
+    alone = [loss.scored(model, side) for side in loss.window.pair()]
+    wanted = [torch.cat(side.tokens) for side in alone] + [torch.cat(side.base.tokens) for side in alone]
+    called, own = [], scored.logits
+    monkeypatch.setattr(scored, "logits", lambda model, window: called.append(len(window)) or own(model, window))
+    sides = loss.sides(model)
+    found = [torch.cat(side.tokens) for side in sides] + [torch.cat(side.base.tokens) for side in sides]
+    assert called == [16, 16]
+    assert all(torch.allclose(x, y, rtol=1e-12) for x, y in zip(found, wanted, strict=True))
 
 
 def test_kto_by_hand():

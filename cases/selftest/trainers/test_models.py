@@ -58,8 +58,17 @@ def test_weights_depend_on_the_name_alone():
     for name, parameter in second.named_parameters():
         assert torch.equal(parameter, dict(first.named_parameters())[name])
     models.saved.cache_clear()
+    models._loaded.cache_clear()
     for (name, a), (_, b) in zip(first.named_parameters(), made("llama").named_parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_a_model_is_its_own():
+    one, other = models.model("llama"), models.model("llama")
+    with torch.no_grad():
+        for parameter in one.parameters():
+            parameter.fill_(7.0)
+    assert not any(bool((parameter == 7.0).any()) for parameter in other.parameters())
 
 
 def test_the_tokenizer_round_trips():

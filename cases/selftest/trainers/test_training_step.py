@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parity.judge.escalation import FEW
 from parity.judge.operations import AnyOperation, Double
 from parity.judge.problem import Problem
 from parity.judge.recipe import IEEE_FP32
@@ -231,4 +232,4 @@ def test_replicas_of_a_step_run_at_once(trainer, settings, monkeypatch):
     case = next(c for c in found if settings.items() <= c.settings.items())
     rows = list(run_case(case, select((f"{trainer}.released",), trainer), "cpu", False))
     assert all(row.verdict in ("agree", "unsupported") for row in rows)
-    assert widths and min(widths) > 1
+    assert widths[0] == FEW and min(widths) > 1
