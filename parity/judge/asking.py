@@ -65,7 +65,7 @@ def posed(
     problem = Problem(definition, inputs, parameters, leaves, (*also, *getattr(definition, "also", ())), given, seed)
     if not problem.outputs:
         raise ValueError("the definition returns no tensor: return one, or a list, tuple or dictionary of tensors")
-    outputs = problem.cotangents
+    outputs = [n for n, x in problem.outputs.items() if x.is_floating_point()]
     if kind != "random":
         made = {n: upstream(kind, n, problem.outputs[n], seed, problem.dtype) for n in outputs}
         problem = dataclasses.replace(problem, given=made)

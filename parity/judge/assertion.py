@@ -194,9 +194,8 @@ def _later(calls: FunctionCalls, first: Mapping[str, torch.Tensor | None], recip
     given = {name: other_values(g) for name, g in problem.given.items()}
     later = dataclasses.replace(problem, inputs=inputs, parameters=parameters, given={}, seed=problem.seed + 1)
     try:  # outputs may have another shape
-        above = {
-            n: given[n].double() if n in given and given[n].shape == g.shape else g for n, g in later.cotangents.items()
-        }
+        random = later.upstream_of(later.outputs).items()
+        above = {n: given[n].double() if n in given and given[n].shape == g.shape else g for n, g in random}
         later = dataclasses.replace(later, given={n: elsewhere(g) for n, g in above.items()})
         values = dataclasses.replace(calls, problem=later, changed=[]).values()
     except Exception as error:

@@ -97,17 +97,21 @@ class Problem:
         with as_definition(DTYPES[self.dtype]), torch.enable_grad(), _said():
             leaves = self._double(None)
             outputs = self._call(self.definition, leaves)
-        upstream = {
+        upstream = self.upstream_of(outputs)
+        with as_definition(DTYPES[self.dtype]), _said():
+            return self._with_gradients(leaves, outputs, upstream), upstream
+
+    def upstream_of(self, outputs: Quantities) -> dict[str, torch.Tensor]:
+        """Upstream gradients of outputs, by name."""
+        return {
             name: self.given[name].double() if name in self.given else cotangent(name, value, self.seed)
             for name, value in outputs.items()
             if value.is_floating_point()
         }
-        with as_definition(DTYPES[self.dtype]), _said():
-            return self._with_gradients(leaves, outputs, upstream), upstream
 
     @property
     def cotangents(self) -> dict[str, torch.Tensor]:
-        """Upstream gradients of the outputs, by name."""
+        """Those of the exact run."""
         return self._exact[1]
 
     @functools.cached_property
@@ -119,9 +123,8 @@ class Problem:
     @functools.cached_property
     def oracle(self) -> Oracle:
         """Exact values, replicas and units of outputs and gradients."""
-        exact, _ = self._exact
         size = max((x.numel() for x in self.tensors.values()), default=0)
-        return Oracle(exact, self._replicas, self._kind, self.seed, size)
+        return Oracle(self._exact[0], self._replicas, self._kind, self.seed, size)
 
     def _kind(self, name: str, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         value, gradient = found[name][0], name.startswith("grad_")
