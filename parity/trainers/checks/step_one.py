@@ -81,11 +81,11 @@ class FirstStep:
     ids: Tensor  # what the model was given, (B, P + T)
     mask: Tensor
     completion: Tensor  # 1 where a position belongs to a completion, (B, P + T)
-    policy: Any = None  # log-probs (B, T) of the tokens of the last positions, where the trainer has them
-    reference: Any = None
+    policy: Tensor | None = None  # log-probs (B, T) of the tokens of the last positions, where the trainer has them
+    reference: Tensor | None = None
     loss: float = math.nan  # of the one micro-batch
     log: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the trainer's own log entry
-    advantages: Any = None  # (B,), where the trainer has them
+    advantages: Tensor | None = None  # (B,), where the trainer has them
     lost: list[str] = dataclasses.field(default_factory=list)  # layers whose own checkpointing function was replaced
 
 
@@ -177,8 +177,7 @@ def definition(call: CheckCall, step: FirstStep) -> Oracle:
 
 def quantities(call: CheckCall, step: FirstStep, oracle: Oracle) -> Iterator[Quantity]:
     """Log-probs of policy and reference against the model's own logits and each other; the loss, and what is logged."""
-    both = step.policy is not None and step.reference is not None
-    apart = step.policy - step.reference if both else None
+    apart = None if step.policy is None or step.reference is None else step.policy - step.reference
     for name, value in {"logps": step.policy, "ref_logps": step.reference, "log_ratio": apart}.items():
         if value is not None:
             seen = step.completion[:, -value.shape[1] :].bool()
@@ -198,6 +197,7 @@ def quantities(call: CheckCall, step: FirstStep, oracle: Oracle) -> Iterator[Qua
 
 def _grpo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
     """KL: the mean over completion tokens of k3. Loss: the mean of -A + β·k3."""
+    assert step.advantages is not None
     k3 = divergence(by.reference - by.policy, None)
     terms = call.settings.beta * k3 - step.advantages.cpu().double().unsqueeze(1)
     return {"kl": mean(k3, by.counted), "loss": averaged(terms, by.counted, _of_sequences(call))}
@@ -215,6 +215,7 @@ def averaged(terms: Tensor, counted: Tensor, of_sequences: bool) -> Tensor:
 
 def _rloo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
     """KL: the mean log-ratio of a token. Loss: -mean of A·ratio of the sequence."""
+    assert step.advantages is not None
     policy, old = ((x * by.counted).sum(1) for x in (by.policy, by.old))
     loss = -((policy - old).exp() * step.advantages.cpu().double()).mean()
     return {"kl": mean(by.old - by.reference, by.counted), "loss": loss}
