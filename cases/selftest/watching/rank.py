@@ -83,6 +83,7 @@ def main(sharding, folder):
             with drive.seeded(), trl.quiet():
                 out[run] = trained(run, trainer, Path(folder), rank)
     Path(folder, f"{rank}.json").write_text(json.dumps(out))
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 They talk through gloo on loopback, and write the gradients, after the reduction, and the sequences that they were given.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -15,7 +16,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -76,7 +77,7 @@ def started(module: str, argv: Sequence[str], ranks: int) -> None:
             raise Unsupported(f"{ranks} ranks failed: {errors[-1] if errors else f'exit code {code}'}")
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> NoReturn:
     from parity.process import prepare
 
     prepare("cpu")
@@ -99,7 +100,16 @@ def main(argv: Sequence[str]) -> int:
                 traceback.print_exc()
                 found = Rank({}, [], failure=told(error)[:300])
             torch.save(dataclasses.asdict(found), path.parent / f"{trainer}-{os.environ['RANK']}")
-    return 0
+    leave()
+
+
+def leave() -> NoReturn:
+    """End this process as it stands. Gloo's threads need Python's lock to let go of their tensors: an interpreter that ends
+    holds it while it waits for them, and hangs, or is gone, and they abort."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextlib.contextmanager
@@ -124,4 +134,4 @@ def sharding_on_any_device() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
