@@ -241,7 +241,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         unit = None
         if _rounds_dlogits(settings, hidden.device):
             bounds = [at_target, constant * total] + ([] if linear is None else [linear * total])
-            unit = _to_reach(10, torch.stack(bounds).abs().amax(0))
+            unit = _to_reach(14, torch.stack(bounds).abs().amax(0))
             at_target, constant = at_target * unit, constant * unit
             linear = None if linear is None else linear * unit
         factors = [None if x is None else x.unsqueeze(1) for x in (at_target, constant, linear, shift)]

@@ -61,14 +61,14 @@ class Tensor:
         return tuple(sizes[d] if isinstance(d, str) else d for d in self.dims)
 
     def make(self, name: str, case: Case) -> torch.Tensor:
-        """The tensor of a case: values by (seed, name, index), in the case's dtype and layout."""
+        """The tensor of a case: values by (seed, name, index), on any device the same, in the case's dtype and layout."""
         shape, style, layout = self.shape(case.sizes), case.values.get(name, "plain"), case.layouts.get(name)
         if self.below is not None:
             bound = case.sizes[self.below] if isinstance(self.below, str) else self.below
             x = integers(case.seed, name, shape, bound)
             if style == "repeated":
                 x = torch.full_like(x, int(integers(case.seed, name, (1,), bound)))
-            return laid(x.clamp(0, 1) * (bound - 1) if style == "edges" else x, layout)
+            return laid((x.clamp(0, 1) * (bound - 1) if style == "edges" else x).to(case.device), layout)
         x = normal(case.seed, name, shape)
         if style == "extreme":
             far = EXTREME_FP16 if (self.dtype or case.dtype) == "fp16" else EXTREME
@@ -77,7 +77,7 @@ class Tensor:
             x = _STYLES[style](x, case.seed, name)
         x = x * self.scale + self.around
         x = x if self.then is None else self.then(x)
-        return laid(x.to(DTYPES[self.dtype or case.dtype]), layout)
+        return laid(x.to(DTYPES[self.dtype or case.dtype]).to(case.device), layout)
 
 
 _STYLES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
@@ -165,10 +165,16 @@ class Case:
         printer.text(f"case({str(self)!r})")
 
     @property
+    def device(self) -> str:
+        """Where its tensors are."""
+        return self.description.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
     def inputs(self) -> dict[str, Any]:
         """Name -> tensor or option."""
         made = {n: t.make(n, self) for n, t in self.description.tensors.items()}
-        more = {n: make(self) for n, make in self.description.computed.items()}
+        with torch.device(self.device):
+            more = {n: make(self) for n, make in self.description.computed.items()}
         return {**made, **self.options, **more}
 
     def check_parity(self, function: Any, definition: Any, **more: Any) -> Parity:
@@ -238,6 +244,7 @@ class Description:
     sizes: Mapping[str, tuple[int, int]]
     dtypes: Sequence[str]
     seed: int = 0
+    device: str | None = None
 
     def labels(self, option: str) -> list[str]:
         """The values of an option as ids have them."""
@@ -332,6 +339,7 @@ def draw(
     sizes: Mapping[str, int | tuple[int, int]] | None = None,
     dtypes: Sequence[str] = ("fp32", "bf16", "fp16"),
     seed: int = 0,
+    device: str | None = None,
     **spec: Any,
 ) -> Description:
     """A description of inputs.
@@ -342,6 +350,7 @@ def draw(
             index, and bounds no index.
         dtypes: those of the tensors that have none of their own.
         seed: of the cases.
+        device: of the tensors; default: the GPU if there is one. The same id has the same values on each.
         spec: input -> `tensor(...)`, `index(...)`, a list of options, or a function (case) -> value.
     """
     tensors = {n: t for n, t in spec.items() if isinstance(t, Tensor)}
@@ -367,4 +376,4 @@ def draw(
         ranges[name] = (low, given) if isinstance(given, int) else (given[0], given[1])
     if unknown := set(sizes or ()) - set(ranges):
         raise ValueError(f"sizes={unknown}: the dimensions are {', '.join(ranges)}")
-    return Description(tensors, options, computed, ranges, tuple(dtypes), seed)
+    return Description(tensors, options, computed, ranges, tuple(dtypes), seed, device)

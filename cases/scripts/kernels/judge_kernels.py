@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from setup_kernels import functional  # before triton
+from setup_kernels import device, functional  # before triton
 
 # isort: split
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from parity.testing import definitions as D
 
 warnings.simplefilter("ignore")
 ONCE = [part for part in PROTOCOL if part != "accumulation"]
-DTYPES = {"dtypes": ("fp32", "fp16")}
+DTYPES = {"dtypes": ("fp32", "fp16") + ("bf16",) * (device == "cuda")}  # Triton's interpreter truncates bf16
 ROWS = {"sizes": {"N": (1, 9), "H": (1, 300)}, **DTYPES}
 WORDS = {"sizes": {"N": (1, 9), "V": (2, 300)}, **DTYPES}
 LOSS = {"label_smoothing": [0.0, 0.1], "z_loss": [0.0, 1e-3], "softcap": [None, 10.0], "reduction": ["mean", "sum"]}

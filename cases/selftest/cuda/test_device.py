@@ -25,6 +25,7 @@ from parity.judging.assess import CaseOracle, judge_all
 from parity.protocol.call import execute
 from parity.registry import family, load, run_case, select
 from parity.results.report.render import text_of
+from parity.testing import draw, index, tensor
 from parity.trainers import catalogue
 from parity.trainers.catalogue import judge as judge_quantity
 from parity.trainers.catalogue import rows as rows_of_check
@@ -93,6 +94,33 @@ def test_a_softcap_of_trls_kernels(name, id):
     assert max(j.headroom for j in right.values()) < 0.8
     if name == "logprobs":  # at this temperature a divergence has errors far larger than that of a tanh
         assert max(j.headroom for j in ieee.values()) > 2 * max(j.headroom for j in right.values())
+
+
+def test_a_word_of_a_small_gradient_beside_large_ones():
+    """In float16 the gradients of a token's logits, from 2·10⁵ down to 5·10⁻⁴, fill the range as far as it goes (H100)."""
+    settings = {"B": 1, "T": 7, "V": 30, "H": 5, "peak": 50.0, "targets": "likely", "temperature": 0.9, "old": "inside"}
+    settings |= {"cotangent": "scaled", "holes": True, "loss_type": "luspo", "epsilon_high": 0.28, "sampler": "nan"}
+    case = family("policy").case(432, "fp16", settings | {"advantages": "negative", "chunk_size": 2})
+    one = load()["fixes.FusedLinearGRPOLoss"]
+    with pretended():
+        oracle = CaseOracle.of(family("policy"), case, "cuda")
+        found = judge_all(oracle, one, execute(one, oracle.inputs), one.recipe_for(oracle.inputs))
+    assert found["grad_weight"].headroom < 0.5, found["grad_weight"].gates
+
+
+def test_drawn_inputs_are_on_the_gpu_where_there_is_one():
+    drawn = {"x": tensor("N", "H"), "ids": index("N", below="H"), "scale": lambda case: torch.ones(case.sizes["H"])}
+    spec, held = draw(**drawn), draw(**drawn, device="cpu")
+    for case, same in zip(spec.cases(8), held.cases(8), strict=True):
+        here = case.inputs
+        with pretended():
+            there, stays = case.inputs, same.inputs
+            moved = {name: x.cpu() for name, x in there.items()}
+        assert all(x.device.type == "cuda" for x in there.values())
+        assert str(case) == str(same) and all(x.device.type == "cpu" for x in stays.values())
+        for name, x in here.items():
+            assert there[name].stride() == x.stride()
+            torch.testing.assert_close(moved[name], x, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.fixture
