@@ -26,7 +26,7 @@ class Parity:
         quantities: output, or "grad_" and an input -> its judgement; `headroom` is error ÷ allowed at the tightest gate.
         kind: "logic", or "precision" where the same inputs in float32 agree, or for float32 inputs tf32 products would; None
             where all agree.
-        explained_by: the recipe that allows least of some under which all agrees, as it is declared; or tf32 products; or None.
+        explained_by: the recipe that allows least of some under which all agrees, as declared, tf32 products first; or None.
         hints: quantity -> what the error looks like.
         protocol: what does not hold of the protocol of calls, a sentence each.
         recipe: the recipe it was judged by, in words.

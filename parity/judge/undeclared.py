@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from parity.judge.gates import Judgement
-from parity.judge.recipe import UNIT_ROUNDOFF, Recipe
+from parity.judge.recipe import TF32, TF32_TRUNCATED, UNIT_ROUNDOFF, Recipe
 
 Stages = tuple[str, ...]
 LOGITS: Stages = ("logits", "dlogits")
@@ -28,6 +28,8 @@ PARTIALS = (4, 16, 64)
 SUMS: tuple[Stages, ...] = tuple(("accumulate", f"partials={n}") for n in PARTIALS)
 DLOGITS: tuple[Stages, ...] = (("dlogits",),)
 LARGEST = (*EAGER, "log_sum_exp", *SUMS[-1])
+TF32_PRODUCTS: tuple[dict[str, Any], ...] = tuple({"matmul": p, "matmul_backward": p} for p in (TF32, TF32_TRUNCATED))
+"""cuBLAS rounds operands; Triton's `tl.dot` gives them as they are to tensor cores, which truncate (seen on an H100)."""
 UNSHIFTED: dict[str, Any] = {"entropy": "unshifted"}
 """A formula of the entropy that is weak in every dtype."""
 
@@ -70,16 +72,19 @@ class Explaining:
         return not {*self.outputs} & {*self.failing} and all(v.dtype.itemsize >= 4 for v in came)
 
     def recipes(self) -> list[str]:
-        """Those under which all agrees, as they are declared, "Recipe(logits='bf16')"; that which allows least first.
+        """Those under which all agrees, as they are declared, "Recipe(logits='bf16')"; tf32 products first, for which a kernel
+        may need to do nothing, then that which allows least.
 
         Where one rounds all that another does it is not tried: it explains what that explains, and comes last.
         """
         if "entropy" in self.failing and self._tightness(UNSHIFTED) is not None:
             return [self._text(UNSHIFTED)]
+        tf32 = [f for f in TF32_PRODUCTS if self.dtype == "fp32" and self._tightness(f) is not None]
+        products = [self._text(fields) for fields in tf32]
         head = self.dtype == "fp32" and any(name.startswith("grad_") for name in self.agreeing)
         narrow = ("bf16",) if self.dtype == "bf16" else ("fp16", "bf16")
         if all(self._tightness(self._fields(LARGEST, dtype)) is None for dtype in narrow):
-            return []
+            return products
         tight: dict[tuple[Stages, str], float] = {}
         for stages in self._steps():
             for dtype in narrow:
@@ -95,7 +100,7 @@ class Explaining:
             for stages, dtype in sorted(tight, key=lambda key: -tight[key])
             for name in (("input", dtype) if dtype == self.dtype else (dtype,))
         ]
-        return list(dict.fromkeys(named))
+        return list(dict.fromkeys([*products, *named]))
 
     def _steps(self) -> Iterator[Stages]:
         yield from (*DLOGITS, *SUMS) if self.wide else (*ANYWHERE[:2], *DLOGITS, *SUMS, *ANYWHERE[2:])

@@ -171,7 +171,7 @@ def made_again(scores: Callable[[], torch.Tensor], values: torch.Tensor) -> torc
     p = 1 for a single key. `scores()` makes s, and is called twice; any masks and sinks are its.
     """
     first, again = scores(), scores()
-    output = (torch.softmax(first, -1) @ values).detach()
+    output = stored(torch.softmax(first, -1) @ values).detach()
     weights = stored((again - first.logsumexp(-1, keepdim=True).detach()).exp())
     total = weights.sum(-1, keepdim=True)
     return weights @ values - output * (total - total.detach())

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from parity.judge.problem import cotangent
+from parity.judge.products import CutOperands
 from parity.testing import EAGER, ParityError, Recipe, assert_parity, check_parity, stored, tolerance
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,6 +117,22 @@ def test_a_failure_says_which_precision_would_explain_it_and_where_it_is():
     column = check_parity(WRONG["last column"], rms_norm, drawn(torch.float32, x=X, weight=W))
     assert any("only at index 95 of dimension 1" in hint for hint in column.hints["output"])
     assert column.kind == "logic"
+
+
+@pytest.mark.parametrize("products", ["tf32", "tf32-truncated"])
+def test_tf32_products_are_named(products):
+    """cuBLAS rounds operands; of `tl.dot` tensor cores truncate them."""
+
+    def kernel(a, b):
+        with CutOperands(products):
+            return a @ b
+
+    inputs = drawn(torch.float32, a=(65, 300), b=(300, 70))
+    parity = check_parity(kernel, lambda a, b: a @ b, inputs, grad=())
+    assert parity.kind == "precision" and not parity.agrees
+    assert parity.explained_by == f"Recipe(matmul={products!r}, matmul_backward={products!r})"
+    assert_parity(kernel, lambda a, b: a @ b, inputs, grad=(), recipe=eval(parity.explained_by))
+    assert check_parity(lambda a, b: a[:, 1:] @ b[1:], lambda a, b: a @ b, inputs, grad=()).kind == "logic"
 
 
 def test_stored_says_where_an_implementation_may_keep_16_bits():
