@@ -129,9 +129,8 @@ LIGER = {
         {},
     ),
 }
-OWN = {
-    name: OPERATIONS[name].styles["fp32 torch"] for name in ("rms_norm", "layer_norm", "group_norm", "attention")
-} | {
+OWN = {name: OPERATIONS[name].styles["fp32 torch"] for name in ("rms_norm", "layer_norm", "group_norm")} | {
+    "attention": OPERATIONS["attention"].styles["torch"],
     "embedding": lambda ids, weight: F.embedding(ids, weight),
     "softmax": lambda x: F.softmax(x, -1),
     "plain_cross_entropy": lambda logits, target: F.cross_entropy(logits, target),

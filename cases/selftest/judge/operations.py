@@ -206,9 +206,7 @@ OPERATIONS = {
         draw(**HEADS, sizes=FEW),
         D.attention,
         {
-            "fp32 torch": lambda q, k, v, causal: F.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, enable_gqa=True
-            ),
+            "torch": lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True),
             "online": lambda q, k, v, causal: online_attention(q, k, v, causal).to(q.dtype),
         },
     ),
