@@ -30,7 +30,8 @@ WORKERS = ("--workers", "3")
 NOTHING = 3
 REPORTS = Path("reports/cuda-first")
 PLAIN = ("-o", "addopts=--import-mode=importlib -ra -p no:cacheprovider", "-o", "timeout=200")
-"""Where a plugin of the tests is missing, its options are no error. A test that hangs fails, and the next one runs."""
+"""Where a plugin of the tests is missing, its options are no error. A test that hangs fails, and the next one runs. Names
+come as the tests run, so that a step that is cut short has told something."""
 FROZEN = ("one-token", "policy-window", "divergence-window")
 
 
@@ -41,10 +42,13 @@ def steps() -> dict[str, tuple[str, ...]]:
     for name in ("logprobs", "policy", "divergence", "preference", "grpo-trainer"):
         words = ("run", "--profile", "quick", "--device", "cuda", "--family", name, *WORKERS)
         out[f"quick {name}"] = (*words, "--reports", str(REPORTS / name))
-    pytest = ("pytest", "-q", *PLAIN)
+    pytest = ("pytest", "-v", *PLAIN)
     for name in ("soak", "large vocabularies", "large beyond", "large lock", "contexts", "faults"):
         file, _, word = name.partition(" ")
         out[name] = (*pytest, f"cases/cuda/test_{file}.py", *(("-k", word) if word else ()))
+    out["faults"] += ("-x",)
+    rooms = (f"cases/selftest/{name}" for name in ("judge", "fixes", "protocol", "watching"))
+    out["tests"] = (*pytest, "-n", "4", *rooms)
     out |= {f"bench {n}": (*pytest, f"cases/bench/test_{n}.py", "--benchmark-only") for n in ("replicas", "losses")}
     return out
 
