@@ -24,7 +24,7 @@ import torch
 from parity.case.inputs import Inputs
 from parity.errors import HarnessError, Unsupported, UsageError
 from parity.judge import products
-from parity.judge.recipe import IEEE_FP32, Recipe
+from parity.judge.recipe import IEEE_FP32, TF32_TRUNCATED, Recipe
 from parity.process import NOT_INSTALLED, installed, packaged
 
 Outputs = dict[str, torch.Tensor]
@@ -95,7 +95,8 @@ class Implementation:
             found = products.products("cuda")
             narrow = inputs.product_dtype
             if inputs.context == "tf32":
-                recipe = dataclasses.replace(recipe, matmul=found.tf32, matmul_backward=found.tf32)
+                cut = TF32_TRUNCATED if self.is_function else found.tf32  # a user's may be torch's products or `tl.dot`
+                recipe = dataclasses.replace(recipe, matmul=cut, matmul_backward=cut)
             if narrow in found.reduced:
                 recipe = dataclasses.replace(recipe, reduction=narrow)
         if inputs.autocast:

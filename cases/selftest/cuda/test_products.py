@@ -95,6 +95,20 @@ def test_honest_tf32_agrees_where_it_is_on(name, seed, settings, precision, monk
     assert {r.verdict for r in rows} == {"agree"}, text_of(rows)
 
 
+def test_a_users_products_may_be_torchs_or_those_of_a_kernel(monkeypatch):
+    """On an H100 torch rounds operands, and `tl.dot` truncates them."""
+    monkeypatch.setattr(products, "products", lambda device: Products(TF32))
+    case = family("logprobs").case(8, "fp32", {"V": 300, "H": 512, "T": 8, "peak": 12.0, "context": "tf32"})
+    base = multiplying(control("control.logprobs.reordered"), TF32_TRUNCATED)
+    with pretended():
+        rows, known = (
+            list(run_case(case, [dataclasses.replace(base, id=id)], "cuda", False))
+            for id in ("k.py:mine", "one of ours")
+        )
+    assert {r.verdict for r in rows} == {"agree"}, text_of(rows)
+    assert "disagree" in {r.verdict for r in known}
+
+
 @pytest.mark.parametrize("precision", BOTH)
 @pytest.mark.parametrize(("name", "seed", "settings"), CASES[::2])
 def test_tf32_where_it_is_off_is_named(name, seed, settings, precision):
