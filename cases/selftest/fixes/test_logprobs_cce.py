@@ -8,6 +8,8 @@ from parity.fixes import selective_log_probs
 from parity.registry import family, load, run_case
 
 CCE = load()["fixes.selective_log_probs.cce"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where Triton runs: on the CPU in its interpreter."""
 installed = pytest.mark.skipif(CCE.missing() is not None, reason="cut-cross-entropy is not installed")
 
 
@@ -25,7 +27,7 @@ installed = pytest.mark.skipif(CCE.missing() is not None, reason="cut-cross-entr
 def test_cce_honours_temperature_with_softcap(settings):
     case = family("logprobs").case(3, "fp16", {"B": 2, "T": 4, "H": 32, "ignored": "some", **settings})
     with torch.compiler.set_stance("force_eager"):  # the package compiles a one-liner, for half a minute
-        found = {r.quantity: r.verdict for r in run_case(case, [CCE], thorough=False)}
+        found = {r.quantity: r.verdict for r in run_case(case, [CCE], DEVICE, thorough=False)}
     found.pop("protocol")  # the first import of the package rebinds names
     assert set(found.values()) == {"agree"} and found.keys() >= {"logps", "grad_weight"}
 
@@ -35,6 +37,7 @@ def test_cce_filters_only_when_asked():
     """Without a filter the gradient of every token is there; with one as coarse as 0.5, tiles of rare tokens have none."""
     hidden, weight, _, ids = draw((1, 2), 32, 600, torch.float16, bias=False, spread=1.0)
     ids[:] = 3
+    hidden, weight, ids = (x.to(DEVICE) for x in (hidden, weight, ids))
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     rows = {}
     # the filter compiles a small sort, for most of a minute
