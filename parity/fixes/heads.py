@@ -29,8 +29,9 @@ def compare_heads(trainer: Any) -> Patch:
     policy, reference = (_unwrapped(getattr(trainer, name, None)) for name in ("model", "ref_model"))
     if not isinstance(policy, nn.Module) or not isinstance(reference, nn.Module):
         return Patch(NAME, reason="the trainer has no reference model beside its policy")
-    try:
-        with torch.no_grad(), undisturbed(policy), undisturbed(reference):
+    autocast = getattr(getattr(trainer, "accelerator", None), "autocast", contextlib.nullcontext)
+    try:  # accelerate puts autocast around the reference at once, around the policy when training starts
+        with torch.no_grad(), undisturbed(policy), undisturbed(reference), autocast():
             ours, theirs = _logits(policy), _logits(reference)
     except Exception as error:
         return Patch(NAME, reason=f"the heads could not be compared ({type(error).__name__}: {error})")

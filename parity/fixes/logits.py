@@ -201,7 +201,7 @@ def _difference(logits: Tensor, call: _Call) -> str | None:
         error += float((mine - z).nan_to_num(0.0, 0.0, 0.0).square().sum())
         size += float(mine.nan_to_num(0.0, 0.0, 0.0).square().sum())
         weights += float(w.square().sum())
-    reduced = hidden.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    reduced = hidden.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
     u = max(torch.finfo(t).eps / 2 for t in (call.dtype, logits.dtype, weight.dtype))
     u = max(u, 2.0**-11) if reduced else u
     summed = 2.0**-24 * hidden.shape[1] ** 0.5 / 2 * float(hidden.double().norm()) * weights**0.5

@@ -100,12 +100,12 @@ def products(device: str) -> Products:
 
 @contextlib.contextmanager
 def _allowed() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # `allow_tf32` raises where somebody has set this
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def _times_identity(value: float, device: str, n: int = 256) -> float:

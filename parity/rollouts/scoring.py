@@ -267,7 +267,7 @@ def noise(model: Any, rows: Rows, temperature: float, alone: Scores, dtype: torc
 def undisturbed(model: Any, training: bool = False) -> Iterator[None]:
     """Evaluation mode, or the mode of training, without gradients; modes and random states are put back."""
     modes = [(m, m.training) for m in model.modules()]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices), torch.no_grad():
         try:
             for module, _ in modes:

@@ -148,16 +148,17 @@ def _arguments(of: Family, bound: inspect.BoundArguments, taken: _Taken, label: 
             given |= given.pop(name, {})
     for (argument, value), name in zip(given.items(), canonical(given).values(), strict=True):
         if name in of.stored and value is not None:
-            taken.keep(name, value if isinstance(value, Tensor) else torch.as_tensor(value))
+            taken.keep(name, value := torch.as_tensor(value))
+            taken.settings |= _autocast(value) if name == "hidden" else {}
         elif name in of.settings and name not in ("B", "T", "V", "H"):
             taken.settings[name] = value.item() if isinstance(value, Tensor) else value
         elif value is not None and name not in of.stored and name != "ignore_index":
             taken.remarks["captured"].setdefault("left out", []).append(argument)
-    taken.settings |= _autocast(taken.tensors["hidden"].device.type)
 
 
-def _autocast(device: str) -> dict[str, Any]:
+def _autocast(hidden: Tensor) -> dict[str, Any]:
     """Settings of the autocast that the caller is in."""
+    device = hidden.device.type
     name = "autocast" if torch.get_autocast_dtype(device) == torch.bfloat16 else "autocast_fp16"
     return {"context": name} if torch.is_autocast_enabled(device) else {}
 
@@ -180,6 +181,7 @@ def _trainer(trainer: Any, taken: _Taken, step: int) -> Iterator[Any]:
     def decoded(module: Any, args: Any, out: Any) -> None:
         if inside[0] and torch.is_grad_enabled():
             seen.append(out[0].detach())
+            taken.settings |= _autocast(out[0])  # accelerate puts it around the model's forward, not around the loss
 
     @functools.wraps(original)
     def watched(model_: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +190,6 @@ def _trainer(trainer: Any, taken: _Taken, step: int) -> Iterator[Any]:
             return original(model_, inputs, *args, **kwargs)
         inside[0] = True
         kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
-        taken.settings |= _autocast(trainer.accelerator.device.type)
         taken.keep("weight", head.weight)
         if head.bias is not None:
             taken.keep("bias", head.bias)

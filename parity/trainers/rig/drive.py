@@ -100,7 +100,7 @@ def build(
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
     """Generation draws the same numbers every time: torch's state is set, and put back."""
-    with torch.random.fork_rng(devices=()):
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
         torch.manual_seed(3407)
         yield
 
