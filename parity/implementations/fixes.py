@@ -16,8 +16,9 @@ KEPT: dict[str, Any] = {"memory_budget": 2**40}
 
 
 def _chunked(x: Inputs) -> Recipe:
-    """float32 throughout; on CUDA the gradient of 16-bit logits is rounded to their dtype for its products."""
-    return Recipe(dlogits="input" if x.hidden.is_cuda else "fp32")
+    """float32 throughout, gradients too; on CUDA that of 16-bit logits is rounded to their dtype for its products."""
+    dlogits = x.product_dtype if x.hidden.is_cuda else "fp32"
+    return Recipe(dlogits=dlogits, dinputs="fp32" if x.autocast else None)
 
 
 def _log_probs(x: Inputs, backend: str = "chunked", memory_budget: int | None = None) -> Outputs:
@@ -34,6 +35,7 @@ def _log_probs(x: Inputs, backend: str = "chunked", memory_budget: int | None = 
 LOG_PROBS: dict[str, Any] = {
     "family": "logprobs",
     "recipe": _chunked,
+    "wide": True,
     "outputs": frozenset({"entropy"}),
     "contexts": EVERY_CONTEXT,
     "sources": ("parity.fixes.selective_log_probs",),
@@ -81,6 +83,7 @@ def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:
 POLICY: dict[str, Any] = {
     "family": "policy",
     "recipe": _chunked,
+    "wide": True,
     "outputs": frozenset(METRICS),
     "contexts": EVERY_CONTEXT,
     "limits": (only("a bare loss takes one weight, no adapter on the head", lambda s: s.head != "lora"),),

@@ -59,6 +59,7 @@ class Implementation:
     parameters: frozenset[str] | None = None
     # a context in which the harness takes both passes, where forward alone would not do
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    wide: bool = False  # whether autocast casts its inputs alone: products and gradients are as its recipe says
     interpreted: bool = False  # whether it is a Triton kernel, which runs in the interpreter where there is no GPU
     every: int = 1  # on the CPU, run it on one case in `every`, by a hash of the case's id: a cost, not a narrowing
     # settings that test what this implementation alone does: a drawn case that moves one is among its cases
@@ -100,8 +101,10 @@ class Implementation:
             if narrow in found.reduced:
                 recipe = dataclasses.replace(recipe, reduction=narrow)
         if inputs.autocast:
-            narrowed: dict[str, Any] = dict.fromkeys(("inputs", "logits", "dlogits"), inputs.autocast)
-            recipe = dataclasses.replace(recipe, dinputs=None, teacher=None, **narrowed)
+            narrowed: dict[str, Any] = {"dinputs": None} | dict.fromkeys(("logits", "dlogits"), inputs.autocast)
+            recipe = dataclasses.replace(
+                recipe, inputs=inputs.autocast, teacher=None, **({} if self.wide else narrowed)
+            )
         return recipe.resolve(inputs.case.dtype)
 
     def version(self) -> str | None:

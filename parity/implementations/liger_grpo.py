@@ -198,7 +198,7 @@ def triton_grpo_loss(x: Inputs) -> Outputs:
     if isinstance(metrics[0], list):
         metrics = metrics[0]
     else:
-        out, *metrics = ((v * x.mask).sum() / x.mask.sum() for v in (out, *metrics) if v is not None)
+        out, *metrics = ((v * x.mask).sum() / x.mask.sum().clamp(min=1) for v in (out, *metrics) if v is not None)
     return {"loss": out} | _metrics(x, metrics)
 
 
@@ -212,4 +212,7 @@ def unreduced_triton_grpo_loss(x: Inputs) -> Outputs:
     counts = x.mask.sum(-1)
     if s.loss_type == "grpo":
         return {"loss": (out.sum(-1) / counts.clamp(min=1)).mean()}
-    return {"loss": out.sum() / (out.shape[0] * s.max_completion_length if s.loss_type == "dr_grpo" else counts.sum())}
+    return {
+        "loss": out.sum()
+        / (out.shape[0] * s.max_completion_length if s.loss_type == "dr_grpo" else counts.sum().clamp(min=1))
+    }

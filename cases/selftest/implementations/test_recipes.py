@@ -24,6 +24,28 @@ def test_a_float32_gradient_of_a_head_that_is_cast_does_not_lose_what_float16_ca
     assert not [(r.quantity, r.gate, r.headroom) for r in rows if r.verdict == "disagree"]
 
 
+CROSSING = {"B": 1, "T": 7, "V": 1023, "H": 2, "level": 150.0, "targets": "edge", "logit_scale": 0.3, "ids_dtype": "int32",
+            "layouts": "mixed", "grad": "hidden weight", "context": "autocast_fp16", "cotangent": "ones", "lengths": [3],
+            "holes": True, "mask_dtype": "int32", "loss_type": "dr_grpo", "importance_sampling_level": "sequence",
+            "delta": 4.0, "beta": 0.5, "use_bias_correction_kl": True, "old": "inside", "ratio": "sequence",
+            "off_policy_mask_threshold": 0.1, "sampler": "old", "entropy_coef": 0.00649, "advantages": "negative",
+            "accumulation": 32, "max_completion_length": 4096}  # fmt: skip
+
+
+def test_under_autocast_our_loss_keeps_gradients_that_float16_flushes():
+    """Where the entropy's gradient crosses 0 that of a word is rounding of the cast inputs: 10⁻⁹, which torch's own flushes."""
+    rows = list(run_case(Case("policy", 12993, "fp32", CROSSING), select(["fixes.FusedLinearGRPOLoss"])))
+    assert {r.quantity for r in rows} >= {"grad_hidden", "grad_weight"}
+    assert not [(r.quantity, r.gate, r.headroom) for r in rows if r.verdict == "disagree"]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo"])
+def test_a_batch_without_a_scored_token_has_a_loss_of_0(kind):
+    settings = {"B": 2, "T": 1, "V": 9, "H": 4, "lengths": [0, 0], "loss_type": kind}
+    rows = list(run_case(Case("policy", 0, "fp32", settings), select(["liger.triton_grpo_loss.unreduced"])))
+    assert [r.verdict for r in rows if r.quantity == "loss"] == ["agree"]
+
+
 OVERFLOW = {"B": 1, "T": 2, "V": 72, "H": 6, "targets": "edge", "bias": "random", "layout": "offset", "cotangent": "fine",
             "lengths": [2], "mask_dtype": "bool", "loss_type": "dapo", "importance_sampling_level": "sequence",
             "epsilon_high": 0.5, "beta": 0.5, "use_bias_correction_kl": True, "old": "extreme", "ratio": "sequence",
