@@ -151,11 +151,12 @@ class Problem:
         sizes = [x.numel() for x in (*self.tensors.values(), *self._exact[0].values())]
         parts: list[Quantities] = []
         for i, form in enumerate(forms := (self.definition, *self.also)):
-
-            def stack(width: int, first: int, form: Definition = form) -> Quantities:
-                return self._stack(form, recipe, width, seed * 1009 + first, own_grids - first)
-
             own = numbers[len(numbers) * i // len(forms) : len(numbers) * (i + 1) // len(forms)]
+            ahead = own.start - numbers.start  # each form begins with those on own grids
+
+            def stack(width: int, first: int, form: Definition = form, ahead: int = ahead) -> Quantities:
+                return self._stack(form, recipe, width, seed * 1009 + first, own_grids - first + ahead)
+
             parts += [stacked(own, LARGEST_STACK // max(1, *sizes), stack, keep)] if own else []
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from parity.judge.escalation import FEW
 from parity.judge.oracle import Oracle
-from parity.judge.problem import cotangent
+from parity.judge.problem import Problem, cotangent
 from parity.judge.products import CutOperands
 from parity.testing import EAGER, ParityError, Recipe, assert_parity, check_parity, definitions, stored, tolerance
 
@@ -616,3 +617,11 @@ def test_an_upstream_gradient_is_held_by_every_dtype_and_is_never_0_for_a_scalar
     assert bool(drawn_ones.all())
     for g in (drawn_ones, cotangent("output", torch.zeros(2000), 1)):
         assert all(torch.equal(g.to(dtype).double(), g) for dtype in DTYPES)
+
+
+def test_each_form_begins_on_own_grids():
+    """A stored value cancels in one form alone: flash attention's O, on bf16's own numbers among its first replicas."""
+    x = torch.linspace(1, 2, 64).bfloat16()
+    problem = Problem(lambda x: x / 3, {"x": x}, {}, (), also=(lambda x: stored(x / 3),))
+    first = problem.oracle.replicas(Recipe().resolve("bf16"), FEW)["output"][FEW // 2]
+    assert torch.equal(first, (x.double() / 3).bfloat16().double())
