@@ -95,13 +95,13 @@ def online_attention(q, k, v, causal=False):
     """Softmax over keys in blocks of four with a running maximum and sum."""
     repeats = q.shape[1] // k.shape[1]
     q, k, v = q.float(), k.float().repeat_interleave(repeats, 1), v.float().repeat_interleave(repeats, 1)
-    m = torch.full((*q.shape[:-1], 1), -torch.inf)
-    total, out = torch.zeros_like(m), torch.zeros(*q.shape[:-1], v.shape[-1])
+    m = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    total, out = torch.zeros_like(m), q.new_zeros(*q.shape[:-1], v.shape[-1])
     for start in range(0, k.shape[2], 4):
         s = q @ k[:, :, start : start + 4].mT * q.shape[-1] ** -0.5
         if causal:
-            at = torch.arange(start, start + s.shape[-1])
-            s = s.masked_fill(at[None] > torch.arange(q.shape[2])[:, None], -torch.inf)
+            at = torch.arange(start, start + s.shape[-1], device=q.device)
+            s = s.masked_fill(at[None] > torch.arange(q.shape[2], device=q.device)[:, None], -torch.inf)
         new = torch.maximum(m, s.amax(-1, keepdim=True).detach())
         new = torch.where(new == -torch.inf, 0.0, new)
         p = (s - new).exp()
@@ -118,7 +118,7 @@ def ids_with_ignored(case):
     ids, some = integers(case.seed, "target", (n,), v), integers(case.seed, "ignored", (n,), 3)
     ids = torch.where(some == 0, -100, ids)
     ids[:1] = 0
-    return ids
+    return ids.to(case.device)
 
 
 NORM = {"x": tensor("N", "H"), "weight": tensor("H", around=1)}
