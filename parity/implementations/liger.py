@@ -37,6 +37,7 @@ UNBIASED = only(
 NO_SCALE = only("no logit-scale parameter", lambda s: s.logit_scale == 1.0)
 LOG_PROBS = "liger_kernel.chunked_loss.fused_linear_ppo:_ChunkedSelectiveLogProbFunction"
 LINEAR_LOSS = "liger_kernel.transformers.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyLoss"
+SCALED_LOSS = "liger_kernel.ops.fused_linear_scaled_cross_entropy:LigerFusedLinearScaledCrossEntropyFunction"
 LOSS = "liger_kernel.transformers.cross_entropy:LigerCrossEntropyLoss"
 SOURCE = "liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction"
 
@@ -144,6 +145,39 @@ def fused_linear_cross_entropy(x: Inputs) -> Outputs:
 def mean_cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerFusedLinearCrossEntropyLoss(reduction="mean")` where all labels but one are ignored, for each in turn."""
     return each_alone(x, _linear(x, "mean"))
+
+
+def _scaled(x: Inputs) -> Recipe:
+    """Logits in the dtype of the hidden states, which a temperature rounds to again, and so their gradient; else float32."""
+    return Recipe(
+        logits="input", dlogits="input", elementwise="fp32" if x.settings.temperature == 1.0 else "input", output="any"
+    )
+
+
+@offer(
+    "liger.fused_linear_scaled_cross_entropy",
+    recipe=_scaled,
+    contexts=frozenset({"plain", "checkpoint"}),  # autocast rounds its entropy to 16 bits in a float32 tensor
+    outputs=frozenset({"entropy"}),
+    sources=("liger_kernel.ops.fused_linear_scaled_cross_entropy._FusedLinearPPOFallbackFunction",),
+    limits=(
+        ONE_DTYPE,
+        NO_SOFTCAP,
+        NO_SCALE,
+        only("no bias", lambda s: s.bias == "none"),
+        only(
+            "its kernel for Hopper needs nvidia-cutlass-dsl", lambda s: s.device == "cpu" or plain.installed("cutlass")
+        ),
+    ),
+)
+def scaled_cross_entropy(x: Inputs) -> Outputs:
+    """`LigerFusedLinearScaledCrossEntropyFunction`, log-probs and entropy for PPO: a CuTe kernel on Hopper, else plain torch."""
+    s, function = x.settings, accepted(SCALED_LOSS)
+    given = x.hidden.flatten(0, 1), x.weight, x.ids.flatten().long(), float(s.temperature), IGNORE_INDEX, 1
+    if s.entropy == "none":
+        return {"logps": by_token(-function.apply(*given), x)}
+    loss, entropy = function.apply(*given, True)
+    return {"logps": by_token(-loss, x), "entropy": by_token(entropy, x)}
 
 
 @offer(
