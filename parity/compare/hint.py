@@ -138,6 +138,7 @@ def undeclared(
         judgements,
         outputs,
         casts=any(oracle.inputs.tensors[n].dtype == torch.float32 for n in oracle.inputs.leaves),  # type: ignore[union-attr]
+        tf32=oracle.inputs.device.type == "cuda",
         always={"output": "input"} if narrow else {},
         trying=oracle.oracle.forgetting,
     ).recipes()

@@ -266,7 +266,7 @@ def _explained(
     always = {"output": "input"} if problem.dtype != "fp32" and recipe.output == problem.dtype else {}
     outputs = {n: values.get(n) for n in problem.outputs}
     explaining = Explaining(
-        recipe, problem.dtype, judged, quantities, outputs, casts, always, problem.oracle.forgetting
+        recipe, problem.dtype, judged, quantities, outputs, casts, True, always, problem.oracle.forgetting
     )
     found = explaining.recipes()
     return found[0] if found else None

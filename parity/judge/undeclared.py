@@ -52,6 +52,7 @@ class Explaining:
     judgements: Mapping[str, Judgement]  # of every quantity, by the recipe as it is declared
     outputs: Mapping[str, torch.Tensor | None]  # output -> as it came; None where it is missing
     casts: bool  # whether an input is in float32, so that a cast of the inputs to `dtype` rounds
+    tf32: bool  # whether float32 products may be tf32's
     always: dict[str, Any]  # fields that each recipe has besides, so that it can be declared as it is printed
     trying: Callable[[], AbstractContextManager[None]]  # what is computed for a recipe is not kept
 
@@ -72,19 +73,19 @@ class Explaining:
         return not {*self.outputs} & {*self.failing} and all(v.dtype.itemsize >= 4 for v in came)
 
     def recipes(self) -> list[str]:
-        """Those under which all agrees, as they are declared, "Recipe(logits='bf16')"; tf32 products first, for which a kernel
-        may need to do nothing, then that which allows least.
+        """Those under which all agrees, as they are declared, "Recipe(logits='bf16')"; rounded tf32 products first, for which
+        a kernel may need to do nothing, then that which allows least.
 
         Where one rounds all that another does it is not tried: it explains what that explains, and comes last.
         """
         if "entropy" in self.failing and self._tightness(UNSHIFTED) is not None:
             return [self._text(UNSHIFTED)]
-        tf32 = [f for f in TF32_PRODUCTS if self.dtype == "fp32" and self._tightness(f) is not None]
-        products = [self._text(fields) for fields in tf32]
+        tried = [(self._tightness(f), self._text(f)) for f in TF32_PRODUCTS if self.tf32 and self.dtype == "fp32"]
+        products = [(tightness, text) for tightness, text in tried if tightness is not None]
         head = self.dtype == "fp32" and any(name.startswith("grad_") for name in self.agreeing)
         narrow = ("bf16",) if self.dtype == "bf16" else ("fp16", "bf16")
         if all(self._tightness(self._fields(LARGEST, dtype)) is None for dtype in narrow):
-            return products
+            return [text for _, text in products]
         tight: dict[tuple[Stages, str], float] = {}
         for stages in self._steps():
             for dtype in narrow:
@@ -96,11 +97,13 @@ class Explaining:
                 if found is not None:
                     tight[stages, dtype] = found + FIRST * (head and stages in SUMS)
         named = [
-            self._text(self._fields(stages, name))
-            for stages, dtype in sorted(tight, key=lambda key: -tight[key])
+            (tightness, self._text(self._fields(stages, name)))
+            for (stages, dtype), tightness in tight.items()
             for name in (("input", dtype) if dtype == self.dtype else (dtype,))
         ]
-        return list(dict.fromkeys([*products, *named]))
+        first = [text for _, text in products if repr(TF32) in text]
+        others = sorted([*products, *named], key=lambda one: -one[0])
+        return list(dict.fromkeys([*first, *(text for _, text in others)]))
 
     def _steps(self) -> Iterator[Stages]:
         yield from (*DLOGITS, *SUMS) if self.wide else (*ANYWHERE[:2], *DLOGITS, *SUMS, *ANYWHERE[2:])
