@@ -37,6 +37,8 @@ def test_beyond_2_31_logits(id):
     one = embedded(load()[id], ROWS)
     rows = list(run_case(case, [one], "cuda", thorough=False))
     assert not [r for r in new(rows, case) if r.verdict != "out-of-memory"], text_of(rows)
+    if not any(r.judged for r in rows):
+        pytest.skip("; ".join({f"{r.verdict}: {r.message}" for r in rows}))
 
 
 DEVICE, TOKENS, TURNS = "cuda", 512, 200
