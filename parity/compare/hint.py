@@ -131,7 +131,7 @@ def undeclared(
         and recipe.output == "any"
         and any(v.dtype.itemsize < 4 for v in outputs.values() if v is not None)
     )
-    return Explaining(
+    explaining = Explaining(
         recipe,
         dtype,
         lambda wider, names: judged(oracle, implementation, outcome, wider, only=names, most=REPLICAS),
@@ -141,4 +141,5 @@ def undeclared(
         tf32=oracle.inputs.device.type == "cuda",
         always={"output": "input"} if narrow else {},
         trying=oracle.oracle.forgetting,
-    ).recipes()
+    )
+    return list(explaining.recipes())

@@ -101,10 +101,10 @@ class Implementation:
             if narrow in found.reduced:
                 recipe = dataclasses.replace(recipe, reduction=narrow)
         if inputs.autocast:
-            narrowed: dict[str, Any] = {"dinputs": None} | dict.fromkeys(("logits", "dlogits"), inputs.autocast)
-            recipe = dataclasses.replace(
-                recipe, inputs=inputs.autocast, teacher=None, **({} if self.wide else narrowed)
-            )
+            recipe = dataclasses.replace(recipe, inputs=inputs.autocast, teacher=None)
+            if not self.wide:
+                narrow = inputs.autocast
+                recipe = dataclasses.replace(recipe, logits=narrow, dlogits=narrow, dinputs=None)
         return recipe.resolve(inputs.case.dtype)
 
     def version(self) -> str | None:

@@ -212,7 +212,5 @@ def unreduced_triton_grpo_loss(x: Inputs) -> Outputs:
     counts = x.mask.sum(-1)
     if s.loss_type == "grpo":
         return {"loss": (out.sum(-1) / counts.clamp(min=1)).mean()}
-    return {
-        "loss": out.sum()
-        / (out.shape[0] * s.max_completion_length if s.loss_type == "dr_grpo" else counts.sum().clamp(min=1))
-    }
+    dr_grpo = s.loss_type == "dr_grpo"
+    return {"loss": out.sum() / (len(out) * s.max_completion_length if dr_grpo else counts.sum().clamp(min=1))}

@@ -124,7 +124,9 @@ class Problem:
     def oracle(self) -> Oracle:
         """Exact values, replicas and units of outputs and gradients."""
         size = max((x.numel() for x in self.tensors.values()), default=0)
-        return Oracle(self._exact[0], self._replicas, self._kind, self.seed, size)
+        drawing = dataclasses.replace(self)  # without an oracle: replicas would stay until Python collects cycles
+        vars(drawing)["_exact"] = self._exact
+        return Oracle(self._exact[0], drawing._replicas, drawing._kind, self.seed, size)
 
     def _kind(self, name: str, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         value, gradient = found[name][0], name.startswith("grad_")

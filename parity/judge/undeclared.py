@@ -72,20 +72,33 @@ class Explaining:
         came = [v for v in self.outputs.values() if v is not None]
         return not {*self.outputs} & {*self.failing} and all(v.dtype.itemsize >= 4 for v in came)
 
-    def recipes(self) -> list[str]:
+    def recipes(self) -> Iterator[str]:
         """Those under which all agrees, as they are declared, "Recipe(logits='bf16')"; rounded tf32 products first, for which
         a kernel may need to do nothing, then that which allows least.
 
         Where one rounds all that another does it is not tried: it explains what that explains, and comes last.
         """
         if "entropy" in self.failing and self._tightness(UNSHIFTED) is not None:
-            return [self._text(UNSHIFTED)]
-        tried = [(self._tightness(f), self._text(f)) for f in TF32_PRODUCTS if self.tf32 and self.dtype == "fp32"]
-        products = [(tightness, text) for tightness, text in tried if tightness is not None]
+            yield self._text(UNSHIFTED)
+            return
+        found: dict[str, float] = {}
+        for fields in TF32_PRODUCTS if self.tf32 and self.dtype == "fp32" else ():
+            tightness = self._tightness(fields)
+            if tightness is not None and fields["matmul"] == TF32:
+                yield self._text(fields)
+            elif tightness is not None:
+                found[self._text(fields)] = tightness
+        for (stages, dtype), tightness in self._narrower().items():
+            for name in ("input", dtype) if dtype == self.dtype else (dtype,):
+                found.setdefault(self._text(self._fields(stages, name)), tightness)
+        yield from sorted(found, key=lambda text: -found[text])
+
+    def _narrower(self) -> dict[tuple[Stages, str], float]:
+        """Stages and the 16-bit dtype they round to -> how little that allows."""
         head = self.dtype == "fp32" and any(name.startswith("grad_") for name in self.agreeing)
         narrow = ("bf16",) if self.dtype == "bf16" else ("fp16", "bf16")
         if all(self._tightness(self._fields(LARGEST, dtype)) is None for dtype in narrow):
-            return [text for _, text in products]
+            return {}
         tight: dict[tuple[Stages, str], float] = {}
         for stages in self._steps():
             for dtype in narrow:
@@ -96,14 +109,7 @@ class Explaining:
                 found = -math.inf if implied else self._tightness(self._fields(stages, dtype))
                 if found is not None:
                     tight[stages, dtype] = found + FIRST * (head and stages in SUMS)
-        named = [
-            (tightness, self._text(self._fields(stages, name)))
-            for (stages, dtype), tightness in tight.items()
-            for name in (("input", dtype) if dtype == self.dtype else (dtype,))
-        ]
-        first = [text for _, text in products if repr(TF32) in text]
-        others = sorted([*products, *named], key=lambda one: -one[0])
-        return list(dict.fromkeys([*first, *(text for _, text in others)]))
+        return tight
 
     def _steps(self) -> Iterator[Stages]:
         yield from (*DLOGITS, *SUMS) if self.wide else (*ANYWHERE[:2], *DLOGITS, *SUMS, *ANYWHERE[2:])
