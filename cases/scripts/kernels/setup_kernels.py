@@ -41,7 +41,7 @@ if device == "cpu":
         return convert(x)
 
     interpreter._implicit_cvt = with_floats
-    for name in ("geglu", "cross_entropy", "rms_norm", "layer_norm", "group_norm"):
+    for name in ("geglu", "cross_entropy", "rms_norm", "layer_norm", "group_norm", "poly_norm"):
         module = importlib.import_module(f"liger_kernel.ops.{name}")
         for function in (rsqrt, tanh):
             if hasattr(module, function.__name__):
