@@ -79,10 +79,17 @@ class FunctionCalls(protocol.Calls[Tensors]):
 
     def backward(self, x: Tensors, outputs: Mapping[str, torch.Tensor], retain_graph: bool = False) -> None:
         if (pairs := self.upstream(x, outputs)) and self.problem.leaves:
-            torch.autograd.backward(*zip(*pairs.values(), strict=True), retain_graph=retain_graph)
+            given = tuple(zip(*pairs.values(), strict=True))
+            self.within(x, lambda: torch.autograd.backward(*given, retain_graph=retain_graph))
             before = self.upstream(x, outputs)
             kept = {n for n in pairs if gradient_name(n) not in self.in_place}
             self._note(f"upstream gradient of {n}" for n in kept if not same_bits(pairs[n][1], before[n][1]))
+
+    def within(self, x: Tensors, derive: Callable[[], Any]) -> Any:
+        if not isinstance(self.function, torch.nn.Module):
+            return derive()
+        own = {f"module.{n}": x[n] for n in self.problem.parameters}  # a checkpoint computes again with the module's
+        return torch.func.functional_call(_Around(self.function), own, (derive,))
 
     def gradients(self, x: Tensors) -> dict[str, torch.Tensor | None]:
         out = {gradient_name(n): leaf.grad for n, leaf in self.leaves(x).items()}
@@ -158,6 +165,17 @@ class FunctionCalls(protocol.Calls[Tensors]):
                     continue
                 found.append(f"{name}: the call fails, {told(error)}")
         return found
+
+
+class _Around(torch.nn.Module):
+    """What is called while a module has other parameters."""
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, derive: Callable[[], Any]) -> Any:
+        return derive()
 
 
 def told(error: BaseException) -> str:

@@ -45,6 +45,10 @@ class Calls(Protocol[X]):
     def gradients(self, x: X) -> Values:
         """`.grad` of the leaves by the quantity's name."""
 
+    def within(self, x: X, derive: Callable[[], Any]) -> Any:
+        """What `derive`, a backward pass of a forward on x, gives."""
+        return derive()
+
     def differ(self, values: Values, expected: Values) -> list[str]:
         """Names of values that are not the expected ones, as far as another order of their sums allows."""
 
@@ -103,12 +107,16 @@ def asked(
         return {}
     outs, above = zip(*pairs.values(), strict=True)
     try:
-        given = torch.autograd.grad(outs, list(leaves.values()), above, allow_unused=True)
+        given = _grad(calls, x, outs, leaves, above)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
         return {}
     return {gradient_name(n): g for n, g in zip(leaves, given, strict=True) if g is not None}
+
+
+def _grad(calls: Calls[X], x: X, outs: Any, leaves: Mapping[str, torch.Tensor], above: Any, **more: bool) -> Any:
+    return calls.within(x, lambda: torch.autograd.grad(outs, [*leaves.values()], above, allow_unused=True, **more))
 
 
 def unrecorded(
@@ -229,16 +237,12 @@ def second_order(calls: Calls[X]) -> list[str]:
     outs, above = zip(*calls.upstream(x, calls.forward(x)).values(), strict=True)
     leaves = calls.leaves(x)
     try:
-        slopes = _filled(
-            leaves, torch.autograd.grad(outs, [*leaves.values()], above, create_graph=True, allow_unused=True)
-        )
+        slopes = _filled(leaves, _grad(calls, x, outs, leaves, above, create_graph=True))
         along = {
             n: g.detach() / g.detach().norm().clamp(min=1e-30) * leaves[n].detach().abs().max()
             for n, g in slopes.items()
         }
-        twice = torch.autograd.grad(
-            sum((g * along[n]).sum() for n, g in slopes.items()), [*leaves.values()], allow_unused=True
-        )
+        twice = _grad(calls, x, sum((g * along[n]).sum() for n, g in slopes.items()), leaves, None)
     except RuntimeError:
         return []
 
@@ -268,7 +272,7 @@ def _at(calls: Calls[X], along: Mapping[str, torch.Tensor], step: float) -> dict
         for name, direction in along.items():
             leaves[name].add_(step * direction)
     outs, above = zip(*calls.upstream(x, calls.forward(x)).values(), strict=True)
-    return _filled(leaves, torch.autograd.grad(outs, [*leaves.values()], above, allow_unused=True))
+    return _filled(leaves, _grad(calls, x, outs, leaves, above))
 
 
 def accumulation(calls: Calls[X]) -> list[str]:

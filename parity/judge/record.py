@@ -46,6 +46,9 @@ class Parity:
     seconds: float
     case: str = ""
 
+    def __str__(self) -> str:
+        return self.message
+
     @property
     def agrees(self) -> bool:
         """Whether every quantity agrees and the protocol holds."""

@@ -1,8 +1,11 @@
 """The protocol of calls: what breaks it is named in one sentence, and right code of many kinds holds it."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from parity.testing import PROTOCOL, assert_parity, check_parity
 
@@ -359,3 +362,29 @@ def test_a_later_output_may_have_another_shape(cotangent):
     positive = lambda x, kept: x[kept & (x > 0)].exp()  # noqa: E731
     kept = torch.arange(30).view(5, 6) % 7 > 4
     assert_parity(positive, positive, {"x": x, "kept": kept}, cotangent=cotangent)
+
+
+class Checkpointed(torch.nn.Module):
+    """tanh(x·Wᵀ + b)·wᵀ, whose backward computes it again."""
+
+    def __init__(self, way=None):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.second, self.way = torch.nn.Linear(6, 5), torch.nn.Linear(5, 3, bias=False), way
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, generator=generator)
+
+    def computed(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+    def forward(self, x):
+        return self.computed(x) if self.way is None else self.way(self.computed, x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_module_that_computes_again_in_its_backward_finds_the_parameters_of_its_forward(reentrant):
+    way = functools.partial(checkpoint, use_reentrant=reentrant)
+    module = Checkpointed(way)
+    assert_parity(module, Checkpointed(), {"x": X["x"]})
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert str(check_parity(module, Checkpointed(), {"x": X["x"]})).startswith("Checkpointed agrees")
