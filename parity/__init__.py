@@ -16,15 +16,23 @@ def run(**options: Any) -> RunResult:
         found = parity.run(profile="quick", implementations=["my_kernel.py:my_loss"])
         worst = max((r for r in found.rows if r.headroom is not None), key=lambda r: r.headroom)
 
-    Options are the command's, the fields of `parity.running.plan.Options` (`max_time` in seconds). Losses run in processes of
-    their own; rows are written as they come, to `reports/results.ndjson` unless `results` or `reports` says otherwise. Raises
-    UsageError as the command does, one line.
+    Options are the command's, the fields of `parity.running.plan.Options` (`max_time` in seconds); one name needs no tuple, and
+    a path may be text. Losses run in processes of their own; rows are written as they come, to `reports/results.ndjson` unless
+    `results` or `reports` says otherwise. Raises UsageError as the command does, one line.
     """
+    from pathlib import Path
+
     from parity.running.run import Options, execute
 
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
     }
+    for name in ("families", "implementations", "dtypes", "require", "only"):
+        if isinstance(given.get(name), str):
+            given[name] = (given[name],)
+    for name in ("ledger", "results", "reports", "resume"):
+        if isinstance(given.get(name), str):
+            given[name] = Path(given[name])
     return execute(Options(**given), lambda *told: None)
 
 

@@ -127,5 +127,7 @@ def test_a_run_from_python_has_typed_rows(tmp_path, played):
     found = parity.run(profile="quick", families=("logprobs",), dtypes=("fp32",), reports=tmp_path)
     assert [r.headroom for r in found.rows] == [0.25] and played[0]["dtypes"] == ["fp32"]
     assert found.exit_code == 0 and (tmp_path / "results.ndjson").exists()
+    parity.run(profile="quick", families="logprobs", dtypes="fp32", reports=str(tmp_path / "text"))
+    assert played[1]["dtypes"] == ["fp32"] and (tmp_path / "text/results.ndjson").exists()
     with pytest.raises(UsageError, match="profile 'huge' is unknown"):
         parity.run(profile="huge")
