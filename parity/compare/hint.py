@@ -110,10 +110,16 @@ def _factors(x: Inputs) -> dict[str, float]:
 
 
 def _named(x: Inputs, factor: float) -> str:
-    for label, value in _factors(x).items():
-        for power, text in ((1, label), (-1, f"1 ÷ ({label})"), (2, f"({label})²")):
-            if value not in (0.0, 1.0) and not (value == -1.0 and power != 1) and abs(factor / value**power - 1) < 2e-3:
-                return text
+    """All that a factor may be, for sizes and counts are often alike; squares where it is nothing else."""
+    for powers in (((1, "{}"), (-1, "1 ÷ ({})")), ((2, "({})²"),)):
+        found = [
+            text.format(label)
+            for label, value in _factors(x).items()
+            for power, text in powers
+            if value not in (0.0, 1.0) and not (value == -1.0 and power != 1) and abs(factor / value**power - 1) < 2e-3
+        ]
+        if found:
+            return " or ".join(found)
     return ""
 
 

@@ -45,6 +45,18 @@ def test_all_from_one_on(oracle):
     assert said(oracle, "grad_weight", gap) == []
 
 
+def test_every_number_that_a_factor_may_be_is_named():
+    """Two sequences in two micro-batches: a loss that forgets to divide by the latter is no hint at the former alone."""
+    found = oracle_of(family("policy").case(3, "fp32", {"accumulation": 2, "temperature": 0.5}))
+    value = {"loss": 2 * found.exact["loss"]}
+    assert hints(found, "loss", Outcome("ran", value)) == [
+        "2 times the oracle, which is 1 ÷ (temperature) or B or accumulation"
+    ]
+    assert hints(found, "loss", Outcome("ran", {"loss": 4 * found.exact["loss"]})) == [
+        "4 times the oracle, which is (B)² or (accumulation)²"
+    ]
+
+
 def test_a_family_of_ones_own_may_call_a_tensor_ids():
     """Only the losses of an LM head have token ids at (sequence, position), a temperature and a mask beside them."""
 
