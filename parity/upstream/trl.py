@@ -31,6 +31,7 @@ import torch
 from packaging.version import Version
 
 from parity.errors import Unsupported
+from parity.fixes.override import source_of
 from parity.judge.calls import told
 from parity.process import scratch_folder
 
@@ -176,7 +177,7 @@ def mentions(text: str, kind: Any = None) -> bool:
         ("compute_loss", "_compute_loss", "compute_liger_loss"),
     )
     methods = [vars(base).get(name) for base in bases for name in losses]
-    return any(text in inspect.getsource(method) for method in methods if method is not None)
+    return any(text in source_of(method) for method in methods if method is not None)
 
 
 @functools.cache

@@ -160,6 +160,14 @@ def test_what_a_version_reads_is_looked_for_in_its_loss_up_to_0_16_too():
     assert trl.mentions('"ref_per_token_logps"', Late) and trl.mentions("old_per_token_logps", Late)
 
 
+def test_a_loss_made_at_run_time_has_no_source_to_look_into():
+    made = {}
+    exec("def compute_loss(self, model, inputs): return self.marked", made)
+    own = type("Own", (trl.class_named("GRPOTrainer"),), {"compute_loss": made["compute_loss"]})
+    assert trl.mentions("self.importance_sampling_level", own)
+    assert not trl.mentions("self.marked", own)
+
+
 def test_no_reference_model_is_copied_where_reference_log_probs_are_given(monkeypatch):
     module = sys.modules[trl.class_named("GRPOTrainer").__module__]
     monkeypatch.setattr(module, "create_reference_model", lambda model: "a copy", raising=False)
