@@ -148,9 +148,13 @@ def mean_cross_entropy(x: Inputs) -> Outputs:
 
 
 def _scaled(x: Inputs) -> Recipe:
-    """Logits in the dtype of the hidden states, which a temperature rounds to again, and so their gradient; else float32."""
+    """Logits in the dtype of the hidden states, which a temperature rounds to again, and so their gradient; else float32.
+    The head's gradient is summed in its dtype over chunks of 512 tokens."""
+    s = x.settings
+    elementwise = "fp32" if s.temperature == 1.0 else "input"
+    partials = math.ceil(s.B * s.T / 512)
     return Recipe(
-        logits="input", dlogits="input", elementwise="fp32" if x.settings.temperature == 1.0 else "input", output="any"
+        logits="input", dlogits="input", elementwise=elementwise, accumulate="input", partials=partials, output="any"
     )
 
 

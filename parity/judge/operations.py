@@ -349,6 +349,19 @@ def _stored_unless_held(x: torch.Tensor, name: str) -> torch.Tensor:
     return torch.where(in_front(lambda x: x.to(DTYPES[name]).double() == x, x), x, out)
 
 
+class Largest(TorchDispatchMode):
+    """Entries of the largest floating-point result of the operations within, also of those inside attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        self.entries = max(self.entries, *(x.numel() for x in _flat((out,)) if is_floating(x)), 0)
+        return out
+
+
 @contextlib.contextmanager
 def as_definition(own: torch.dtype = torch.float32) -> Iterator[None]:
     """Runs what is inside in float64: constants, casts to float32, attention by its parts; `own`: the dtype of the inputs.

@@ -22,7 +22,9 @@ ALL_QUANTITIES = 1 << 27
 
 
 LARGEST_STACK = 1 << 22
-"""Entries of the largest tensor in one stack of replicas; beyond it a stack is split."""
+"""Entries of the largest input, output or gradient in one stack of replicas; beyond it a stack is split."""
+LARGEST_WITHIN = 1 << 24
+"""The same of all other tensors on the way, as attention's scores: 128 MiB each."""
 
 
 def gradient_name(leaf: str) -> str:

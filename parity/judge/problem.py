@@ -13,8 +13,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from parity.judge.monte_carlo import MonteCarlo
-from parity.judge.operations import AnyOperation, OwnConstants, as_definition, is_floating
-from parity.judge.oracle import LARGEST_STACK, Oracle, Quantities, doubled, stacked, with_gradients
+from parity.judge.operations import AnyOperation, Largest, OwnConstants, as_definition, is_floating
+from parity.judge.oracle import LARGEST_STACK, LARGEST_WITHIN, Oracle, Quantities, doubled, stacked, with_gradients
 from parity.judge.recipe import DTYPES, NAMES, UNIT_ROUNDOFF, Recipe
 from parity.judge.stages import of_dtype
 
@@ -92,14 +92,15 @@ class Problem:
         return max(("fp32", *found), key=lambda name: UNIT_ROUNDOFF[name])
 
     @functools.cached_property
-    def _exact(self) -> tuple[Quantities, dict[str, torch.Tensor]]:
-        """Outputs and gradients in float64, and the upstream gradients of the outputs."""
+    def _exact(self) -> tuple[Quantities, dict[str, torch.Tensor], int]:
+        """Outputs and gradients in float64, the upstream gradients of the outputs, entries of the largest tensor on the way."""
         with as_definition(DTYPES[self.dtype]), torch.enable_grad(), _said():
             leaves = self._double(None)
-            outputs = self._call(self.definition, leaves)
+            with Largest() as largest:
+                outputs = self._call(self.definition, leaves)
         upstream = self.upstream_of(outputs)
         with as_definition(DTYPES[self.dtype]), _said():
-            return self._with_gradients(leaves, outputs, upstream), upstream
+            return self._with_gradients(leaves, outputs, upstream), upstream, largest.entries
 
     def upstream_of(self, outputs: Quantities) -> dict[str, torch.Tensor]:
         """Upstream gradients of outputs, by name."""
@@ -151,6 +152,7 @@ class Problem:
         self, recipe: Recipe, numbers: range, seed: int, gradients: bool, own_grids: int, keep: Collection[str] | None
     ) -> Quantities:
         sizes = [x.numel() for x in (*self.tensors.values(), *self._exact[0].values())]
+        width = min(LARGEST_STACK // max(1, *sizes), LARGEST_WITHIN // max(1, self._exact[2]))
         parts: list[Quantities] = []
         for i, form in enumerate(forms := (self.definition, *self.also)):
             own = numbers[len(numbers) * i // len(forms) : len(numbers) * (i + 1) // len(forms)]
@@ -159,7 +161,7 @@ class Problem:
             def stack(width: int, first: int, form: Definition = form, ahead: int = ahead) -> Quantities:
                 return self._stack(form, recipe, width, seed * 1009 + first, own_grids - first + ahead)
 
-            parts += [stacked(own, LARGEST_STACK // max(1, *sizes), stack, keep)] if own else []
+            parts += [stacked(own, width, stack, keep)] if own else []
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _stack(self, form: Definition, recipe: Recipe, width: int, seed: int, own_grids: int) -> Quantities:

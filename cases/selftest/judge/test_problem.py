@@ -1,0 +1,76 @@
+"""Definitions as problems: their forms, upstream gradients and stacks of replicas."""
+
+import functools
+import gc
+import weakref
+
+import torch
+import torch.nn.functional as F
+
+from parity.judge.escalation import FEW
+from parity.judge.oracle import Oracle
+from parity.judge.problem import Problem, cotangent
+from parity.judge.recipe import DTYPES
+from parity.testing import Recipe, assert_parity, check_parity, definitions, stored
+
+
+def test_replicas_go_with_the_judgement(monkeypatch):
+    """Without a collection of cycles: a suite of small failing tests once filled 24 GiB."""
+    made, joined = [], Oracle._concatenated
+
+    def noted(*args):
+        out = joined(*args)
+        made.extend(weakref.ref(x) for x in out.values())
+        return out
+
+    monkeypatch.setattr(Oracle, "_concatenated", noted)
+    inputs = {"x": torch.randn(8, 256, generator=torch.Generator().manual_seed(5)).bfloat16()}
+    gc.disable()
+    try:
+        assert not check_parity(lambda x: 1.1 * x.softmax(-1), lambda x: x.softmax(-1), inputs).agrees
+        assert made and not any(x() is not None for x in made)
+    finally:
+        gc.enable()
+
+
+def test_flash_attention_reads_its_output_as_it_was_stored():
+    """Σ dO·O of an output in bf16: where one key has nearly all the weight, little else is in the query's gradient."""
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        heads = {n: torch.randn(2, 4, 33, 64, generator=generator).bfloat16() for n in "qkv"}
+
+        def kernel(q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        again = functools.partial(definitions.attention_made_again, causal=True)
+        assert_parity(kernel, functools.partial(definitions.attention, causal=True), heads, also=(again,))
+
+
+def test_an_upstream_gradient_is_held_by_every_dtype_and_is_never_0_for_a_scalar():
+    drawn_ones = torch.stack([cotangent("loss", torch.zeros(()), seed) for seed in range(2000)])
+    assert bool(drawn_ones.all())
+    for g in (drawn_ones, cotangent("output", torch.zeros(2000), 1)):
+        assert all(torch.equal(g.to(dtype).double(), g) for dtype in DTYPES.values())
+
+
+def test_each_form_begins_on_own_grids():
+    """A stored value cancels in one form alone: flash attention's O, on bf16's own numbers among its first replicas."""
+    x = torch.linspace(1, 2, 64).bfloat16()
+    problem = Problem(lambda x: x / 3, {"x": x}, {}, (), also=(lambda x: stored(x / 3),))
+    first = problem.oracle.replicas(Recipe().resolve("bf16"), FEW)["output"][FEW // 2]
+    assert torch.equal(first, (x.double() / 3).bfloat16().double())
+
+
+def test_a_stack_is_split_where_what_lies_between_is_large(monkeypatch):
+    """Attention's scores, (T, T) beside inputs of (T, 1), also where torch has them in one operation."""
+    widths, stack = [], Problem._stack
+
+    def noted(self, form, recipe, width, *more):
+        widths.append(width)
+        return stack(self, form, recipe, width, *more)
+
+    monkeypatch.setattr(Problem, "_stack", noted)
+    monkeypatch.setattr("parity.judge.problem.LARGEST_WITHIN", 3 * 32 * 32)
+    heads = {n: torch.randn(1, 32, 1, generator=torch.Generator().manual_seed(5)) for n in ("query", "key", "value")}
+    Problem(F.scaled_dot_product_attention, heads, {}, tuple(heads)).oracle.replicas(Recipe(), 12)
+    assert sum(widths) == 12 and max(widths) == 3
