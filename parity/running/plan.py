@@ -244,8 +244,9 @@ def planned(options: Options, device: str, seed: int) -> Plan:
             together.setdefault((one.family, one.library or one.id), []).append(one.id)
     for (name, _), ids in together.items():
         shards.append(Shard(family=name, kind="besides", seed=seed, count=1, implementations=tuple(ids)))
+    asked = bool(options.families or options.implementations)
     for name in checked if not options.only else ():
-        cut(name, "checks", slices(len(catalogue.cases(name, options.profile, seed)), CHECKS))
+        cut(name, "checks", slices(len(catalogue.cases(name, options.profile, seed, asked)), CHECKS))
     count, why = workers(options.workers, len(shards))
     gpus = gpu.visible() if device == "cuda" else []
     reserve = min(profile.minimise_seconds, (options.max_time or 0.0) / 10)  # for findings, once no more is drawn

@@ -83,7 +83,7 @@ class Session:
         elif shard.kind == "frozen":
             every = [one for one in self.frozen.items() if one[1].case.family == shard.family]
         else:
-            every = catalogue.cases(shard.family, self.profile_name, shard.seed)
+            every = catalogue.cases(shard.family, self.profile_name, shard.seed, asked=True)
         return every[shard.start : end]
 
     def _stream(self, family: str, index: int, of: int, seed: int) -> Stream:

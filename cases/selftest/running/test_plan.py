@@ -7,6 +7,7 @@ from parity.errors import UsageError
 from parity.registry import NAMES
 from parity.results.ledger import Ledger
 from parity.running.plan import Options, demanded, frozen_files, planned, slices, workers
+from parity.trainers import catalogue
 
 
 def test_shards_are_all_cases_once():
@@ -67,6 +68,18 @@ def test_profile_quick_leaves_frozen_cases_of_whole_trainers_to_the_others():
     families = {profile: {case.family for case in frozen(profile=profile)} for profile in ("quick", "pr")}
     assert families["quick"] == set(NAMES)
     assert families["pr"] > families["quick"]
+
+
+def test_a_trainer_that_is_asked_for_has_cases_in_profile_quick():
+    """Those of pr, where quick has none of it."""
+
+    def checks(**options):
+        return {s.family for s in planned(Options(profile="quick", **options), "cpu", 1).shards if s.kind == "checks"}
+
+    assert "orpo-trainer" not in checks()
+    assert checks(families=("orpo-trainer",)) == checks(implementations=("orpo-trainer.released",)) == {"orpo-trainer"}
+    quick, pr = (catalogue.cases("orpo-trainer", profile, 1, asked=True) for profile in ("quick", "pr"))
+    assert quick == pr
 
 
 def test_a_users_function_gets_more_draws_than_what_a_library_ships():
