@@ -72,6 +72,7 @@ class Problem:
     given: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     seed: int = 0  # of upstream gradients and replicas
     rounding: type[MonteCarlo] = AnyOperation  # the arithmetic of a replica
+    within: int | None = None  # entries of the largest tensor between inputs and outputs; None: a run tells
     _routed: list[Definition] = dataclasses.field(default_factory=list, repr=False)
     """Forms whose path depends on values (a router that sends tokens to experts), or that have no batched form."""
 
@@ -92,15 +93,14 @@ class Problem:
         return max(("fp32", *found), key=lambda name: UNIT_ROUNDOFF[name])
 
     @functools.cached_property
-    def _exact(self) -> tuple[Quantities, dict[str, torch.Tensor], int]:
-        """Outputs and gradients in float64, the upstream gradients of the outputs, entries of the largest tensor on the way."""
+    def _exact(self) -> tuple[Quantities, dict[str, torch.Tensor]]:
+        """Outputs and gradients in float64, and the upstream gradients of the outputs."""
         with as_definition(DTYPES[self.dtype]), torch.enable_grad(), _said():
             leaves = self._double(None)
-            with Largest() as largest:
-                outputs = self._call(self.definition, leaves)
+            outputs = self._call(self.definition, leaves)
         upstream = self.upstream_of(outputs)
         with as_definition(DTYPES[self.dtype]), _said():
-            return self._with_gradients(leaves, outputs, upstream), upstream, largest.entries
+            return self._with_gradients(leaves, outputs, upstream), upstream
 
     def upstream_of(self, outputs: Quantities) -> dict[str, torch.Tensor]:
         """Upstream gradients of outputs, by name."""
@@ -116,16 +116,25 @@ class Problem:
         return self._exact[1]
 
     @functools.cached_property
+    def _forward(self) -> tuple[Quantities, int]:
+        """Outputs of a run of its own, without gradients, and the entries of its largest tensor."""
+        with torch.no_grad(), as_definition(DTYPES[self.dtype]), _said(), Largest() as largest:
+            outputs = self._call(self.definition, self._double(None))
+        return outputs, largest.entries
+
+    @property
     def outputs(self) -> Quantities:
         """Those of a run of its own, without gradients."""
-        with torch.no_grad(), as_definition(DTYPES[self.dtype]), _said():
-            return self._call(self.definition, self._double(None))
+        return self._forward[0]
 
     @functools.cached_property
     def oracle(self) -> Oracle:
         """Exact values, replicas and units of outputs and gradients."""
         size = max((x.numel() for x in self.tensors.values()), default=0)
-        drawing = dataclasses.replace(self)  # without an oracle: replicas would stay until Python collects cycles
+        within = self._forward[1] if self.within is None else self.within
+        drawing = dataclasses.replace(
+            self, within=within
+        )  # without an oracle: replicas would stay until Python collects cycles
         vars(drawing)["_exact"] = self._exact
         return Oracle(self._exact[0], drawing._replicas, drawing._kind, self.seed, size)
 
@@ -152,7 +161,7 @@ class Problem:
         self, recipe: Recipe, numbers: range, seed: int, gradients: bool, own_grids: int, keep: Collection[str] | None
     ) -> Quantities:
         sizes = [x.numel() for x in (*self.tensors.values(), *self._exact[0].values())]
-        width = min(LARGEST_STACK // max(1, *sizes), LARGEST_WITHIN // max(1, self._exact[2]))
+        width = min(LARGEST_STACK // max(1, *sizes), LARGEST_WITHIN // max(1, self.within or 0))
         parts: list[Quantities] = []
         for i, form in enumerate(forms := (self.definition, *self.also)):
             own = numbers[len(numbers) * i // len(forms) : len(numbers) * (i + 1) // len(forms)]

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parity.judge.monte_carlo import RUNNING
 from parity.judge.operations import AnyOperation
 from parity.judge.recipe import IEEE_FP32
 from parity.trainers.definitions.formulas import Loss
@@ -71,7 +70,7 @@ def test_a_model_that_vmap_cannot_run_takes_one_at_a_time():
 
 def test_an_error_of_the_definition_is_not_taken_for_one_of_vmap():
     def define(model):
-        if RUNNING:  # in a replica alone
+        if torch._C._len_torch_dispatch_stack():
             raise RuntimeError("this definition is wrong")
         return {"loss": SFT(model)}
 

@@ -61,7 +61,7 @@ def _problem(
     def definition(**state: Tensor) -> Any:
         return torch.func.functional_call(defined, {f"model.{name}": x for name, x in state.items()}, ())
 
-    problem = Problem(definition, {}, state, tuple(leaves), given={LOSS: torch.ones(())}, rounding=rounding)
+    problem = Problem(definition, {}, state, tuple(leaves), given={LOSS: torch.ones(())}, rounding=rounding, within=0)
 
     def draw(recipe: Recipe, numbers: range, *more: Any) -> Mapping[str, Tensor]:
         wanted = numbers if problem.at_once else range(numbers.start, min(numbers.stop, CONFIRMATION))
