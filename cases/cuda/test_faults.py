@@ -12,8 +12,9 @@ from parity.running.shard_queue import ShardQueue
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-DEVICE, CASES, TAKEN = "cuda", 8, 4
-"""Of the drawn cases these are taken by a function of hidden, weight and ids."""
+DEVICE, CASES = "cuda", 8
+ANSWER, FIRST = 15.0, 60.0
+"""Seconds that a silent implementation has, and the first of a process, which imports."""
 
 
 @pytest.mark.parametrize(
@@ -29,11 +30,13 @@ def test_a_fault_is_one_verdict_and_the_run_goes_on(name, verdict, said, tmp_pat
     plan = plan_of(tmp_path, [f"fixtures/cuda_faults.py:{name}", "fixtures/kernels.py:right"]) | {"device": DEVICE}
     excluded = ("trl.selective_log_softmax",)
     shard = Shard(family="logprobs", kind="drawn", count=CASES, of=CASES, seed=2, exclude=excluded)
-    events = [event for _, event in supervisor.run([plan], ShardQueue([shard]), 30.0, 300.0)]
+    events = [event for _, event in supervisor.run([plan], ShardQueue([shard]), ANSWER, FIRST)]
     rows = [e.row for e in events if isinstance(e, Judged)]
     failed = [r for r in rows if r.verdict not in ("agree", "unsupported")]
     assert failed and {(r.implementation.rpartition(":")[2], r.verdict) for r in failed} == {(name, verdict)}
     assert all(re.search(said, r.message) for r in failed), [r.message for r in failed]
     right = [r for r in rows if r.implementation.endswith(":right")]
-    assert {r.verdict for r in right} == {"agree"} and len({r.case for r in right}) == TAKEN
+    taken = {r.case for r in right if r.verdict != "unsupported"}
+    assert {r.verdict for r in right if r.case in taken} == {"agree"} and len(taken) > 1
+    assert taken >= {r.case for r in failed}
     assert not [e for e in events if isinstance(e, Lost)]

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from packaging.version import Version
 
 from cases.selftest.oracles import oracle_of
 from parity.case.case import Case
@@ -44,6 +45,8 @@ def compiled(tmp_path_factory):
 @pytest.mark.parametrize("wrong", [False, True])
 def test_compiled_code_never_gets_the_program_of_another_limit(wrong, compiled):
     """A fault of torch 2.13's cache of programs that have a backward; a worker has none."""
+    if wrong and Version(torch.__version__) < Version("2.12"):
+        pytest.skip("torch 2.11 has no such fault")
     settings = environment("cpu") | {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     if wrong:
         settings["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "1"

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +10,8 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import ReduceOps
 
 from parity.implementations.interpreter import faster, reducing_at_once
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles: there is a GPU")
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import torch
 
 from parity.case.case import Case
 from parity.implementations import liger
@@ -42,7 +43,8 @@ def test_under_autocast_our_loss_keeps_gradients_that_float16_flushes():
 @pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo"])
 def test_a_batch_without_a_scored_token_has_a_loss_of_0(kind):
     settings = {"B": 2, "T": 1, "V": 9, "H": 4, "lengths": [0, 0], "loss_type": kind}
-    rows = list(run_case(Case("policy", 0, "fp32", settings), select(["liger.triton_grpo_loss.unreduced"])))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = list(run_case(Case("policy", 0, "fp32", settings), select(["liger.triton_grpo_loss.unreduced"]), device))
     assert [r.verdict for r in rows if r.quantity == "loss"] == ["agree"]
 
 
