@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.errors import HarnessError, Unsupported, UsageError
 from parity.judge import products
@@ -57,6 +58,9 @@ class Implementation:
     rejects: tuple[Limit, ...] = ()
     # the names that a user's function takes of its family's (`Family.parameters`); None: any
     parameters: frozenset[str] | None = None
+    requires: frozenset[str] = frozenset()  # tensors without which a user's function is not called
+    # choices of settings that a user's function is written for or has as defaults, where they are not the family's
+    own_defaults: tuple[tuple[str, Any], ...] = ()
     # a context in which the harness takes both passes, where forward alone would not do
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     wide: bool = False  # whether autocast casts its inputs alone: products and gradients are as its recipe says
@@ -83,8 +87,16 @@ class Implementation:
     @property
     def declared(self) -> Hashable:
         """All that decides which cases it takes."""
-        names = "library family dtypes contexts limits rejects takes parameters interpreted"
+        names = "library family dtypes contexts limits rejects takes parameters requires own_defaults interpreted"
         return tuple(getattr(self, name) for name in names.split())
+
+    def lacks(self, family: Family, x: Inputs) -> str:
+        """Why a user's function is not called on these inputs, by its parameters; empty where it is."""
+        absent = set[str]() if self.parameters is None else family.needed(x) - self.parameters
+        if absent:
+            return f"no parameter {', '.join(sorted(absent))}"
+        without = sorted(name for name in self.requires if x.tensors.get(name) is None)
+        return f"{', '.join(without)} without default, and the case has none" if without else ""
 
     def recipe_for(self, inputs: Inputs) -> Recipe:
         """The recipe on these inputs, autocast and tf32 products included (a GPU's; CPUs have none)."""

@@ -1,11 +1,12 @@
 """A user's own function or trainer from a file, FILE.py:NAME.
 
 A function, a module or another callable is called by the names of its parameters: it takes what it needs of a family's
-tensors and settings, by name; a case that moves anything it has no parameter for is unsupported. Any keyword (`**`) is not
-what few functions take (`Setting.few`): new ones would make it wrong. It may carry attributes
-`recipe` (a `parity.judge.recipe.Recipe`), `outputs` (optional outputs it returns), `contexts` and `fixed` (settings that it is
-written for and has no parameter of). A subclass of one of TRL's trainers goes through the checks of that trainer, see
-`parity.trainers.catalogue`.
+tensors and settings, by name; a case that moves anything it has no parameter for is unsupported, and so is one without a
+tensor that it has no default for and its family's first case has. Any keyword (`**`) is not what few functions take
+(`Setting.few`): new ones would make it wrong. It may carry attributes `recipe` (a `parity.judge.recipe.Recipe`), `outputs`
+(optional outputs it returns), `contexts` and `fixed` (settings that it is written for and has no parameter of).
+
+A subclass of one of TRL's trainers goes through the checks of that trainer, see `parity.trainers.catalogue`.
 """
 
 import copy
@@ -173,8 +174,8 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
 
     def call(x: Inputs) -> Outputs:
         offered = copy.deepcopy(vars(x.settings)) | dict(x.tensors)
-        absent = [] if open_ended else sorted(chosen.needed(x) - set(own) - fixed.keys())
-        require(not absent, f"{label} has no parameter {', '.join(absent)}")
+        lacks = made.lacks(chosen, x)
+        require(not lacks, f"{label}: {lacks}")
         kwargs = {own[n]: v for n, v in offered.items() if n in own and (v is not None or own[n] in needed)}
         unknown = {n for theirs, n in own.items() if theirs not in offered and n in needed}
         require(not unknown, f"{label} wants {', '.join(sorted(unknown))}, which family {chosen.name} does not have")
@@ -187,7 +188,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
     named = code if hasattr(code, "__qualname__") else type(code)
     narrowed = (plain.TWO_DTYPES,) if chosen.name == "divergence" else ()
     takes = frozenset({*canonical(names).values(), *fixed})
-    return Implementation(
+    made = Implementation(
         id=id,
         family=chosen.name,
         role="candidate",
@@ -197,8 +198,26 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         contexts=frozenset(getattr(function, "contexts", ("plain", "autocast", "checkpoint", "compile"))),
         takes=takes,
         parameters=None if open_ended else takes,
+        requires=_required(chosen, fixed, {theirs for theirs, n in own.items() if n in needed}),
+        own_defaults=_choices(chosen, {theirs: signature.parameters[n].default for theirs, n in own.items()} | fixed),
         limits=(only(f"written for {', '.join(f'{n} {v}' for n, v in fixed.items())}", fits), *narrowed),
         sources=(f"{named.__module__}.{named.__qualname__}",),
+    )
+    return made
+
+
+def _required(family: Family, fixed: Mapping[str, Any], needed: set[str]) -> frozenset[str]:
+    """The tensors that a function has no default for and that its first case has: another may be without them."""
+    first = vars(family.full_settings(family.case(0, "fp32", fixed)))
+    tensors = family.build(family.case(0, "fp32", family.canonical("fp32", first))).tensors
+    return frozenset(name for name in needed if tensors.get(name) is not None)
+
+
+def _choices(family: Family, of: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Of a function's defaults those that are another choice of a setting than the family's default."""
+    found = {n: (family.settings[n], v) for n, v in of.items() if n in family.settings}
+    return tuple(
+        (n, v) for n, (s, v) in found.items() if isinstance(v, str) and v in (s.choices or ()) and v != s.default
     )
 
 

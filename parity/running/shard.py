@@ -31,6 +31,7 @@ from parity.trainers import catalogue
 
 STREAMS = 4  # streams of a family whose cases are moved to what an implementation takes
 AGAIN = 3  # cases of a new finding, which no recipe explains, that are judged with as many replicas as it takes
+OWN = 16  # drawn cases that a user's function gets at least, in profile quick too
 KEPT = 4 * STREAMS  # streams of drawn cases that a worker keeps, so that it draws each case once
 
 
@@ -181,9 +182,10 @@ class Session:
         wanted: list[tuple[Implementation, Case]] = []
         owed, further = collections.Counter[str](), dict[str, Iterator[Case]]()  # by implementation
         near: Nearest = {}
-        least, every_pair = self.profile.least, self.profile.cost == 1
+        every_pair = self.profile.cost == 1
         for own in chosen:
             of_own = functools.partial(gets, own)
+            least = max(self.profile.least, OWN * own.is_function)
             first, owed[own.id], further[own.id] = besides(own, drawn, of_own, least, self.device, every_pair, near)
             wanted += [(own, case) for case in first]
         while wanted:

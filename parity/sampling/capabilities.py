@@ -69,9 +69,8 @@ def refusal(
     family = loss_family(case.family)
     settings = family.full_settings(case) if settings is None else settings
     reason = skip_reason(family, implementation, case, settings, device, rejected=True)
-    if reason is None and implementation.parameters is not None:
-        absent = family.needed(family.build(case)) - implementation.parameters
-        return f"no parameter {', '.join(sorted(absent))}" if absent else None
+    if reason is None and (implementation.parameters is not None or implementation.requires):
+        return implementation.lacks(family, family.build(case)) or None
     return reason
 
 
@@ -90,10 +89,11 @@ def _nearest(implementation: Implementation, case: Case, device: str) -> Case | 
     """`nearest`, whose inputs nobody has built yet."""
     if refusal(implementation, case, device) is None:
         return case
-    family = loss_family(case.family)
+    family, own = loss_family(case.family), dict(implementation.own_defaults)
     sizes = {n: v for n, v in case.settings.items() if _is_size(family, n, v)}
+    bases = [own] * bool(own) + [{}, *BASES.get(family.name, ())]
     for dtype in dict.fromkeys((case.dtype, "fp32", "fp16", "bf16")):
-        for kept, base in itertools.product((sizes, {}), ({}, *BASES.get(family.name, ()))):
+        for kept, base in itertools.product((sizes, {}), bases):
             start, settings = _settled(family, case.seed, dtype, {**base, **kept})
             if refusal(implementation, start, device, settings) is None:
                 return _with_more(implementation, start, case, device)

@@ -435,3 +435,31 @@ def test_replay_of_a_function_that_refuses_is_no_agreement(tmp_path):
     (tmp_path / "mine.py").write_text("def f(hidden, weight, ids): raise ValueError('no')")
     quiet, case = Console(file=io.StringIO()), "cases/regressions/all-ignored.json"
     assert replay(case, [f"{tmp_path}/mine.py:f"], "cpu", False, quiet) == NO_JUDGEMENT
+
+
+def test_a_tensor_without_default_is_always_there_if_the_first_case_has_it():
+    """A reference of none was given as None, and the crash was the function's. A bias is None in the first case."""
+
+    def kto(hidden, weight, ids, beta, labels, ref_hidden, ref_weight, bias):
+        raise ValueError("called")
+
+    mine, preference = from_function(kto, "my.py:kto"), loss_family("preference")
+    settings = {"method": "kto", "loss_type": "kto"}
+    with_it, without = (preference.case(3, "fp32", settings | {"reference": r}) for r in ("head", "none"))
+    assert refusal(mine, with_it, "cpu") is None
+    assert refusal(mine, without, "cpu") == "ref_hidden, ref_weight without default, and the case has none"
+    assert execute(mine, oracle_of(without).inputs).verdict == "unsupported"
+    assert nearest(mine, without, "cpu") == with_it
+
+
+def test_draws_are_moved_to_the_choices_that_a_function_has_as_defaults():
+    """It refuses the family's: with those nothing was compared."""
+
+    def simpo(hidden, weight, ids, beta, gamma=0.5, loss_type="simpo"):
+        raise NotImplementedError(loss_type)
+
+    simpo.fixed = {"method": "cpo"}
+    drawn = loss_family("preference").case(3, "fp32", {"loss_type": "hinge", "divergence": "js_divergence"})
+    assert nearest(from_function(simpo, "my.py:simpo"), drawn, "cpu").settings["loss_type"] == "hinge"
+    drawn = loss_family("preference").case(3, "fp32", {"divergence": "js_divergence"})
+    assert nearest(from_function(simpo, "my.py:simpo"), drawn, "cpu").settings["loss_type"] == "simpo"

@@ -270,6 +270,11 @@ def test_what_is_refused_in_the_call_counts_as_no_case(tmp_path, none_given):
     assert len(judged) == 8 and declined
 
 
+def test_a_user_s_function_gets_more_than_the_least_of_a_profile(tmp_path, none_given):
+    rows = besides_of([dataclasses.replace(NARROW, id="my.py:own")], tmp_path)
+    assert len({r.case for r in rows if r.judged}) == shard_module.OWN
+
+
 def test_a_case_besides_the_draws_is_judged_once_for_all_that_get_it(tmp_path, none_given, monkeypatch):
     asked, original = [], Session._judged
     monkeypatch.setattr(
