@@ -260,7 +260,16 @@ def log_partition(z: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
 
 def picking(draw: Any, st: Any) -> Any:
     """`pick(*values)`, which draws one of them."""
-    return lambda *values: draw(st.sampled_from(values))
+    return lambda *values: draw(_one_of_values(st, *values))
+
+
+# Hypothesis checks every new strategy, which takes longer than a draw from it: these are made once.
+_once = functools.lru_cache(maxsize=None, typed=True)
+
+
+@_once
+def _one_of_values(st: Any, *values: Any) -> Any:
+    return st.sampled_from(values)
 
 
 def size(draw: Any, st: Any, least: int, most: int) -> int:
@@ -274,6 +283,7 @@ def size(draw: Any, st: Any, least: int, most: int) -> int:
     return min(max(round(value), least), most)
 
 
+@_once
 def number(st: Any, low: float, high: float, *usual: Any) -> Any:
     """A usual value, twice as often as a log-uniform one of [low, high]."""
     steps = st.integers(0, 64).map(lambda k: float(f"{high * (low / high) ** (k / 64):.3g}"))
@@ -357,6 +367,7 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+@_once
 def temperatures(st: Any) -> Any:
     """1, a usual one, or log-uniform from 1e-3 to 8."""
     return st.one_of(
