@@ -4,6 +4,7 @@ import functools
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -74,3 +75,21 @@ def test_a_stack_is_split_where_what_lies_between_is_large(monkeypatch):
     heads = {n: torch.randn(1, 32, 1, generator=torch.Generator().manual_seed(5)) for n in ("query", "key", "value")}
     Problem(F.scaled_dot_product_attention, heads, {}, tuple(heads)).oracle.replicas(Recipe(), 12)
     assert sum(widths) == 12 and max(widths) == 3
+
+
+def test_the_first_example_can_be_checked_by_hand():
+    """docs/judging.md, **By hand**, of the example of docs/testing.md."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 1024, dtype=torch.bfloat16), torch.randn(1024, dtype=torch.bfloat16)
+
+    def wrong(x, weight):
+        misread = torch.cat([weight[:-1], weight[-2:-1]])
+        return definitions.rms_norm(x.float(), misread.float()).to(x.dtype)
+
+    o, u = definitions.rms_norm(x.double(), weight.double()), 2.0**-8
+    e, right = wrong(x, weight).double() - o, definitions.rms_norm(x, weight).double() - o
+    gates = check_parity(wrong, definitions.rms_norm, {"x": x, "weight": weight}).quantities["output"].gates
+    by_hand = float(e.norm() / (3 * u * o.norm())), float(e.abs().max() / (6 * u * o.abs().max()))
+    assert (gates["norm"], gates["max"]) == pytest.approx(by_hand)
+    assert by_hand == pytest.approx((2.10, 8.95), abs=0.005)
+    assert [round(float(n), 2) for n in (o.norm(), e.norm(), e.abs().max(), right.norm())] == [255.07, 6.28, 1.95, 0.43]
