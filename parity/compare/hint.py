@@ -43,7 +43,7 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
         label = _named(oracle.inputs, factor)
         which = f", which is {label}" if label else ""
         out.append(f"{factor:.6g} times the oracle{which}")
-    out += _tf32(oracle, name, v, o)
+    out += _tf32(oracle, name, v, o) + _through(oracle, name, outcome)
     mask = oracle.inputs.tensors.get("mask")
     if mask is not None and v.dim() >= 2 and v.shape[:2] == mask.shape:
         error = (v - o).abs().flatten(2).sum(-1) if v.dim() > 2 else (v - o).abs()
@@ -51,6 +51,18 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
         if bool(hidden.any()) and float(error[hidden].sum()) > 0.5 * float(error.sum()):
             out.append("the error sits on masked tokens")
     return out + _where(oracle, v, o)
+
+
+def _through(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
+    """A teacher's or reference's tensor that is the student's, where the gradient is wrong and the loss is right: plain torch
+    sends a gradient through it unless it is detached."""
+    first = oracle.family.first
+    loss, exact = outcome.quantities.get(first), oracle.exact.get(first)
+    others = [other for other, own in oracle.inputs.shared.items() if name == f"grad_{own}"]
+    if not others or loss is None or exact is None or loss.shape != exact.shape:
+        return []
+    right = torch.allclose(loss.detach().cpu().double(), exact.double(), rtol=LARGE)
+    return [f"{others[0]} is the same tensor here: no gradient goes through it by definition"] if right else []
 
 
 def _where(oracle: CaseOracle, v: torch.Tensor, o: torch.Tensor) -> list[str]:

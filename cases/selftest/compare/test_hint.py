@@ -10,6 +10,7 @@ from parity.compare.hint import hints
 from parity.compare.one_case import run_case
 from parity.implementations.implementation import Implementation
 from parity.judge.values import normal
+from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
 from parity.registry import family
 
@@ -55,6 +56,22 @@ def test_every_number_that_a_factor_may_be_is_named():
     assert hints(found, "loss", Outcome("ran", {"loss": 4 * found.exact["loss"]})) == [
         "4 times the oracle, which is (B)² or (accumulation)²"
     ]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_gradient_through_a_teacher_that_is_the_student(stopped):
+    found = oracle_of(family("divergence").case(3, "fp16", {"gap": "near", "beta": 0.0, "peak": 12.0, "V": 64, "H": 4}))
+    assert found.inputs.shared == {"teacher_weight": "weight"}
+
+    def call(x):
+        lp, teacher = ((h.float() @ x.weight.float().T).log_softmax(-1) for h in (x.hidden, x.teacher_hidden))
+        teacher = teacher.detach() if stopped else teacher
+        return {"loss": (teacher.exp() * (teacher - lp)).sum(-1).mean()}
+
+    outcome = execute(Implementation("own.jsd", "divergence", "candidate", call), found.inputs)
+    says = "teacher_weight is the same tensor here: no gradient goes through it by definition"
+    assert stopped or says in hints(found, "grad_weight", outcome)
+    assert says not in hints(found, "grad_hidden", outcome) + hints(found, "loss", outcome)
 
 
 def test_a_family_of_ones_own_may_call_a_tensor_ids():
