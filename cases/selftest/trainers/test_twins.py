@@ -176,3 +176,26 @@ def test_the_evaluation_of_early_kto_is_not_judged_by_a_definition_of_another():
     early = SimpleNamespace(eval_dataset=SimpleNamespace(column_names=["answer_input_ids"]))
     with pytest.raises(Unsupported, match="<bos>"):
         list(twin_windows._evaluation(SimpleNamespace(built=early)))
+
+
+class Trainer:
+    def _generate_single_turn(self, prompts):
+        prompt_ids, completion_ids, logprobs = prompts, prompts, None
+        return prompt_ids, completion_ids, logprobs
+
+
+class Own(Trainer):
+    def _generate_single_turn(self, prompts):
+        return super()._generate_single_turn(prompts)
+
+
+def test_the_names_that_a_user_s_method_hands_on_are_those_of_the_class_it_extends():
+    """A method without a source was a worker lost: `inspect.getsource` raises OSError."""
+    space = {"__name__": "own"}
+    exec("def _generate_single_turn(self, prompts): return None", space)
+    unreadable = type("Unreadable", (Own,), {"_generate_single_turn": space["_generate_single_turn"]})
+    for trainer in (Trainer(), Own(), unreadable()):
+        found = twin_runs.handed_names(trainer, "_generate_single_turn")
+        assert found == ["prompt_ids", "completion_ids", "logprobs"]
+    with pytest.raises(Unsupported, match="_generate of the installed version does not return completion_ids"):
+        twin_runs.handed_names(Own(), "_generate")

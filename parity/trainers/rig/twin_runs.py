@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import inspect
 import itertools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import Unsupported
+from parity.fixes.override import source_of
 from parity.trainers.check import Quantity, holds
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Sample, Window
@@ -157,7 +157,7 @@ def _hand_out(trainer: Any, rows: Sequence[Sample], reported: Sequence[Any] | No
         trainer._local_teacher_tokenizer_matches_student = True  # it has one vocabulary, and no files to be read from
         generate_in_model(trainer, {prompt: [ids for ids, _ in own] for prompt, own in stored.items()})
         return
-    names = handed_names(original)
+    names = handed_names(trainer, "_generate_single_turn")
     if reported and "logprobs" not in names:
         raise Unsupported(f"_generate_single_turn of the installed version returns {', '.join(names)}: no logprobs")
 
@@ -194,21 +194,22 @@ def generate_in_model(
     trainer.model.generate = generate
 
 
-def handed_names(generate: Any) -> list[str]:
-    """The names of what a trainer's method of generation returns. Raises Unsupported where it does not return
-    completion_ids by that name."""
-    source = ast.parse(textwrap.dedent(inspect.getsource(generate)))
-    for returned in (node.value for node in ast.walk(source) if isinstance(node, ast.Return)):
+def handed_names(trainer: Any, method: str) -> list[str]:
+    """The names of what a trainer's method of generation returns; those of the class that it extends, where a user's own hands
+    on what that returns, or its source cannot be read. Raises Unsupported where none returns completion_ids by that name."""
+    written = [source_of(vars(kind).get(method)) for kind in type(trainer).__mro__]
+    nodes = (node for text in written for node in ast.walk(ast.parse(textwrap.dedent(text))))
+    for returned in (node.value for node in nodes if isinstance(node, ast.Return)):
         parts = returned.elts if isinstance(returned, ast.Tuple) else [returned]
         names = [part.id if isinstance(part, ast.Name) else "" for part in parts]
         if "completion_ids" in names:
             return names
-    raise Unsupported(f"{generate.__name__} of the installed version does not return completion_ids by that name")
+    raise Unsupported(f"{method} of the installed version does not return completion_ids by that name")
 
 
 def generate_tools(trainer: Any) -> None:
     """A tool mask beside the completions that the trainer's own generation hands on."""
-    names = handed_names(trainer._generate) if hasattr(trainer, "_generate") else []
+    names = handed_names(trainer, "_generate") if hasattr(trainer, "_generate") else []
     if "tool_mask" not in names or trl.mentions("self.tools"):  # losses of 0.26 and 0.27 look at it beside tools alone
         raise Unsupported("the installed version generates no tool_mask that its loss looks at")
 
