@@ -222,6 +222,16 @@ def test_what_an_implementation_gets_besides_is_nothing_where_it_was_left_out(tm
     assert own.run(drawn_shard(1, 5, kind="besides", implementations=("costly",))) == 1 and not rows(events)
 
 
+def test_a_user_s_trainer_gets_cases_of_a_loss_besides_as_a_loss_alone(tmp_path, monkeypatch):
+    """Its implementations of the trainer and of the loss have one id: the former ended the worker."""
+    own, _ = session("right", tmp_path)
+    own.implementations, asked = from_file("fixtures/trainers.py:Same"), []
+    assert {i.family for i in own.implementations} == {"policy", "grpo-trainer"}
+    monkeypatch.setattr(shard_module, "besides", lambda i, *_: asked.append(i.family) or ([], 0, iter(())))
+    own.run(drawn_shard(1, 5, family="policy", kind="besides", implementations=("fixtures/trainers.py:Same",)))
+    assert asked == ["policy"]
+
+
 @pytest.mark.parametrize(("name", "given"), [("lib.logps", 400), ("own.py:logps", 700)])
 def test_draws_that_a_library_is_not_given_are_none_of_its_cases(tmp_path, monkeypatch, name, given):
     own, _ = session("right", tmp_path)
