@@ -403,7 +403,7 @@ TWICE = {"function": lambda x: 2 * x, "definition": lambda x: 2 * x, "inputs": X
     ("changed", "said"),
     [
         ({"definition": lambda x: float(x.sum())}, "the definition returns no tensor"),
-        ({"definition": lambda x: x.mul_(2)}, "overwrite none"),
+        ({"definition": lambda x: x.mul_(2)}, "it overwrites one"),
         ({"definition": lambda x: X1["x"].clone().index_add_(0, torch.tensor([0]), x[:1])}, r"table.to\(x.dtype\)"),
         ({"inputs": (X1["x"],)}, "inputs is a tuple"),
         ({"inputs": {0: X1["x"]}}, "inputs has the key 0: give the name"),
