@@ -54,8 +54,9 @@ class Pairs:
 
 
 def sigma(x: Tensor) -> Tensor:
-    """σ(x), half of it as 1 - σ(-x): correct code has either, and the gradients of both lose their digits at opposite ends."""
-    return (torch.sigmoid(x) + 1 - torch.sigmoid(-x)) / 2
+    """σ(x), beyond 0 as it is and below as 1 - σ(-x): correct code has either, and where it is this one, its gradient loses its
+    digits. The mean of both loses half as many."""
+    return torch.where(x > 0, torch.sigmoid(x), 1 - torch.sigmoid(-x))
 
 
 def smoothed(z: Tensor, e: float) -> Tensor:
