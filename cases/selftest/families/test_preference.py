@@ -7,10 +7,12 @@ import torch
 
 from cases.selftest.controls.correct import control
 from cases.selftest.controls.soak import drawn
+from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.families.head import IGNORE_INDEX
 from parity.families.preference import FAMILY, LOSS_TYPES
+from parity.implementations import user
 from parity.judging.oracle import exact
 from parity.registry import load, run_case
 
@@ -21,6 +23,28 @@ def test_a_backward_pass_that_fails_is_a_crash_of_the_library():
     case = Case("preference", 4, "fp32", {"B": 4, "weighting": True, "loss_type": "hinge"})
     (row,) = run_case(case, [load()["trl.DPOTrainer"]], thorough=False)
     assert row.verdict == "crashed" and "inplace" in row.message
+
+
+@pytest.mark.parametrize("name", ["dpo-satisfied", "dpo-far-from-satisfied"])
+def test_frozen_cases_of_dpo_s_own_loss_away_from_log_2(name):
+    """Draws rarely have it there: log σ by two functions, which is infinite at -104 and loses its digits at 10, agreed on all."""
+
+    def dpo(twice):
+        def loss(hidden, weight, ids, ref_hidden, ref_weight, beta):
+            def summed(h, w):
+                table = (h @ w.T).log_softmax(-1)
+                return (table.gather(-1, ids.clamp(min=0)[..., None])[..., 0] * (ids != IGNORE_INDEX)).sum(-1)
+
+            chosen, rejected = (summed(hidden, weight) - summed(ref_hidden, ref_weight).detach()).chunk(2)
+            z = beta * (chosen - rejected)
+            return -(torch.sigmoid(z).log() if twice else torch.nn.functional.logsigmoid(z)).mean()
+
+        return loss
+
+    case = Case.load(data.cases_dir() / "regressions" / f"{name}.json")
+    for twice, verdict in ((False, "agree"), (True, "disagree")):
+        rows = run_case(case, [user.from_function(dpo(twice), "my.py:dpo", [FAMILY])], thorough=False)
+        assert {r.verdict for r in rows if r.quantity in ("loss", "grad_hidden")} == {verdict}
 
 
 def test_what_is_ignored_changes_nothing():
