@@ -136,7 +136,7 @@ def _implementation(id: str, trainer: str, role: Literal["reference", "candidate
 
 def measured(user_class: type | None, call: CheckCall) -> Iterator[Quantity]:
     """The call of a trainer's implementation: what the case's check measures of it, `user_class` in the place of TRL's."""
-    with drive.using(user_class) if user_class else contextlib.nullcontext():
+    with drive.own_cache(), drive.using(user_class) if user_class else contextlib.nullcontext():
         yield from family(call.case.family).check(call.case).run(call)
 
 

@@ -95,6 +95,23 @@ def test_a_twin_judges_the_subclass():
     assert found["Unpacked", "gradient"].against == "sft-trainer.released"
 
 
+def test_what_one_trainer_has_precomputed_is_no_answer_of_another(tmp_path):
+    """`datasets` kept it by data and model for the whole process: a wrong subclass agreed after TRL's own, a right one was called
+    wrong after it."""
+    (tmp_path / "mine.py").write_text("""from trl import DPOTrainer
+class Same(DPOTrainer): pass
+class Halved(DPOTrainer):
+    def compute_ref_log_probs(self, model, inputs):
+        return tuple(logps / 2 for logps in super().compute_ref_log_probs(model, inputs))
+""")
+    case = family("dpo-trainer").case(0, "fp32", {"check": "losses", "precomputed": True})
+    (reference,) = [i for i in select(()) if i.family == case.family and i.role == "reference"]
+    (same, halved) = (i for name in ("Same", "Halved") for i in from_file(f"{tmp_path}/mine.py:{name}"))
+    found = {(r.implementation, r.quantity): r.verdict for i in (reference, halved, same) for r in run_case(case, [i])}
+    verdict = {one: found[one.id, "loss"] for one in (reference, halved, same)}
+    assert [*verdict.values()] == ["agree", "disagree", "agree"]
+
+
 @pytest.fixture
 def session(tmp_path):
     """A session with the ledger that ships; implementations are set by the test."""

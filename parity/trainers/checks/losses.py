@@ -48,6 +48,7 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("sft-trainer", {"loss": "dft"}),
     ("dpo-trainer", {"loss": "ipo", "divergence": "forward_kl"}),
     ("dpo-trainer", {"weighting": True}),
+    ("dpo-trainer", {"precomputed": True, "ld_alpha": 0.4}),
     ("cpo-trainer", {"loss": "simpo", "nll": 0.4, "gamma": 1.2, "power": 0.3}),
     ("orpo-trainer", {"loss": "orpo"}),
 )

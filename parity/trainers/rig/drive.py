@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -34,6 +35,16 @@ def using(user_class: type) -> Iterator[None]:
         yield
     finally:
         _USER_CLASS.reset(token)
+
+
+@contextlib.contextmanager
+def own_cache() -> Iterator[None]:
+    """While it lasts, `datasets` caches in a folder of its own: reference log-probs that one trainer has precomputed are found
+    there by every other on the same data and model."""
+    from datasets import fingerprint
+
+    with mock.patch.object(fingerprint, "_TEMP_DIR_FOR_TEMP_CACHE_FILES", None):
+        yield
 
 
 def trl_class(name: str) -> type:
