@@ -203,6 +203,13 @@ def test_reasons_are_counted():
     assert told[3] == ("refused", "ValueError", 1)
 
 
+def test_an_adapter_that_fails_by_itself_is_a_note():
+    said = "the adapter lib.loss does not fit this version: TypeError: x"
+    failed = [row(case, None, "unsupported", message=said, blame="harness") for case in "ab"]
+    s = summary(*failed, row("c"), row("d", None, "unsupported", message="no bias"))
+    assert s.notes == (f"not compared, 2 times: {said}",)
+
+
 def test_the_parameters_that_a_function_lacks_are_one_reason_and_a_note_that_counts_them():
     needs = ["bias"] * 5 + ["bias, softcap"] * 4 + ["beta, delta"]
     found = [row(f"c{k}", None, "unsupported", message=f"f has no parameter {names}") for k, names in enumerate(needs)]

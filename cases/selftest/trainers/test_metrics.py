@@ -1,12 +1,14 @@
 """What trainers log: the installed ones are right, but for online DPO's padding, which the patch mends."""
 
+import math
+
 import pytest
 import torch
 
 from cases.selftest.trainers.asked import disagreeing, verdicts
 from parity.trainers.definitions import formulas
 from parity.trainers.definitions.scored import Scored
-from parity.trainers.rig import stored_window
+from parity.trainers.rig import drive, stored_window
 
 PADDED = {"objective/kl", "objective/non_score_reward", "objective/rlhf_reward", "objective/entropy"}
 
@@ -34,6 +36,19 @@ def test_what_the_installed_trainers_log_is_judged_and_right(trainer, logged):
     found = verdicts(trainer, "metrics")
     assert disagreeing(found) == set()
     assert found.keys() >= set(logged.split())
+
+
+def test_a_metric_that_is_nan_is_wrong(monkeypatch):
+    """TRL logs None for it, which was taken for an adapter that does not fit: nothing was compared."""
+    kind = drive.trl_class("RLOOTrainer")
+    log = kind.log
+
+    def broken(self, *args, **more):
+        self._metrics["train"]["entropy"] = [math.nan]
+        return log(self, *args, **more)
+
+    monkeypatch.setattr(kind, "log", broken)
+    assert disagreeing(verdicts("rloo-trainer", "metrics")) == {"entropy"}
 
 
 def test_the_entropy_of_the_prompt_is_seen(monkeypatch):

@@ -192,6 +192,7 @@ def _notes(cases: Iterable[ImplementationCase], found: Sequence[Finding]) -> Ite
     unjudged = collections.defaultdict[str, dict[str, None]](dict)
     needs = collections.defaultdict[str, Counts](Counts)
     slow = collections.defaultdict[str, list[str]](list)
+    unfit = Counts()
     for case in cases:
         for row in case.rows:
             if row.imported_from:
@@ -201,6 +202,10 @@ def _notes(cases: Iterable[ImplementationCase], found: Sequence[Finding]) -> Ite
             needs[case.first.implementation].update(absent[1].split(", "))
         if case.first.message.startswith(LEFT_OUT):
             slow[case.first.implementation].append(case.first.message.removeprefix(LEFT_OUT))
+        if case.outcome == "unsupported" and case.first.blame == "harness":
+            unfit[case.first.message] += 1
+    for said, count in unfit.items():
+        yield f"not compared, {count:,} times: {said}"
     for file, names in imported.items():
         yield f"imported from {file}, not from site-packages: {', '.join(names)}"
     for who, names in unjudged.items():

@@ -171,4 +171,4 @@ def metrics(call: CheckCall) -> Iterator[Quantity]:
     if call.spec.generates != "model" and not begun(run.built):  # online DPO does not evaluate
         with trl.quiet():
             run.built.evaluate()
-        yield from logged(truth, run.built.state.log_history[-1], of="eval_")
+        yield from logged(truth, drive.numbers(run.built.state.log_history[-1]), of="eval_")

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -118,7 +119,12 @@ def seeded() -> Iterator[None]:
 
 def logged(trainer: Any) -> dict[str, Any]:
     """What a trainer logged of its first step; empty if nothing."""
-    return next((entry for entry in trainer.state.log_history if "loss" in entry or "kl" in entry), {})
+    return numbers(next((entry for entry in trainer.state.log_history if "loss" in entry or "kl" in entry), {}))
+
+
+def numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of a log, NaN where TRL wrote None for it: a metric without one value that is a number."""
+    return {name: math.nan if value is None else value for name, value in entry.items()}
 
 
 def fixed(path: str, trainer: Any) -> contextlib.AbstractContextManager[Any]:
