@@ -25,6 +25,8 @@ FIXES = f"{OWN}{os.sep}fixes{os.sep}"
 """Our corrected losses stand beside the libraries: what they refuse, their adapters did not."""
 PROTOCOL = f"{OWN}{os.sep}protocol{os.sep}"
 """What fails below it, in no adapter, is a backward pass."""
+MODELS = f"transformers{os.sep}models{os.sep}"
+"""What a model's forward refuses is what its trainer gave it, and no setting of the trainer."""
 CHECKED = "Expected dtype"
 """Begins the error of Triton's own check of a function's operands, which its compiler makes as its interpreter does."""
 REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, KeyError)
@@ -79,6 +81,7 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     theirs = [i for i, f in enumerate(files) if is_library(f)]
     lenient = implementation.is_trainer and not isinstance(error, TypeError)  # which is of the code, not of its data
     raised = bool(theirs) and theirs[-1] == len(files) - 1 and (lenient or _on_purpose(error))
+    raised &= not (implementation.is_trainer and MODELS in files[-1])
     if lacking := _not_installed(error):
         return Outcome("unsupported", message=f"needs {lacking}, which is not installed")
     if files[-1].startswith(FIXES) and isinstance(error, REFUSALS) and _on_purpose(error):

@@ -7,7 +7,7 @@ from parity import data
 from parity.case.case import Frozen
 from parity.fixes import apply, patches
 from parity.registry import run_case, select
-from parity.trainers.checks import twins
+from parity.trainers.checks import processes
 from parity.trainers.rig import twin_runs
 
 pytest.importorskip("trl")
@@ -24,7 +24,7 @@ def test_after_apply_the_frozen_case_of_the_defect_agrees(name):
 
 
 def built(trainer):
-    return twin_runs.Run(trainer, twins.of_processes(trainer)).built
+    return twin_runs.Run(trainer, processes.of_processes(trainer)).built
 
 
 def test_alpha_is_exchanged_for_this_trainer_alone_and_put_back():

@@ -93,6 +93,19 @@ def test_a_type_error_of_a_trainer_is_no_refusal(line, verdict, tmp_path, monkey
     assert outcome.verdict == verdict, outcome
 
 
+@pytest.mark.parametrize(("folder", "verdict"), [("trainers", "refused"), ("transformers/models", "crashed")])
+def test_what_a_model_refuses_is_a_crash_of_its_trainer(folder, verdict, tmp_path, monkeypatch):
+    """A step that lost input_ids: no setting was refused."""
+    place = tmp_path / folder
+    place.mkdir(parents=True)
+    (place / "refusing.py").write_text("def forward(inputs):\n    raise ValueError('no input_ids')\n")
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.delitem(sys.modules, "refusing", raising=False)
+    trainer = next(i for i in load().values() if i.is_trainer)
+    outcome = call.guarded(trainer, lambda: importlib.import_module("refusing").forward({}))
+    assert (outcome.verdict, outcome.message) == (verdict, "ValueError: no input_ids")
+
+
 def test_what_torchs_compiler_says_names_the_cache_that_a_kill_may_have_broken(monkeypatch):
     """Its own first line says nothing: `backend='inductor' raised:`."""
     from torch._dynamo.exc import BackendCompilerFailed

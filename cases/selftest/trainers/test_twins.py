@@ -8,16 +8,16 @@ import torch
 from cases.selftest.trainers.asked import rows
 from parity.errors import Unsupported
 from parity.fixes.accumulation import divide_by_accumulation
-from parity.trainers.checks import twin_windows, twins
+from parity.trainers.checks import processes, twin_windows, twins
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.training_step import Parameters, exact_step
-from parity.trainers.rig import ranks, recorder, stored_window, twin_runs
+from parity.trainers.rig import drive, ranks, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
 
 
 def test_the_fix_of_the_accumulation_looks_before_it_divides():
-    plain = twins.of_processes("sft-trainer")
+    plain = processes.of_processes("sft-trainer")
     for trainer, changed in (("online-dpo-trainer", True), ("sft-trainer", False)):
         run = Run(trainer, plain).built
         original = run.accelerator.backward
@@ -73,7 +73,7 @@ def test_a_lost_tool_mask(monkeypatch):
 @pytest.mark.filterwarnings("ignore:compare_heads")  # the policy is moved away from its reference on purpose
 def test_the_uneven_window_of_online_dpo_by_hand():
     """With our fix (g₁ + g₂)/2 of a micro-batch of two prompts and one of one; as released g₁ + g₂; right is (2g₁ + g₂)/3."""
-    trainer, s = "online-dpo-trainer", twins.of_processes("online-dpo-trainer")
+    trainer, s = "online-dpo-trainer", processes.of_processes("online-dpo-trainer")
     s.split, rows = "2x2", Window.of(trainer).rows[:7]
     epoch = {"max_steps": -1, "num_train_epochs": 1, "dataloader_drop_last": False}
     for path, factor in (("fixed", 0.5), ("released", 1.0)):
@@ -96,8 +96,13 @@ def two_ranks(monkeypatch):
         prepare(run.built)
         own = recorder.sequences_of(run.steps.batches)
         taken = [{n: g.clone() for n, g in run.steps.gradients[0].items()} for _ in range(2)]
-        found = [ranks.Rank(taken[i], list(half), **rank) for i, half in enumerate((own[:4], own[4:]))]
-        monkeypatch.setattr(twins, "_launched", lambda *args: {"sft-trainer": found})
+        whole = Run("sft-trainer", processes.of_metrics("sft-trainer"), **recorder.LOGGED)
+        whole.s.split = "8x1"
+        assert whole.steps
+        log = drive.logged(whole.built)
+        found = [ranks.Rank(taken[i], list(half), dict(log), **rank) for i, half in enumerate((own[:4], own[4:]))]
+        monkeypatch.setattr(processes, "_launched", lambda *args: {"sft-trainer": found})
+        monkeypatch.setattr(processes, "_metrics", lambda: {"sft-trainer": found})
         return found
 
     return launched
@@ -115,8 +120,9 @@ def disagreeing(**settings):
         ({"ranks"}, lambda found: found[1].gradients["lm_head.weight"].add_(1e-6)),
         ({"sequences"}, lambda found: found[1].sequences.pop()),
         ({"sequences", "unequal ranks"}, lambda found: [rank.sequences.clear() for rank in found]),
+        ({"entropy"}, lambda found: found[0].log.update(entropy=found[0].log["entropy"] / 2)),
     ],
-    ids=["summed", "not reduced", "dropped", "equal"],
+    ids=["summed", "not reduced", "dropped", "equal", "logged by one"],
 )
 def test_what_two_ranks_may_do_wrong(two_ranks, quantities, damage):
     damage(two_ranks())

@@ -26,6 +26,8 @@ from parity.trainers.specs import JUDGED, SPECS, having
 from parity.upstream import trl
 
 STORED = tuple(t for t in JUDGED if SPECS[t].generates != "method")
+EVALUATING = tuple(t for t in JUDGED if SPECS[t].generates != "model")
+"""All but online DPO, which has no loss in evaluation."""
 GROUPED = tuple(t for t in JUDGED if SPECS[t].grouped)
 TOKENS = tuple(t for t in GROUPED if SPECS[t].clips != "sequences")
 END = models.VOCABULARY - 1
@@ -229,7 +231,9 @@ class Kind:
 
 
 WINDOWS = {
-    "evaluation": Kind(_evaluation, JUDGED, "2x4", beta=0.04, config=EVALUATED, losses=GRPO_TYPES),  # else grpo's is 0
+    "evaluation": Kind(
+        _evaluation, EVALUATING, "2x4", beta=0.04, config=EVALUATED, losses=GRPO_TYPES
+    ),  # else grpo's is 0
     "incomplete": Kind(lambda run: _last(run, 4, 1), STORED, "1x4", config=EPOCH, count=5),
     "uneven": Kind(lambda run: _last(run, 4, 3), STORED, "2x2", config=EPOCH, count=7),
     "second": Kind(lambda run: iter([run.gradient("gradient of step 2", 1, count=4)]), STORED, "2x2", config=TWO_STEPS),
@@ -256,7 +260,7 @@ PR = [("sft-trainer", {"kind": "uneven"}), *PR]
 
 
 def cases(seed: int) -> Iterator[CheckCase]:
-    """Every kind, those that a trainer has; evaluation for all."""
+    """Every kind, those that a trainer has."""
     for kind, window in WINDOWS.items():
         for trainer in window.trainers:
             losses = [{"loss": loss} for loss in window.losses] if "loss" in SPECS[trainer].own else []

@@ -2,8 +2,7 @@
 
 A twin differs from the plain run in one thing that has no place in the loss: how the window is cut into micro-batches,
 where the padding stands, whether activations are checkpointed. What is judged is one optimizer window of stored data,
-eight sequences of unequal lengths that go in through a dataset and come out of the trainer's own batching. Dealt out to two
-processes, ranks with unequal token counts, it has the same gradients too, reduced by DDP or FSDP2.
+eight sequences of unequal lengths that go in through a dataset and come out of the trainer's own batching.
 """
 
 import functools
@@ -15,17 +14,15 @@ import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting, defaults
-from parity.errors import Unsupported
 from parity.judge.operations import AnyOperation
 from parity.judge.oracle import Oracle
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, holds, shared, tells
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared
 from parity.trainers.definitions.formulas import Loss
-from parity.trainers.definitions.training_step import AutocastRounding, exact_step, first_step, gradients
-from parity.trainers.rig import drawn, drive, ranks, stored_window
-from parity.trainers.rig.ranks import Rank
+from parity.trainers.definitions.training_step import AutocastRounding, exact_step, first_step
+from parity.trainers.rig import drawn, drive, stored_window
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import HEAD, PADDINGS, PROMPTS_TOO, Run
-from parity.trainers.specs import JUDGED, SPECS, TWINS
+from parity.trainers.specs import JUDGED, SPECS
 
 SPLITS = ("8x1", "4x2", "2x4", "1x8")
 GRPO_TYPES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -54,17 +51,6 @@ OWN = frozenset(name for spec in SPECS.values() for name in spec.own)
 """The settings that not every trainer has."""
 TOLD = ("model", "loss", "beta", "tools", "teacher", "temperature", "precision", "whole")
 """Settings of a twin that change its loss, or how it is rounded."""
-RANKS = 2
-LOSS = "dapo"
-"""GRPO's loss in `processes`: the one whose normaliser counts the tokens of all ranks."""
-SHARDINGS = {
-    "none": "DDP",
-    "fsdp2": "fully_shard over gloo, by accelerate's own code, also where accelerate would not shard on this device",
-}
-PROCESSES = {
-    "sharding": Setting("none", "; ".join(f"{k}: {v}" for k, v in SHARDINGS.items()), tuple(SHARDINGS)),
-    "model": Setting("llama", "tiny model; embeddings and head of qwen2 are one matrix", ("llama", "qwen2")),
-}
 
 
 def twin(trainer: str, **given: Any) -> SimpleNamespace:
@@ -147,42 +133,3 @@ def step_of(call: CheckCall, run: Run, loss: Callable[[Any], Tensor], model: Any
         return exact_step(stored_window.policy(run.s.model, torch.float64) if model is None else model, loss)
 
     return shared(call, "step", step)
-
-
-def process_cases(seed: int) -> Iterator[CheckCase]:
-    """Every trainer by DDP and FSDP2, and with one matrix that a wrapper must not take for two."""
-    for settings in ({}, {"sharding": "fsdp2"}, {"sharding": "fsdp2", "model": "qwen2"}):
-        yield from ((trainer, settings) for trainer in TWINS)
-
-
-@check("processes", TWINS, PROCESSES, process_cases, paths=("released",), drives=False)
-def processes(call: CheckCall) -> Iterator[Quantity]:
-    """The window dealt out to two ranks: both take the gradient of the whole window."""
-    trainer, s = call.case.family, call.settings
-    found = _launched(s.sharding, s.model)[trainer]
-    if found[0].failure.startswith(f"{Unsupported.__name__}: "):
-        raise Unsupported(found[0].failure.partition(": ")[2])
-    failed = [f"rank {i}: {rank.failure}" for i, rank in enumerate(found) if rank.failure]
-    yield holds("trained", not failed, "; ".join(failed))
-    if failed:
-        return
-    if s.sharding != "none":
-        yield holds("sharded", bool(found[0].sharded), "no parameter is sharded", gate="exact")
-    wanted, got = sorted(Window.of(trainer).expected), sorted(s for rank in found for s in rank.sequences)
-    yield holds("sequences", wanted == got, f"{len(got)} of {len(wanted)} sequences reached a rank", gate="exact")
-    tokens = [sum(len(ids) - start for ids, start in rank.sequences) for rank in found]
-    yield tells("unequal ranks", len(set(tokens)) > 1, f"the ranks have {tokens} scored tokens")
-    apart = [n for n, g in found[0].gradients.items() if not torch.equal(g, found[1].gradients[n])]
-    yield holds("ranks", not apart, f"{len(apart)} gradients differ between the ranks, first {apart[:1]}", gate="exact")
-    yield gradients(by_definition(trainer, of_processes(trainer, s.model)), found[0].gradients)
-
-
-@drawn.once
-def _launched(sharding: str, model: str) -> dict[str, list[Rank]]:
-    """Every trainer in one launch: importing them takes longer than training."""
-    return ranks.launch({t: vars(of_processes(t, model)) for t in TWINS}, sharding, RANKS)
-
-
-def of_processes(trainer: str, model: str = "llama") -> SimpleNamespace:
-    """A window of eight in two processes, accumulated where accumulating is not itself a finding."""
-    return twin(trainer, model=model, loss=LOSS, split="2x2" if SPECS[trainer].accumulates else "4x1")

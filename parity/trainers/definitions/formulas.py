@@ -43,7 +43,7 @@ OPTIONS = {
     "precomputed": ("precompute_ref_log_probs", Setting(False, "before training", (False, True))),
 }
 """Setting of a loss -> the field of the trainer's config, and its values."""
-PLAIN = {"beta": 0.0, "tools": False, "temperature": 1.0, "split": "8x1"} | {
+PLAIN = {"beta": 0.0, "tools": False, "temperature": 1.0, "split": "8x1", "ranks": 1} | {
     name: setting.default for name, (_, setting) in OPTIONS.items()
 }
 """Settings of a loss that are not told."""
@@ -185,11 +185,11 @@ def kto(a: Loss, model: Any) -> Tensor:
 
 
 def kl_of_others(a: Loss, model: Any) -> Tensor:
-    """KTO's z of each sequence: max(0, mean of log π - log π_ref over completions beside another prompt of its
-    micro-batch), without gradient, (N,)."""
+    """KTO's z of each sequence: max(0, mean of log π - log π_ref over completions beside another prompt of its rank's
+    micro-batch), the mean over the micro-batches of all ranks, without gradient, (N,)."""
     batch = int(a.s.split.partition("x")[0])
     with torch.no_grad():
-        parts = a.scored(model, a.window.mismatched(batch)).ratios.split(batch)
+        parts = a.scored(model, a.window.mismatched(batch)).ratios.split(batch * a.s.ranks)
         return torch.cat([ratios.mean().clamp(min=0).expand(len(ratios)) for ratios in parts])
 
 

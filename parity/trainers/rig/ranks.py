@@ -40,6 +40,7 @@ class Rank:
 
     gradients: dict[str, Tensor]  # name -> gradient behind the reduction, put together where each rank holds a shard
     sequences: list[tuple[list[int], int]]  # those that it was given
+    log: dict[str, float] = dataclasses.field(default_factory=dict)  # the numbers that it logged
     sharded: int = 0  # the number of parameters of which it holds a shard
     failure: str = ""  # the exception that ended the step, empty if none did
 
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     from parity.process import prepare
 
     prepare("cpu")
-    from parity.trainers.rig import models, twin_runs
+    from parity.trainers.rig import drive, models, twin_runs
 
     joining = {name: os.environ.pop(name) for name in JOINING}  # with them transformers saves a model on one rank alone
     for architecture in ("llama", "qwen2"):
@@ -91,11 +92,13 @@ def main(argv: Sequence[str]) -> NoReturn:
     trainers, sharding = json.loads(path.read_text())
     with sharding_on_any_device() if sharding == "fsdp2" else contextlib.nullcontext():
         for trainer, settings in trainers.items():
-            more = FULL_SHARD if sharding == "fsdp2" else {}
+            more = recorder.LOGGED | (FULL_SHARD if sharding == "fsdp2" else {})
             try:
-                steps = recorder.train(twin_runs.Run(trainer, SimpleNamespace(**settings), **more).built)
+                built = twin_runs.Run(trainer, SimpleNamespace(**settings), **more).built
+                steps = recorder.train(built)
                 gradients = {n: g for n, g in steps.gradients[0].items() if g is not None}
-                found = Rank(gradients, recorder.sequences_of(steps.window(0)), steps.sharded)
+                log = {n: v for n, v in drive.logged(built).items() if isinstance(v, int | float)}
+                found = Rank(gradients, recorder.sequences_of(steps.window(0)), log, steps.sharded)
             except Exception as error:  # on every rank alike, or the others wait for this one until the launch gives up
                 traceback.print_exc()
                 found = Rank({}, [], failure=told(error)[:300])
