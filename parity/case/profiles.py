@@ -23,6 +23,7 @@ class Profile:
     # drawn cases that an implementation gets at least, as far as there are so many that it takes; what its call refuses of its
     # draws, four at most, counts
     least: int = 64
+    least_own: int = 64  # the same of a user's function
     thorough: int = 4  # one case in this many gets the repeated calls and exact relations
     shrink_seconds: float = 20.0  # time given to minimising one new finding
     findings: int = 12  # new findings that a run looks at again and minimises; further ones are reported as drawn
@@ -36,8 +37,10 @@ class Profile:
 
 
 PROFILES = {
-    "demo": Profile(cost=16, least=10, frozen=False),
-    "quick": Profile(cost=16, least=2, shrink_seconds=8.0, findings=6, minimise_seconds=16.0, frozen_whole=False),
+    "demo": Profile(cost=16, least=10, least_own=10, frozen=False),
+    "quick": Profile(
+        cost=16, least=2, least_own=16, shrink_seconds=8.0, findings=6, minimise_seconds=16.0, frozen_whole=False
+    ),
     "pr": Profile(),
     "nightly": Profile(derandomised=False, shrink_seconds=60.0, findings=40, minimise_seconds=600.0),
     "soak": Profile(derandomised=False, shrink_seconds=60.0, findings=40, minimise_seconds=600.0),

@@ -31,7 +31,6 @@ from parity.trainers import catalogue
 
 STREAMS = 4  # streams of a family whose cases are moved to what an implementation takes
 AGAIN = 3  # cases of a new finding, which no recipe explains, that are judged with as many replicas as it takes
-OWN = 16  # drawn cases that a user's function gets at least, in profile quick too
 KEPT = 4 * STREAMS  # streams of drawn cases that a worker keeps, so that it draws each case once
 
 
@@ -188,7 +187,7 @@ class Session:
         every_pair = self.profile.cost == 1
         for own in chosen:
             of_own = functools.partial(gets, own)
-            least = max(self.profile.least, OWN * own.is_function)
+            least = self.profile.least_own if own.is_function else self.profile.least
             first, owed[own.id], further[own.id] = besides(own, drawn, of_own, least, self.device, every_pair, near)
             wanted += [(own, case) for case in first]
         while wanted:

@@ -249,9 +249,9 @@ def none_given(monkeypatch):
 
 
 def besides_of(chosen, tmp_path):
-    """The rows of what these implementations get besides their draws, at least 8 cases each, and how often a case was run."""
+    """The rows of what these implementations get besides their draws: at least 8 cases each, a user's function 12."""
     events: list = []
-    profile = dataclasses.replace(PROFILES["pr"], least=8, cost=2)
+    profile = dataclasses.replace(PROFILES["pr"], least=8, least_own=12, cost=2)
     own = Session(chosen, "pr", profile, DTYPES, "cpu", Ledger((), tmp_path), tmp_path, events.append)
     ids = tuple(i.id for i in chosen)
     own.run(Shard(family="logprobs", kind="besides", seed=1, count=1, implementations=ids))
@@ -272,7 +272,7 @@ def test_what_is_refused_in_the_call_counts_as_no_case(tmp_path, none_given):
 
 def test_a_user_s_function_gets_more_than_the_least_of_a_profile(tmp_path, none_given):
     rows = besides_of([dataclasses.replace(NARROW, id="my.py:own")], tmp_path)
-    assert len({r.case for r in rows if r.judged}) == shard_module.OWN
+    assert len({r.case for r in rows if r.judged}) == 12
 
 
 def test_a_case_besides_the_draws_is_judged_once_for_all_that_get_it(tmp_path, none_given, monkeypatch):
