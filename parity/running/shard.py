@@ -163,9 +163,8 @@ class Session:
     def _besides(self, shard: Shard) -> bool:
         """What implementations get besides their draws, a case of several of them once; whether the time was enough."""
         self.emit(At(0))
-        of_family = (
-            i for i in self.implementations if i.family == shard.family
-        )  # a user's trainer is of two, by one id
+        # a user's trainer is of two families, by one id
+        of_family = (i for i in self.implementations if i.family == shard.family)
         chosen = [i for i in of_family if i.id in shard.implementations]
         if not chosen:  # left out: they have cost too many workers
             return True

@@ -62,7 +62,9 @@ def processes(call: CheckCall) -> Iterator[Quantity]:
     if trainer in LOGGING and s.sharding == "none" and s.model == "llama":
         define = functools.partial(metrics.define, Window.of(trainer), of_metrics(trainer))
         truth = measured(stored_window.policy(s.model, torch.float64), define, metrics.COUNTED)
-        yield from logged(truth, _metrics()[trainer][0].log, "what both ranks log together")
+        together = _metrics()[trainer][0]
+        yield holds("logged", not together.failure, together.failure)
+        yield from logged(truth, together.log, "what both ranks log together")
 
 
 @drawn.once

@@ -231,9 +231,8 @@ class Kind:
 
 
 WINDOWS = {
-    "evaluation": Kind(
-        _evaluation, EVALUATING, "2x4", beta=0.04, config=EVALUATED, losses=GRPO_TYPES
-    ),  # else grpo's is 0
+    # without a beta GRPO's evaluation is 0
+    "evaluation": Kind(_evaluation, EVALUATING, "2x4", beta=0.04, config=EVALUATED, losses=GRPO_TYPES),
     "incomplete": Kind(lambda run: _last(run, 4, 1), STORED, "1x4", config=EPOCH, count=5),
     "uneven": Kind(lambda run: _last(run, 4, 3), STORED, "2x2", config=EPOCH, count=7),
     "second": Kind(lambda run: iter([run.gradient("gradient of step 2", 1, count=4)]), STORED, "2x2", config=TWO_STEPS),
