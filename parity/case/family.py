@@ -126,6 +126,11 @@ class Family:
         kept = {k: v for k, v in settings.items() if v is not (d := every[k]) and (v != d or type(v) is not type(d))}
         return Case(self.name, seed, dtype, kept)
 
+    def settled(self, seed: int, dtype: str, settings: Mapping[str, Any]) -> tuple[Case, SimpleNamespace]:
+        """The case with these settings as far as they go together, and all its settings."""
+        full = self.canonical(dtype, {**self.defaults, **settings})
+        return self.case(seed, dtype, full), SimpleNamespace(**full)
+
     def example(self, number: int, dtype: str = "fp32") -> Case:
         """A case with the `number`-th last of the values that each setting draws."""
         drawn = {name: setting.drawn for name, setting in self.settings.items() if setting.drawn}

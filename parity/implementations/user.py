@@ -175,7 +175,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
     def call(x: Inputs) -> Outputs:
         offered = copy.deepcopy(vars(x.settings)) | dict(x.tensors)
         lacks = made.lacks(chosen, x)
-        require(not lacks, f"{label}: {lacks}")
+        require(not lacks, f"{label} has {lacks}")
         kwargs = {own[n]: v for n, v in offered.items() if n in own and (v is not None or own[n] in needed)}
         unknown = {n for theirs, n in own.items() if theirs not in offered and n in needed}
         require(not unknown, f"{label} wants {', '.join(sorted(unknown))}, which family {chosen.name} does not have")
@@ -208,8 +208,8 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
 
 def _required(family: Family, fixed: Mapping[str, Any], needed: set[str]) -> frozenset[str]:
     """The tensors that a function has no default for and that its first case has: another may be without them."""
-    first = vars(family.full_settings(family.case(0, "fp32", fixed)))
-    tensors = family.build(family.case(0, "fp32", family.canonical("fp32", first))).tensors
+    first, _ = family.settled(0, "fp32", fixed)
+    tensors = family.build(first).tensors
     return frozenset(name for name in needed if tensors.get(name) is not None)
 
 

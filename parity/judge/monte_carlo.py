@@ -112,7 +112,7 @@ class MonteCarlo(TorchDispatchMode):
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of one operation as the recipe rounds it."""
         out = func(*args, **kwargs)
-        if func is aten.log_sigmoid_forward.default and not self.quiet:
+        if func is aten.log_sigmoid_forward.default and not self.quiet:  # alone rounds among those of several results
             return self.rounded(out[0]), out[1]
         if self.quiet or rounds_nothing(func) or not torch.is_tensor(out) or not out.is_floating_point():
             return out

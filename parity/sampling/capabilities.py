@@ -94,7 +94,7 @@ def _nearest(implementation: Implementation, case: Case, device: str) -> Case | 
     bases = [own] * bool(own) + [{}, *BASES.get(family.name, ())]
     for dtype in dict.fromkeys((case.dtype, "fp32", "fp16", "bf16")):
         for kept, base in itertools.product((sizes, {}), bases):
-            start, settings = _settled(family, case.seed, dtype, {**base, **kept})
+            start, settings = family.settled(case.seed, dtype, {**base, **kept})
             if refusal(implementation, start, device, settings) is None:
                 return _with_more(implementation, start, case, device)
     return None
@@ -112,7 +112,7 @@ def _with_more(implementation: Implementation, found: Case, case: Case, device: 
             wanted = {n: case.settings[n] for n in some}
             if wanted.items() <= found.settings.items():
                 continue
-            more, settings = _settled(family, case.seed, found.dtype, {**found.settings, **wanted})
+            more, settings = family.settled(case.seed, found.dtype, {**found.settings, **wanted})
             if wanted.items() <= more.settings.items() and refusal(implementation, more, device, settings) is None:
                 found = more
         size = 1 if found != before else size + 1
@@ -122,12 +122,6 @@ def _with_more(implementation: Implementation, found: Case, case: Case, device: 
 def _is_size(family: Family, name: str, value: Any) -> bool:
     """Whether a setting stays only together with the sizes: one of them, or a number for each sequence."""
     return name in family.shapes or isinstance(value, list)
-
-
-def _settled(family: Family, seed: int, dtype: str, settings: Mapping[str, Any]) -> tuple[Case, SimpleNamespace]:
-    """The case with these settings as far as they go together, and all its settings."""
-    full = family.canonical(dtype, {**family.defaults, **settings})
-    return family.case(seed, dtype, full), SimpleNamespace(**full)
 
 
 def _stands(case: Case) -> bool:
@@ -152,7 +146,7 @@ def smaller(case: Case) -> Iterator[Case]:
         now = {**case.settings, **move}
         for name in [n for n in case.settings if isinstance(now[n], list)]:  # a number for each sequence
             now[name] = [min(n, now.get("T", full["T"])) for n in now[name]][: now.get("B", full["B"])]
-        one, _ = _settled(family, case.seed, case.dtype, now)
+        one, _ = family.settled(case.seed, case.dtype, now)
         if one.id != case.id and _stands(one):
             yield one
 
@@ -219,7 +213,7 @@ def _joined(implementation: Implementation, cases: Sequence[Case], device: str) 
         for a, b in (pair, pair[::-1]) if pair not in together else ():
             for one, other in itertools.product(having[a][:TRIED], having[b][:TRIED]):
                 wanted = {**one.settings, b: other.settings[b]}
-                near, settings = _settled(family, one.seed, one.dtype, wanted)
+                near, settings = family.settled(one.seed, one.dtype, wanted)
                 taken = {*pair} <= near.settings.keys() and refusal(implementation, near, device, settings) is None
                 if taken:
                     yield near

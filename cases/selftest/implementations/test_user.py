@@ -14,6 +14,7 @@ from parity.implementations import user
 from parity.judging.assess import classify, confirmed
 from parity.protocol.call import execute
 from parity.registry import NAMES, family, from_file, loss_family, run_case, select
+from parity.results.report.summary import ABSENT
 from parity.running.outcome import judge_run
 from parity.running.plan import Options, check
 from parity.sampling.capabilities import nearest, refusal
@@ -413,6 +414,7 @@ def test_a_teacher_with_a_longer_vocabulary_is_given_to_who_has_a_parameter_for_
     outcome = execute(from_function(longer if knows else loss, "f"), oracle_of(case).inputs)
     assert (outcome.verdict == "unsupported") is not knows
     assert ("called" if knows else "no parameter extra_vocabulary") in outcome.message
+    assert bool(ABSENT.search(outcome.message)) is not knows, "the note of a report counts what is absent"
 
 
 def test_a_distillation_loss_under_autocast_to_float16_is_judged_on_a_gpu_alone():
