@@ -157,6 +157,24 @@ def without_gradients():
     return lambda x, w: x.sin() * w if torch.is_grad_enabled() else x.sin()
 
 
+def kept(recorded):
+    """Without gradients, what the last call with them gave, or the first without."""
+
+    def make():
+        last = {}
+
+        def call(x, w):
+            out = x.sin() * w
+            if torch.is_grad_enabled():
+                last.update({True: out} if recorded else {})
+                return out
+            return last.setdefault(recorded, out).detach()
+
+        return call
+
+    return make
+
+
 def crashes_without_gradients():
     return lambda x, w: x.sin() * w if torch.is_grad_enabled() else x.sin() * (1 / 0)
 
@@ -206,6 +224,8 @@ FAULTS = {
     "second derivative": (by(TakesConstants), "second derivative: the second derivative by x is wrong and not refused"),
     "no_grad": (without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
     "another dtype": (coarser_without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
+    "kept": (kept(True), "no_grad: under no_grad the outputs differ from those with gradients"),
+    "kept without": (kept(False), "no_grad: under no_grad the outputs differ from those with gradients"),
     "crash": (crashes_without_gradients, "no_grad: the call fails, ZeroDivisionError"),
     "recursion": (recurses_without_gradients, "no_grad: the call fails, RecursionError"),
     "upstream layout": (by(TakesContiguous), "its upstream gradient not contiguous, has inf times the allowed error"),
