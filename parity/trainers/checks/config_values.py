@@ -3,7 +3,6 @@ applies them; a trainer that multiplies hidden states by `lm_head.weight` itself
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -108,7 +107,7 @@ class Batch:
         if self.spec.data == "completions":
             return -logps.mean()
         if self.spec.paired:  # the reference is the policy, without its adapter if it has one
-            with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
+            with torch.no_grad(), stored_window.base_alone(model):
                 reference = self.logps(model)
             chosen, rejected = (logps - reference).sum(1)
             return -torch.nn.functional.logsigmoid(BETA * (chosen - rejected))
@@ -141,7 +140,7 @@ def altered(model: Any, call: CheckCall) -> Any:
     """The definition's model with the same head, adapters and hooks as the trainer's."""
     head = call.settings.head
     if head in ADAPTERS:
-        model = stored_window.with_adapter(model, **ADAPTERS[head])
+        model = stored_window.written_out(stored_window.with_adapter(model, **ADAPTERS[head]))
     elif head == "quantised":
         quantised_heads.dequantised(model, models.model(call.settings.model))
     else:

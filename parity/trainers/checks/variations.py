@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, holds
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss, padded
 from parity.trainers.definitions.scored import Scored, rows
@@ -31,7 +31,10 @@ ADAPTERS = {
     "new": "peft_config: the reference is the base model",
     "existing": "a PeftModel with an adapter that is trained on: the reference is that adapter before the first step",
     "saved-head": "peft_config with the LM head in modules_to_save: the reference has the base model's head",
+    "rslora": "peft_config with use_rslora: scaled by α/√r",
 }
+OPTIONS: dict[str, dict[str, Any]] = {"saved-head": {"modules_to_save": ["lm_head"]}, "rslora": {"use_rslora": True}}
+"""Of the LoRA, away from `trl.lora`."""
 REFERRED = tuple(t for t in TWINS if SPECS[t].rewarded or SPECS[t].given == "ref_model")
 """Trainers that have a reference."""
 MAX_LENGTH = 10
@@ -62,7 +65,7 @@ SAMPLED = [("grpo-trainer", s) for s in ({"mode": "token_truncate"}, {"tools": T
 
 def adapter_cases(seed: int) -> Iterator[CheckCase]:
     for trainer in TWINS:
-        for kind in ADAPTERS if trainer in REFERRED else ("new", "saved-head"):
+        for kind in ADAPTERS if trainer in REFERRED else ("new", "saved-head", "rslora"):
             yield trainer, {"adapter": kind}
             if trainer in having("precompute_ref_log_probs"):
                 yield trainer, {"adapter": kind, "precomputed": True}
@@ -84,6 +87,7 @@ def adapter_cases(seed: int) -> Iterator[CheckCase]:
         *((t, {"adapter": "existing"} | ({"precomputed": True} if t == "dpo-trainer" else {})) for t in REFERRED),
         *((t, {"adapter": "saved-head"}) for t in ("grpo-trainer", "dpo-trainer", "kto-trainer")),  # Liger takes heads
         ("kto-trainer", {"kl": True}),
+        ("dpo-trainer", {"adapter": "rslora"}),
     ],
     paths=EVERY_PATH,
 )
@@ -96,16 +100,37 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
     more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
     drive.needs(call.trainer, *more)
     settings, existing = twin(trainer, beta=0.04, kl=s.kl), s.adapter == "existing"
-    saved = {"modules_to_save": ["lm_head"]} if s.adapter == "saved-head" else {}
+    options = OPTIONS.get(s.adapter, {})
 
     def handed() -> tuple[Any, Any]:
         base = models.model(settings.model)
-        return (stored_window.adapted(base, stored_window.HANDED_OVER), None) if existing else (base, trl.lora(**saved))
+        return (
+            (stored_window.adapted(base, stored_window.HANDED_OVER), None) if existing else (base, trl.lora(**options))
+        )
 
     run = Run(trainer, settings, call.path, adapter=handed, **more)
     loss = Loss(run.window, settings, settings.model + (stored_window.ADAPTED if existing else ""))
     base = models.model(settings.model, torch.float64)
-    yield from judged(call, run, loss, stored_window.adapted(base, stored_window.TRAINED, **saved).train())
+    adapted = stored_window.written_out(stored_window.adapted(base, stored_window.TRAINED, **options))
+    yield _trained(run.built.model, options)
+    yield from judged(call, run, loss, adapted.train())
+
+
+def _trained(model: Any, options: Mapping[str, Any]) -> Quantity:
+    """The parameters that are trained are A and B of each target, and the copies of what is saved with them."""
+    name = model.active_adapter
+    modules = [n for n, _ in model.named_modules()]
+    wanted = {
+        f"{n}.lora_{part}.{name}.weight" for n in modules if n.rpartition(".")[2] in models.PROJECTIONS for part in "AB"
+    }
+    wanted |= {
+        f"{n}.modules_to_save.{name}.weight"
+        for n in modules
+        if n.rpartition(".")[2] in options.get("modules_to_save", ())
+    }
+    found = {n for n, p in model.named_parameters() if p.requires_grad}
+    message = f"missing {sorted(wanted - found)[:2]}, besides {sorted(found - wanted)[:2]}"
+    return holds("trained parameters", found == wanted, message, "exact", float(len(found)), float(len(wanted)))
 
 
 def _estimates(call: CheckCall) -> None:

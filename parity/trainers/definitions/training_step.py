@@ -139,21 +139,23 @@ def gradients(step: Oracle, found: Given, quantity: str = "gradient") -> Quantit
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """The gradient of every parameter of a step; each gate's headroom is that of its worst parameter. The message names
-    the first parameter, in the order of the forward pass, that disagrees: where the two part."""
+    """The gradient of every parameter of a step, or with another `prefix` what an oracle has of each; each gate's headroom is
+    that of its worst parameter. The message names the first parameter, in the order of the forward pass, that disagrees:
+    where the two part."""
 
     step: Oracle
+    prefix: str = PREFIX
 
     @property
     def exact(self) -> Mapping[str, Tensor]:
-        return {n.removeprefix(PREFIX): e for n, e in self.step.exact.items() if n.startswith(PREFIX)}
+        return {n.removeprefix(self.prefix): e for n, e in self.step.exact.items() if n.startswith(self.prefix)}
 
     def judge(self, value: Given) -> Judgement:
         exact = self.exact
         # no gradient is one of zero, where zero is right
         none = {n: torch.zeros_like(e, dtype=torch.float32) for n, e in exact.items() if not bool(e.any())}
-        found = {PREFIX + n: none.get(n) if value.get(n) is None else value[n] for n in exact}
-        judgements = {n.removeprefix(PREFIX): j for n, j in self.step.judge(found, IEEE_FP32).items()}
+        found = {self.prefix + n: none.get(n) if value.get(n) is None else value[n] for n in exact}
+        judgements = {n.removeprefix(self.prefix): j for n, j in self.step.judge(found, IEEE_FP32).items()}
         gates: dict[str, float] = {}
         for j in judgements.values():
             for gate, headroom in j.gates.items():

@@ -191,22 +191,23 @@ def write(given: Any, folder: Path) -> None:
         tokenizer().save_pretrained(folder)
 
 
-def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def model(name: str, dtype: torch.dtype = torch.float32, attention: str = "eager") -> Any:
     """A copy of the model that is loaded from `saved(name)` once, as a trainer loads its reference, with written-out
-    attention. Whatever float64 or rounding mode is in force does not reach it: its constants are those of every other model.
-    Attention is not the subject here, and the fused one leaves out Gemma-2's softcap on attention scores in some releases."""
+    attention or another of transformers'. Whatever float64 or rounding mode is in force does not reach it: its constants are
+    those of every other model. Attention is not the subject here, and the fused one leaves out Gemma-2's softcap on attention
+    scores in some releases."""
     with outside():
-        return copy.deepcopy(_loaded(name, dtype))
+        return copy.deepcopy(_loaded(name, dtype, attention))
 
 
 @drawn.once
-def _loaded(name: str, dtype: torch.dtype) -> Any:
+def _loaded(name: str, dtype: torch.dtype, attention: str) -> Any:
     import transformers
 
     folder = saved(name)
     kind = getattr(transformers, ARCHITECTURES[name].model)
     with trl.quiet():
-        out = kind.from_pretrained(folder, torch_dtype=dtype, attn_implementation="eager")
+        out = kind.from_pretrained(folder, torch_dtype=dtype, attn_implementation=attention)
     if hasattr(out, "set_experts_implementation"):  # transformers' grouped product knows no float64, vmap no loop
         out.set_experts_implementation("batched_mm" if dtype == torch.float64 else "eager")
     return out

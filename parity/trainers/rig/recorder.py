@@ -88,8 +88,8 @@ def plain(split: str) -> dict[str, Any]:
     return trl.QUIET | nothing | cut
 
 
-def train(trainer: Any) -> Steps:
-    """Runs `trainer.train()` and records it; the gradients are copies, taken before the optimizer's step."""
+def train(trainer: Any, **given: Any) -> Steps:
+    """Runs `trainer.train(**given)` and records it; the gradients are copies, taken before the optimizer's step."""
     from transformers import TrainerCallback
 
     steps = Steps()
@@ -130,7 +130,7 @@ def train(trainer: Any) -> Steps:
     trainer.add_callback(recorder)
     try:
         with mock.patch.multiple(trainer, **watched), trl.quiet(), trl.environment_kept(), trl.collecting_little():
-            trainer.train()
+            trainer.train(**given)
     finally:
         trainer.remove_callback(recorder)
     return steps

@@ -4,9 +4,10 @@ Eight sequences of unequal lengths (of pairs: chosen and rejected of each). The 
 that a reference model, read from disk, is not equal to it and log-ratios are not zero.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ NUDGE, MOVED, OLDER = 0.05, 5, 6
 """By how much the policy's parameters are moved, its seed, and that of one that takes the place of an older policy."""
 ADAPTED, HANDED_OVER, ADAPTER_SIZE = "+adapter", 3, 0.1
 """Suffix of an architecture with the adapter that a trainer is handed, seed of that adapter, size of its weights."""
+WITHOUT = "parity_base_alone"
 TRAINED = 2
 """Seed of the adapter at the step that is judged; `HANDED_OVER` of one at construction."""
 GENERATIONS = 2
@@ -207,7 +209,7 @@ def reference(architecture: str) -> Any:
     name = architecture.removesuffix(ADAPTED)
     out = models.model(name, torch.float64)
     if name != architecture:
-        out = adapted(out, HANDED_OVER)
+        out = written_out(adapted(out, HANDED_OVER))
     return out.eval().requires_grad_(False)
 
 
@@ -224,6 +226,44 @@ def with_adapter(base: Any, **options: Any) -> Any:
 
     with trl.quiet():
         return peft.get_peft_model(base, trl.lora(**options), autocast_adapter_dtype=False)
+
+
+def written_out(model: Any) -> Any:
+    """The PeftModel of a definition: its modules and parameters are PEFT's, what they compute is written here. Of a linear
+    layer W·x + (α/r)·B·A·x, α/√r with use_rslora (arXiv 2106.09685, section 4.1; 2312.03732); of a saved module its copy."""
+    given = model.peft_config["default"]
+    scale = given.lora_alpha / (given.r**0.5 if given.use_rslora else given.r)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.forward = functools.partial(_low_rank, module, scale)
+        elif "original_module" in module._modules:
+            module.forward = functools.partial(_copied, module)
+    return model
+
+
+def _low_rank(module: Any, scale: float, x: Tensor) -> Tensor:
+    out: Tensor = module.base_layer(x)
+    if getattr(module, WITHOUT, False):
+        return out
+    return out + module.lora_B["default"](module.lora_A["default"](x)) * scale
+
+
+def _copied(module: Any, x: Tensor) -> Tensor:
+    kept = module.original_module if getattr(module, WITHOUT, False) else module.modules_to_save["default"]
+    out: Tensor = kept(x)
+    return out
+
+
+@contextlib.contextmanager
+def base_alone(model: Any) -> Iterator[None]:
+    """While it lasts, a model that is `written_out` is its base; another is left as it is."""
+    for module in model.modules():
+        setattr(module, WITHOUT, True)
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            delattr(module, WITHOUT)
 
 
 def fill_adapter(model: Any, seed: int, size: float = ADAPTER_SIZE, nudge: float = NUDGE) -> None:

@@ -1,0 +1,112 @@
+"""Mistakes in what lies beneath TRL: each is seen, by the case and the quantity that can see it."""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+import peft
+import transformers
+from transformers.models.llama import modeling_llama
+
+from cases.selftest.trainers.asked import disagreeing, verdicts
+from parity.trainers.checks import update
+from parity.trainers.definitions import decoder
+
+SGD, ADAM = ({"check": "update", **settings} for _, settings in update.PR)
+
+
+def unclipped(monkeypatch):
+    norm = lambda parameters, *_, **__: torch.nn.utils.get_total_norm([p.grad for p in parameters])  # noqa: E731
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", norm)
+
+
+def decayed_everywhere(monkeypatch):
+    names = lambda self, model: [n for n, _ in model.named_parameters()]  # noqa: E731
+    monkeypatch.setattr(transformers.Trainer, "get_decay_parameter_names", names)
+
+
+def constant_rate(monkeypatch):
+    monkeypatch.setattr(transformers.optimization, "_get_linear_schedule_with_warmup_lr_lambda", lambda *_, **__: 1.0)
+
+
+def state_forgotten(monkeypatch):
+    """Moments and step count of AdamW, and the scheduler's step."""
+    monkeypatch.setattr(transformers.Trainer, "_load_optimizer_and_scheduler", lambda self, checkpoint: None)
+
+
+def seen_again(monkeypatch):
+    monkeypatch.setattr(transformers.trainer, "skip_first_batches", lambda loader, number: loader)
+
+
+def rotated_backward(monkeypatch):
+    right = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, c, s, *more: (right(q, k, c, -s)[0], k))
+
+
+def without_scale(monkeypatch):
+    right = modeling_llama.eager_attention_forward
+    wrong = lambda *given, **more: right(*given, **more | {"scaling": 1.0})  # noqa: E731
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", wrong)
+
+
+def scaled_twice(monkeypatch):
+    right = peft.tuners.lora.LoraLayer.update_layer
+
+    @functools.wraps(right)
+    def wrong(self, name, *given, **more):
+        right(self, name, *given, **more)
+        self.scaling[name] *= 2
+
+    monkeypatch.setattr(peft.tuners.lora.LoraLayer, "update_layer", wrong)
+
+
+def rank_as_ever(monkeypatch):
+    right = peft.tuners.lora.LoraLayer.update_layer
+
+    @functools.wraps(right)
+    def wrong(self, *given, config, **more):
+        config.use_rslora = False
+        right(self, *given, config=config, **more)
+
+    monkeypatch.setattr(peft.tuners.lora.LoraLayer, "update_layer", wrong)
+
+
+def trained_base(monkeypatch):
+    monkeypatch.setattr(
+        peft.tuners.tuners_utils.BaseTuner, "_mark_only_adapters_as_trainable", lambda self, model: None
+    )
+
+
+MISTAKES = [
+    (unclipped, "sft-trainer", SGD, {"gradient of step 1"}),
+    (decayed_everywhere, "sft-trainer", SGD, {"parameters behind step 1"}),
+    (constant_rate, "sft-trainer", SGD, {"parameters behind step 2"}),
+    (state_forgotten, "sft-trainer", ADAM, {"parameters behind step 2"}),
+    (seen_again, "sft-trainer", ADAM, {"sequences"}),
+    (rotated_backward, "sft-trainer", {"check": "architecture"}, {"logits, sdpa attention, padded on the left"}),
+    (without_scale, "sft-trainer", {"check": "architecture"}, {"logits, eager attention, padded on the right"}),
+    (scaled_twice, "dpo-trainer", {"check": "adapters"}, {"loss", "gradient"}),
+    (rank_as_ever, "dpo-trainer", {"check": "adapters", "adapter": "rslora"}, {"loss", "gradient"}),
+    (trained_base, "dpo-trainer", {"check": "adapters"}, {"trained parameters"}),
+]
+
+
+@functools.cache
+def without_mistake(trainer, *asked):
+    return disagreeing(verdicts(trainer, **dict(asked)))
+
+
+@pytest.mark.parametrize(("mistake", "trainer", "asked", "wanted"), MISTAKES, ids=[m[0].__name__ for m in MISTAKES])
+def test_the_mistake_is_seen(mistake, trainer, asked, wanted, monkeypatch):
+    assert without_mistake(trainer, *asked.items()) == set()
+    mistake(monkeypatch)
+    assert wanted <= disagreeing(verdicts(trainer, **asked))
+
+
+def test_every_architecture_of_the_twins_is_written_out():
+    from parity.trainers.checks.twins import SETTINGS
+
+    assert set(SETTINGS["model"].choices) <= set(decoder.WRITTEN)

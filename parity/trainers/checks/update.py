@@ -1,0 +1,134 @@
+"""What becomes of the gradients: clipped, at the scheduler's learning rate, with weight decay, and after a resumed run."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.case.inputs import Setting
+from parity.judge.oracle import Oracle
+from parity.judge.problem import Problem
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, holds, tells
+from parity.trainers.checks.twin_windows import STORED
+from parity.trainers.checks.twins import twin
+from parity.trainers.definitions.formulas import Loss
+from parity.trainers.definitions.training_step import Parameters, exact_step, gradients
+from parity.trainers.rig import recorder, stored_window
+from parity.trainers.rig.twin_runs import Run
+
+STEPS, RATE = 2, 0.02
+BETAS, EPSILON = (0.8, 0.9), 1e-3
+"""AdamW's, away from their defaults; ε is of the size of the gradients, so that one that is left out shows."""
+MODEL = "phi"
+"""It has biases, layer norms, and no tied head."""
+SETTINGS = {
+    "optimizer": Setting("sgd", "optim", ("sgd", "adamw_torch")),
+    "clip": Setting(0.0, "max_grad_norm; 0 clips nothing", (0.0, 0.2)),
+    "decay": Setting(0.0, "weight_decay: of matrices, not of biases and norms", (0.0, 0.5)),
+    "schedule": Setting("constant", "lr_scheduler_type; linear falls to 0 in two steps", ("constant", "linear")),
+    "resumed": Setting(False, "the second step by another trainer, from the first one's checkpoint", (False, True)),
+}
+PR: list[CheckCase] = [
+    ("sft-trainer", {"clip": 0.2, "decay": 0.5, "schedule": "linear"}),
+    ("sft-trainer", {"optimizer": "adamw_torch", "clip": 0.2, "decay": 0.5, "schedule": "linear", "resumed": True}),
+]
+
+
+def cases(seed: int) -> Iterator[CheckCase]:
+    """Each value of each setting by itself with either optimizer, per trainer."""
+    for trainer, optimizer in itertools.product(STORED, SETTINGS["optimizer"].choices or ()):
+        for name in ("clip", "decay", "schedule", "resumed"):
+            yield from ((trainer, {"optimizer": optimizer, name: v}) for v in SETTINGS[name].choices or ())
+    yield from ((trainer, settings) for trainer in STORED for _, settings in PR)
+
+
+@check("update", STORED, SETTINGS, cases, pr=PR, paths=("released",))
+def update(call: CheckCall) -> Iterator[Quantity]:
+    """Two accumulated steps: gradients are clipped by their norm, parameters move as the optimizer's formula says."""
+    s = call.settings
+    with tempfile.TemporaryDirectory(prefix="parity-update-") as folder:
+        run = Run(call.case.family, twin(call.case.family, model=MODEL, split="2x2"), **_config(s, folder))
+        first = run.steps
+        runs = [(run, first, 0), (run, first, 1)]
+        if s.resumed:
+            other = Run(run.trainer, run.s, **_config(s, folder))
+            again = recorder.train(other.built, resume_from_checkpoint=str(Path(folder, "checkpoint-1")))
+            runs[1] = (other, again, len(again.gradients) - 1)
+    batches = [batch for _, steps, i in runs for batch in steps.window(i)]
+    both = sorted(recorder.sequences_of(batches))
+    message = f"{len(both)} sequences in two windows, not each of {len(run.window.expected)} once"
+    yield holds("sequences", both == sorted(run.window.expected), message, "exact", float(len(both)))
+    taken: list[Mapping[str, Tensor]] = []
+    for number, (own, steps, i) in enumerate(runs):
+        before, step = steps.parameters[i], f"of step {number + 1}"
+        policy = stored_window.policy(MODEL, torch.float64)
+        policy.load_state_dict(before)
+        loss = Loss(run.window.found_in(steps.window(i)), run.s)
+        exact = exact_step(policy, loss)
+        norm, share = _norm(exact), 1.0
+        if s.clip:
+            share = min(1.0, s.clip / (norm + 1e-6))  # torch's own 1e-6
+            yield tells("clipped", share < 0.5, f"gradients of norm {norm:.3g} are clipped at {s.clip}", norm)
+            exact = exact_step(policy, functools.partial(_times, share, loss))
+        yield gradients(exact, steps.gradients[i], f"gradient {step}")
+        taken.append({n: torch.zeros_like(before[n]) if g is None else g for n, g in steps.gradients[i].items()})
+        logged = [entry["grad_norm"] for entry in own.built.state.log_history if "grad_norm" in entry]
+        yield Quantity(f"grad_norm {step}", logged[number], _unclipped(taken[-1], share), "the norm before clipping")
+        after = steps.parameters[i + 1] if i + 1 < len(steps.parameters) else dict(own.built.model.named_parameters())
+        found = {n: after[n].detach() for n in before}
+        message = "by the formula of the optimizer, of the gradients that it was given"
+        yield Quantity(f"parameters behind step {number + 1}", found, Parameters(moved(s, before, taken), ""), message)
+
+
+def _times(share: float, loss: Loss, model: Any) -> Tensor:
+    return share * loss(model)
+
+
+def _unclipped(gradients: Mapping[str, Tensor], share: float) -> Entry:
+    """The norm of all gradients together before each was multiplied by `share`."""
+    inputs = {"gradient": torch.cat([g.flatten() for g in gradients.values()])}
+    return Entry(Problem(lambda gradient: {"norm": gradient.norm() / share}, inputs, {}, ()).oracle, "norm")
+
+
+def _config(s: SimpleNamespace, folder: str) -> dict[str, Any]:
+    kept = {"save_strategy": "steps", "save_steps": 1, "output_dir": folder} if s.resumed else {}
+    own = {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_epsilon": EPSILON, "weight_decay": s.decay}
+    steps = {"max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": s.schedule, "warmup_steps": 0}
+    return {"optim": s.optimizer, "max_grad_norm": s.clip, **recorder.LOGGED, **own, **steps, **kept}
+
+
+def _norm(step: Oracle) -> float:
+    """Of all gradients together."""
+    return math.sqrt(sum(float(g.square().sum()) for g in Parameters(step).exact.values()))
+
+
+def moved(s: SimpleNamespace, before: Mapping[str, Tensor], taken: Sequence[Mapping[str, Tensor]]) -> Oracle:
+    """Parameters, from those before the last step and the gradients of every step, name by name: SGD, θ - η(g + λθ); or
+    AdamW (arXiv 1711.05101, algorithm 2), θ - η·λθ - η·m̂/(√v̂ + ε). λ is 0 for what is no matrix."""
+    step = len(taken)
+    rate = RATE * (1 - (step - 1) / STEPS if s.schedule == "linear" else 1.0)
+
+    def define(before: Mapping[str, Tensor], taken: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        out = {}
+        for name, p in before.items():
+            decay, grads = s.decay if p.dim() > 1 else 0.0, [g[name] for g in taken]
+            if s.optimizer == "sgd":
+                out[name] = p - rate * (grads[-1] + decay * p)
+                continue
+            a, b = BETAS
+            m = sum((1 - a) * a ** (step - 1 - i) * g for i, g in enumerate(grads)) / (1 - a**step)
+            v = sum((1 - b) * b ** (step - 1 - i) * g * g for i, g in enumerate(grads)) / (1 - b**step)
+            out[name] = p * (1 - rate * decay) - rate * m / (v.sqrt() + EPSILON)
+        return out
+
+    inputs = {"before": dict(before), "taken": [dict(g) for g in taken]}
+    oracle = Problem(define, inputs, {}, ()).oracle
+    return dataclasses.replace(oracle, kind=lambda name, found: {"scalar": False, "entrywise": True})
