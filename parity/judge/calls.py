@@ -45,6 +45,15 @@ class FunctionCalls(protocol.Calls[Tensors]):
     # (name, value, under the problem's own values) -> whether the value agrees with the definition
     agrees: Callable[[str, torch.Tensor | None], bool] = lambda name, value: False
     changed: list[str] = dataclasses.field(default_factory=list)
+    # other values, in memory taken before the first call
+    reserved: list[Tensors] = dataclasses.field(default_factory=list)
+
+    def reserve(self) -> None:
+        """Take the memory of `unseen` before any call: an allocator gives what a call has left to the next."""
+        self.reserved.append(self.fresh(other=True))
+
+    def unseen(self) -> Tensors:
+        return self.reserved.pop() if self.reserved else self.fresh(other=True)
 
     def fresh(self, other: bool = False) -> Tensors:
         tensors = {n: (other_values(x) if other else laid_out(x)) for n, x in self.problem.tensors.items()}

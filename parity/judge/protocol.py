@@ -21,6 +21,10 @@ class Calls(Protocol[X]):
     def fresh(self, other: bool = False) -> X:
         """New leaves without history, with the values, or with others of the same shapes."""
 
+    def unseen(self) -> X:
+        """Leaves with other values, in memory that no call has seen: what is kept by address would find the values there."""
+        return self.fresh(other=True)
+
     def write(self, x: X, through_data: bool) -> None:
         """Write the values into tensors that hold others: in place, or through `.data`, which no version counter sees."""
 
@@ -78,7 +82,7 @@ THROUGH_DATA = "differs when called again after other values in the same tensors
 
 
 def _repeated(calls: Calls[X], first: Values, through_data: bool) -> list[str]:
-    x = calls.fresh(other=True)
+    x = calls.unseen()
     outputs = calls.forward(x)
     theirs = dict(outputs) | asked(calls, x, outputs, calls.leaves(x))
     kept = {n: v.detach().clone() for n, v in theirs.items()}

@@ -68,7 +68,8 @@ class Tensor:
             x = integers(case.seed, name, shape, bound)
             if style == "repeated":
                 x = torch.full_like(x, int(integers(case.seed, name, (1,), bound)))
-            return laid((x.clamp(0, 1) * (bound - 1) if style == "edges" else x).to(case.device), layout)
+            x = x.clamp(0, 1) * (bound - 1) if style == "edges" else x
+            return laid((x if self.then is None else self.then(x)).to(case.device), layout)
         x = normal(case.seed, name, shape)
         if style == "extreme":
             far = EXTREME_FP16 if (self.dtype or case.dtype) == "fp16" else EXTREME
@@ -109,7 +110,10 @@ def tensor(*dims: str | int, **fields: Any) -> Tensor:
 
 
 def index(*dims: str | int, below: str | int, **fields: Any) -> Tensor:
-    """An int64 tensor in [0, below), a dimension's name or a number: any, one id everywhere, or both ends alone."""
+    """An int64 tensor in [0, below), a dimension's name or a number: any, one id everywhere, or both ends alone.
+
+    `then` changes it as it does a `tensor`, such as `lambda ids: ids.where(ids % 5 > 0, -100)` for targets to ignore.
+    """
     return Tensor(dims, below=below, **{"values": REPEATS, "layouts": ("contiguous", "sliced"), **fields})
 
 
@@ -351,7 +355,8 @@ def draw(
         dtypes: those of the tensors that have none of their own.
         seed: of the cases.
         device: of the tensors; default: the GPU if there is one. The same id has the same values on each.
-        spec: input -> `tensor(...)`, `index(...)`, a list of options, or a function (case) -> value.
+        spec: input -> `tensor(...)`, `index(...)`, a list of options, or a function (case) -> value, such as
+            `lambda case: torch.randn(case.sizes["N"] + 1)`; `case.dtype` is "fp32", "bf16" or "fp16".
     """
     tensors = {n: t for n, t in spec.items() if isinstance(t, Tensor)}
     options = {n: list(v) for n, v in spec.items() if isinstance(v, list | tuple)}

@@ -54,6 +54,20 @@ def test_a_few_dozen_cases_cover_what_breaks_kernels():
     assert all(t.numel() <= 1 << 16 for c in cases for t in (c.inputs["x"], c.inputs["weight"]))
 
 
+def test_drawn_ids_may_be_changed():
+    """A cross entropy that divides by all rows agrees until some targets are ignored."""
+    ignored = {"then": lambda ids: ids.where(ids % 5 > 0, -100)}
+
+    def by_all_rows(logits, target):
+        return torch.nn.functional.cross_entropy(logits.float(), target, reduction="sum") / max(1, len(target))
+
+    for more, agree in (({}, True), (ignored, False)):
+        sizes = {"N": (5, 64), "V": (5, 64)}
+        drawn = draw(logits=tensor("N", "V"), target=index("N", below="V", values=("plain",), **more), sizes=sizes)
+        found = [case.check_parity(by_all_rows, D.cross_entropy, protocol="none") for case in drawn.cases(3)]
+        assert all(parity.agrees == agree for parity in found)
+
+
 def test_values_stay_while_shapes_shrink():
     sizes, rest = ("N:9/H:40", "N:4/H:7"), "eps:1e-06/upstream:random/grad:all/seed:3"
     long, short = (RMS.case(f"fp32/{size}/{rest}") for size in sizes)
