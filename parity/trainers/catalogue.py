@@ -32,7 +32,7 @@ from parity.trainers.specs import TRAINERS
 
 MODULES = (
     "step_one gradient_flow config_values advantages twins processes losses metrics variations twin_windows distillation"
-    " update architecture"
+    " update architecture generation"
 ).split()
 
 

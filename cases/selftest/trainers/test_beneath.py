@@ -9,10 +9,11 @@ pytest.importorskip("trl")
 
 import peft
 import transformers
+from transformers.generation import logits_process
 from transformers.models.llama import modeling_llama
 
 from cases.selftest.trainers.asked import disagreeing, verdicts
-from parity.trainers.checks import update
+from parity.trainers.checks import generation, update
 from parity.trainers.definitions import decoder
 
 SGD, ADAM = ({"check": "update", **settings} for _, settings in update.PR)
@@ -80,6 +81,27 @@ def trained_base(monkeypatch):
     )
 
 
+def cached_in_bf16(monkeypatch):
+    right = transformers.cache_utils.DynamicLayer.update
+
+    def wrong(self, keys, values, *more, **given):
+        return right(self, keys.bfloat16().to(keys.dtype), values, *more, **given)
+
+    monkeypatch.setattr(transformers.cache_utils.DynamicLayer, "update", wrong)
+
+
+def padding_attended(monkeypatch):
+    """By the tokens that are generated."""
+    right = transformers.generation.GenerationMixin._update_model_kwargs_for_generation
+
+    def wrong(self, *given, **more):
+        out = right(self, *given, **more)
+        out["attention_mask"] = torch.ones_like(out["attention_mask"])
+        return out
+
+    monkeypatch.setattr(transformers.generation.GenerationMixin, "_update_model_kwargs_for_generation", wrong)
+
+
 MISTAKES = [
     (unclipped, "sft-trainer", SGD, {"gradient of step 1"}),
     (decayed_everywhere, "sft-trainer", SGD, {"parameters behind step 1"}),
@@ -90,6 +112,8 @@ MISTAKES = [
     (without_scale, "sft-trainer", {"check": "architecture"}, {"logits, eager attention, padded on the right"}),
     (scaled_twice, "dpo-trainer", {"check": "adapters"}, {"loss", "gradient"}),
     (rank_as_ever, "dpo-trainer", {"check": "adapters", "adapter": "rslora"}, {"loss", "gradient"}),
+    (cached_in_bf16, "grpo-trainer", {"check": "generation", "temperature": 1.4}, {"probabilities"}),
+    (padding_attended, "online-dpo-trainer", {"check": "generation", "temperature": 1.4}, {"probabilities"}),
     (trained_base, "dpo-trainer", {"check": "adapters"}, {"trained parameters"}),
 ]
 
@@ -104,6 +128,26 @@ def test_the_mistake_is_seen(mistake, trainer, asked, wanted, monkeypatch):
     assert without_mistake(trainer, *asked.items()) == set()
     mistake(monkeypatch)
     assert wanted <= disagreeing(verdicts(trainer, **asked))
+
+
+PROCESSORS = {
+    "temperature": "TemperatureLogitsWarper",
+    "top_k": "TopKLogitsWarper",
+    "top_p": "TopPLogitsWarper",
+    "min_p": "MinPLogitsWarper",
+    "repetition_penalty": "RepetitionPenaltyLogitsProcessor",
+}
+
+
+@pytest.mark.parametrize("name", generation.FILTERS)
+def test_every_setting_of_generation_has_an_effect(name, monkeypatch):
+    """A library that ignores one of them is seen, beside all others that a case of pr has."""
+    settings = max((s for _, s in generation.PR if name in s), key=len)
+    asked = {"check": "generation", **settings}
+    assert without_mistake("grpo-trainer", *asked.items()) == set()
+    processor = getattr(logits_process, PROCESSORS[name])
+    monkeypatch.setattr(processor, "__call__", lambda self, ids, scores: scores)
+    assert disagreeing(verdicts("grpo-trainer", **asked)) == {"probabilities"}
 
 
 def test_every_architecture_of_the_twins_is_written_out():

@@ -52,10 +52,14 @@ def cases(seed: int) -> Iterator[CheckCase]:
 
 @check("update", STORED, SETTINGS, cases, pr=PR, paths=("released",))
 def update(call: CheckCall) -> Iterator[Quantity]:
-    """Two accumulated steps: gradients are clipped by their norm, parameters move as the optimizer's formula says."""
+    """Two steps: gradients are clipped by their norm, parameters move as the optimizer's formula says."""
     s = call.settings
     with tempfile.TemporaryDirectory(prefix="parity-update-") as folder:
-        run = Run(call.case.family, twin(call.case.family, model=MODEL, split="2x2"), **_config(s, folder))
+        run = Run(
+            call.case.family,
+            twin(call.case.family, model=MODEL, split="2x2" if call.spec.accumulates else "4x1"),
+            **_config(s, folder),
+        )
         first = run.steps
         runs = [(run, first, 0), (run, first, 1)]
         if s.resumed:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
+from parity.trainers.definitions import scored
+
 GEMMA = ("scaled embedding", "one more", "four norms", "tanh GELU")
 WRITTEN: Mapping[str, tuple[str, ...]] = {
     "llama": (),
@@ -28,7 +30,10 @@ SLIDING = "sliding_attention"
 
 
 def logits(model: Any, name: str, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Logits (T_i, V) of each sequence by the parameters and the config of `model`, a `name` of `WRITTEN`."""
+    """Logits (T_i, V) of each sequence by the parameters and the config of `model`; by its own forward, without a cache, where
+    `name` is not of `WRITTEN`."""
+    if name not in WRITTEN:
+        return scored.logits(model, sequences)
     decoder = _Decoder(model, name)
     return [decoder(torch.tensor(ids)) for ids in sequences]
 
