@@ -6,7 +6,7 @@ is the number of tokens in a chunk. Without `options` it is plain logits and tor
 
 import functools
 import math
-from typing import Any
+from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 import torch
@@ -18,9 +18,11 @@ from parity.implementations import plain
 from parity.implementations.implementation import (
     EVERY_CONTEXT,
     ONE_DTYPE,
+    Limit,
     Outputs,
     accepted,
     by_token,
+    found_at,
     implementation,
     only,
 )
@@ -77,6 +79,13 @@ def _sums_narrow(x: Inputs) -> Recipe:
     return _accurate(x, logits="input", dlogits="input", elementwise="input", softmax="input")
 
 
+def _in_installed(policy: str) -> Limit:
+    """2.15 has no "balanced"."""
+    options = found_at("torch.nn:LinearCrossEntropyOptions")
+    known = get_args(get_type_hints(options)["acc_policy"]) if options else (policy,)
+    return only(f"no acc_policy {policy!r} in the installed version", lambda s: policy in known)
+
+
 offer("torch.linear_cross_entropy", recipe=_accurate)(_call)
 for kind in ("mean", "sum"):  # gradients of the forward pass: as the option stands a second backward pass is refused
     reduced = functools.partial(_call, reduction=kind, allow_retain_graph=True)
@@ -88,7 +97,8 @@ for kind in ("mean", "sum"):  # gradients of the forward pass: as the option sta
     )(reduced)
 for policy in ("balanced", "compact"):  # compact: the head's gradient is summed in its own dtype
     narrow = functools.partial(_call, acc_policy=policy, acc_dtype=torch.float32)
-    offer(f"torch.linear_cross_entropy.{policy}", recipe=_sums_narrow)(narrow)
+    limits = (*LIMITS, _in_installed(policy))
+    offer(f"torch.linear_cross_entropy.{policy}", recipe=_sums_narrow, limits=limits)(narrow)
 
 
 CLIP = (

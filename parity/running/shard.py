@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 
 from parity.case.case import Case, Frozen
@@ -101,7 +102,8 @@ class Session:
         chosen = [i for i in self._of(case) if only is None or i.id in only or i.is_function]
         rows = list(self._judged(case, chosen, shard, thorough and self.profile.frozen_whole))
         for entry in self.ledger.entries:
-            if Path(entry.case).name == name and stale(entry, rows, self.device):  # it must agree twice
+            if Path(entry.case).name == name and stale(entry, rows, self.device):
+                torch.compiler.reset()  # it must agree twice, and as a fresh process would compile it
                 concerned = {i.id for i in chosen if entry.covers_implementation(i.id)}
                 again = list(self._run(case, [i for i in chosen if i.id in concerned], shard, thorough))
                 if not stale(entry, again, self.device):

@@ -286,6 +286,33 @@ def test_an_entry_that_covers_nothing_is_named_with_its_line(tmp_path, change, s
     assert [r for r in reasons if "ledger" in r] == ([f"ledger entry one {said}: {path} line 3"] if said else [])
 
 
+def test_a_case_that_agrees_is_asked_again_as_a_fresh_process_compiles_it(tmp_path):
+    """On torch 2.15 a program that earlier shapes left hid what cut-cross-entropy's compiled loss does in its frozen case."""
+    own, events = session("right", tmp_path)
+    (right,) = own.implementations
+    case, factor = Case("logprobs", 1, "fp32", {}), 1.0
+
+    def backend(graph, inputs):
+        by = factor
+        return lambda *given: tuple(out * by for out in graph(*given))
+
+    program = torch.compile(lambda x: x * 1.0, backend=backend)
+
+    def call(x):
+        return {"logps": program(right.call(x)["logps"])}
+
+    own.implementations = [dataclasses.replace(right, call=call)]
+    (tmp_path / "mine.json").write_text(json.dumps(case.to_json()))
+    own.ledger = Ledger.load(ledger_of(tmp_path / "l.toml", {"implementations": [right.id], "case": "mine.json"}))
+    own.frozen = {"mine.json": Frozen(case, fast=True)}
+    own.run(FROZEN)
+    assert {row.verdict for row in rows(events)} == {"agree"}
+    events.clear()
+    factor = 1.5  # of a program that is compiled from here on
+    own.run(FROZEN)
+    assert {row.known for row in rows(events) if row.failing} == {"one"}
+
+
 @pytest.fixture
 def known(tmp_path):
     """A wrong kernel whose finding the ledger knows; a function that runs its frozen case, measured so."""
