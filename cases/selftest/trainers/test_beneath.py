@@ -102,7 +102,45 @@ def padding_attended(monkeypatch):
     monkeypatch.setattr(transformers.generation.GenerationMixin, "_update_model_kwargs_for_generation", wrong)
 
 
+def merged_by_half(monkeypatch):
+    right = peft.tuners.lora.Linear.get_delta_weight
+    monkeypatch.setattr(peft.tuners.lora.Linear, "get_delta_weight", lambda self, adapter: 0.5 * right(self, adapter))
+
+
+def merged_for_good(monkeypatch):
+    monkeypatch.setattr(peft.tuners.lora.Linear, "unmerge", lambda self: self.merged_adapters.clear())
+
+
+def loaded_in_part(monkeypatch):
+    right = peft.PeftModel.load_adapter
+
+    def wrong(self, *given, **more):
+        out = right(self, *given, **more)
+        next(p for n, p in self.named_parameters() if "lora_B" in n).data.zero_()
+        return out
+
+    monkeypatch.setattr(peft.PeftModel, "load_adapter", wrong)
+
+
+def not_causal(monkeypatch):
+    right = torch.nn.functional.scaled_dot_product_attention
+    wrong = lambda *given, **more: right(*given, **more | {"is_causal": False})  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
+
+
+def dropped_anew(monkeypatch):
+    """In what checkpointing computes again."""
+    right = torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr(transformers.modeling_utils, "checkpoint", functools.partial(right, preserve_rng_state=False))
+
+
 MISTAKES = [
+    (merged_by_half, "dpo-trainer", {"check": "adapters"}, {"logits, merged"}),
+    (merged_for_good, "dpo-trainer", {"check": "adapters"}, {"logits, unmerged"}),
+    (loaded_in_part, "dpo-trainer", {"check": "adapters"}, {"logits, saved and loaded"}),
+    (not_causal, "sft-trainer", {"check": "architecture"}, {"logits, sdpa attention, one by one"}),
+    (dropped_anew, "sft-trainer", {"check": "dropout"}, {"gradient"}),
+    (dropped_anew, "sft-trainer", {"check": "dropout", "checkpointing": "non-reentrant"}, {"gradient"}),
     (unclipped, "sft-trainer", SGD, {"gradient of step 1"}),
     (decayed_everywhere, "sft-trainer", SGD, {"parameters behind step 1"}),
     (constant_rate, "sft-trainer", SGD, {"parameters behind step 2"}),

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
-from parity.trainers.check import CheckCall, CheckCase, Quantity, check
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
+from parity.trainers.checks.twins import twin
 from parity.trainers.definitions import decoder
 from parity.trainers.definitions.scored import rows
 from parity.trainers.definitions.training_step import exact_step, gradients, window_loss
-from parity.trainers.rig import models
+from parity.trainers.rig import drive, models, recorder
 from parity.trainers.rig.drawn import normal
+from parity.trainers.rig.twin_runs import Run
+from parity.upstream import trl
 
 LENGTHS = (80, 67)
 """Longer than the sliding windows of 64."""
@@ -23,6 +26,8 @@ SETTINGS = {"model": Setting("llama", "tiny model", tuple(models.ARCHITECTURES))
 CASES: list[CheckCase] = [("sft-trainer", {"model": name}) for name in models.ARCHITECTURES]
 PR = [case for case in CASES if case[1]["model"] != "recurrent_gemma"]
 """Without one that is known to be wrong, which takes as long as six."""
+SHARE = 0.3
+DROPPED: list[CheckCase] = [("sft-trainer", {"checkpointing": kind}) for kind in (drive.REENTRANT, drive.NON_REENTRANT)]
 
 
 @check(
@@ -36,7 +41,7 @@ PR = [case for case in CASES if case[1]["model"] != "recurrent_gemma"]
     moves=True,
 )
 def architecture(call: CheckCall) -> Iterator[Quantity]:
-    """Logits and every gradient of the model by itself are those of its architecture, or of the other padding and attention."""
+    """Logits and every gradient of the model by itself are those of its architecture, whatever the padding and attention."""
     name = call.settings.model
     sequences = [[int(w[1:]) for w in models.words(9, f"row {n}", n).split()] for n in LENGTHS]
     upstream = [normal(9, f"upstream {n}", (n, models.VOCABULARY)) for n in LENGTHS]
@@ -49,28 +54,64 @@ def architecture(call: CheckCall) -> Iterator[Quantity]:
     step = exact_step(exact, lambda model: loss(decoder.logits(model, name, sequences)))
     message = f"no trainer is in this: transformers' {type(exact).__name__}"
     fused = "sdpa" if exact._supports_sdpa else "eager"  # Gemma-2's softcap on scores is eager's alone
-    for attention, side in (("eager", "right"), (fused, "left")):
+    for attention, way in (("eager", "padded on the right"), (fused, "padded on the left"), (fused, "one by one")):
         model = models.model(name, attention=attention).train().to(call.device)
-        batch = {n: x.to(call.device) for n, x in _padded(sequences, side).items()}
-        seen = batch["attention_mask"].bool()
-        z = model(**batch, use_cache=False).logits
-        found = loss([own[kept] for own, kept in zip(z, seen, strict=True)])
+        found = loss([z.cpu() for z in _logits(model, sequences, way)])
         found.backward()
-        told = f"{attention} attention, padded on the {side}"
+        told = f"{attention} attention, {way}"
         yield _told(window_loss(step, float(found.detach()), f"logits, {told}"), message)
         grads = {n: None if p.grad is None else p.grad.cpu() for n, p in model.named_parameters()}
         yield _told(gradients(step, grads, f"gradient, {told}"), message)
 
 
-def _padded(sequences: Sequence[Sequence[int]], side: str) -> dict[str, Any]:
+def _logits(model: Any, sequences: Sequence[Sequence[int]], way: str) -> list[Tensor]:
+    """Logits (T_i, V) of each: of a padded batch, or of each sequence by itself, without a mask (causal attention's own path)."""
+    device = next(model.parameters()).device
+    if way == "one by one":
+        return [model(input_ids=torch.tensor([s], device=device), use_cache=False).logits[0] for s in sequences]
     batch = rows(sequences)
-    if side == "left":
-        return {
-            n: torch.stack([x.roll(len(x) - len(s)) for x, s in zip(b, sequences, strict=True)])
-            for n, b in batch.items()
-        }
-    return batch
+    if way == "padded on the left":
+        ends = [len(s) for s in sequences]
+        batch = {n: torch.stack([x.roll(len(x) - e) for x, e in zip(b, ends, strict=True)]) for n, b in batch.items()}
+    found = model(**{n: x.to(device) for n, x in batch.items()}, use_cache=False).logits
+    return [z[seen.bool()] for z, seen in zip(found, batch["attention_mask"], strict=True)]
 
 
 def _told(quantity: Quantity, message: str) -> Quantity:
     return Quantity(quantity.name, quantity.value, quantity.definition, message)
+
+
+@check(
+    "dropout",
+    ("sft-trainer",),
+    {"checkpointing": Setting(drive.REENTRANT, "gradient checkpointing", (drive.REENTRANT, drive.NON_REENTRANT))},
+    lambda seed: DROPPED,
+    pr=DROPPED,
+    paths=("released",),
+)
+def dropout(call: CheckCall) -> Iterator[Quantity]:
+    """What checkpointing computes again drops the same activations: gradients are those without it, to the bit."""
+
+    def handed() -> tuple[Any, Any]:
+        base = models.model("llama")
+        for module in base.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = SHARE
+        return base, trl.lora(lora_dropout=SHARE)
+
+    def taken(checkpointing: str) -> recorder.Steps:
+        run = Run(call.case.family, twin(call.case.family, split="4x2", checkpointing=checkpointing), adapter=handed)
+        with drive.seeded():
+            return run.steps
+
+    plain, again = taken(drive.OFF), taken(call.settings.checkpointing)
+    other = [n for n, g in plain.gradients[0].items() if not torch.equal(g, again.gradients[0][n])]
+    yield holds(
+        "loss", plain.losses == again.losses, f"{again.losses} instead of {plain.losses}", "exact", sum(again.losses)
+    )
+    yield holds(
+        "gradient",
+        not other,
+        f"{len(other)} of {len(plain.gradients[0])} parameters differ, first {other[:1]}",
+        "exact",
+    )

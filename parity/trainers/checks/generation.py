@@ -24,9 +24,10 @@ from parity.trainers.rig.stored_window import Sample
 TRAINERS = ("grpo-trainer", "rloo-trainer", "online-dpo-trainer")
 PROMPTS = (62, 3, 9, 60)
 """Tokens of each prompt: the longest and its completion are longer than a sliding window of 64."""
-LIMIT = 8
+LIMIT, EVEN = 8, 40
 SETTINGS = {
     "model": Setting("llama", "tiny model", tuple(models.ARCHITECTURES)),
+    "even": Setting(False, f"prompts of {EVEN} tokens each: none is padded", (False, True)),
     "temperature": Setting(1.0, "divides the logits", (1.0, 1.4)),
     "top_k": Setting(0, "the likeliest k, 0 for all", (0, 7)),
     "top_p": Setting(1.0, "the fewest tokens whose probability reaches p", (1.0, 0.95)),
@@ -48,6 +49,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
     for trainer in TRAINERS:
         for name, setting in SETTINGS.items():
             yield from ((trainer, {name: value}) for value in setting.choices or ())
+        yield trainer, {"model": "recurrent_gemma", "even": True}  # which padding changes
 
 
 @check("generation", TRAINERS, SETTINGS, cases, pr=PR, paths=("released",))
@@ -56,7 +58,10 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
     s = call.settings
     settings = {name: getattr(s, name) for name in FILTERS}
     drive.needs(call.trainer, *(name for name, value in settings.items() if value != SETTINGS[name].default))
-    rows = [Sample(models.words(13, f"prompt {n}", n) + " ", "", "", label=True) for n in PROMPTS]
+    rows = [
+        Sample(models.words(13, f"prompt {n}", n) + " ", "", "", label=True)
+        for n in ([EVEN] * len(PROMPTS) if s.even else PROMPTS)
+    ]
     wanted = recorder.plain(f"{len(rows)}x1") | settings | {"max_new_tokens": LIMIT, "max_completion_length": LIMIT}
     wanted |= {"per_device_train_batch_size": 2 * len(rows)} if call.spec.grouped else {}
     data = stored_window.dataset(rows, "prompts")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, holds
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, always, check, holds
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss, padded
-from parity.trainers.definitions.scored import Scored, rows
+from parity.trainers.definitions.scored import Scored, logits, rows
+from parity.trainers.definitions.training_step import measured
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.drawn import normal
 from parity.trainers.rig.recorder import Sequences
@@ -114,6 +116,32 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
     adapted = stored_window.written_out(stored_window.adapted(base, stored_window.TRAINED, **options))
     yield _trained(run.built.model, options)
     yield from judged(call, run, loss, adapted.train())
+    if trainer == "dpo-trainer" and call.path == "released":  # what the others do alike
+        yield from _kept(settings.model, run.built.model, adapted, run.window)
+
+
+def _kept(name: str, model: Any, adapted: Any, window: Window) -> Iterator[Quantity]:
+    """Merged into the base, as for an inference engine, taken out again, and read from its files the adapter is the same."""
+    import peft
+
+    sequences = [tokens for tokens, _ in window.sequences]
+
+    def found(model: Any) -> dict[str, Tensor]:
+        return {"logits": torch.cat(logits(model, sequences))}
+
+    oracle = measured(adapted, found)
+
+    def quantity(model: Any, told: str) -> Quantity:
+        with torch.no_grad():
+            return Quantity(f"logits, {told}", found(model.eval())["logits"], Entry(oracle, "logits"))
+
+    with trl.quiet(), tempfile.TemporaryDirectory(prefix="parity-adapter-") as folder:
+        model.save_pretrained(folder)
+        yield quantity(peft.PeftModel.from_pretrained(models.model(name), folder), "saved and loaded")
+    model.merge_adapter()
+    yield quantity(model, "merged")
+    model.unmerge_adapter()
+    yield quantity(model, "unmerged")
 
 
 def _trained(model: Any, options: Mapping[str, Any]) -> Quantity:
