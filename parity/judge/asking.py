@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from parity.judge.operations import is_floating
 from parity.judge.oracle import gradient_name
-from parity.judge.problem import UPSTREAM, Problem, in_order, named, upstream
-from parity.judge.recipe import DTYPES, UNIT_ROUNDOFF, Recipe
+from parity.judge.problem import UPSTREAM, Problem, in_order, named, same, upstream
+from parity.judge.recipe import DTYPES, Recipe
 
 
 def posed(
@@ -62,7 +62,8 @@ def posed(
     for f in (function, definition):
         _check_call(f, inputs, () if isinstance(f, torch.nn.Module) else parameters)
     leaves = tuple(n for n in floating if n in grad)
-    problem = Problem(definition, inputs, parameters, leaves, (*also, *getattr(definition, "also", ())), given, seed)
+    others = (*also, *getattr(definition, "also", ()))
+    problem = Problem(definition, inputs, parameters, leaves, others, given, seed, attention=True)
     if not problem.outputs:
         raise ValueError("the definition returns no tensor: return one, or a list, tuple or dictionary of tensors")
     outputs = [n for n, x in problem.outputs.items() if x.is_floating_point()]
@@ -75,7 +76,7 @@ def posed(
         if g.shape != problem.outputs[name].shape:
             expected = tuple(problem.outputs[name].shape)
             raise ValueError(f"cotangent of {name} has shape {tuple(g.shape)}: give {expected}, that of the output")
-    if odd := [n for n, x in problem.outputs.items() if not _same(x, problem.oracle.exact[n])]:
+    if odd := [n for n, x in problem.outputs.items() if not same(x, problem.oracle.exact[n])]:
         raise ValueError(
             f"the definition is random: {odd[0]} differs from run to run; give the random numbers as inputs"
         )
@@ -91,13 +92,6 @@ def resolved(recipe: Recipe | None, problem: Problem) -> Recipe:
         if isinstance(value, str) and field not in formulas and value not in (*DTYPES, "any"):
             raise ValueError(f"Recipe({field}={value!r}): give input, {', '.join(DTYPES)}")
     return found
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two runs in float64 differ by less than float32 can tell, as sums in another order do."""
-    a, b, u = a.detach().double(), b.detach().double(), UNIT_ROUNDOFF["fp32"]
-    top = float(a.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if a.numel() else 0.0
-    return a.shape == b.shape and torch.allclose(a, b, u, u * top, equal_nan=True)
 
 
 def _check_types(inputs: Any, actual: Any, cotangent: Any) -> None:

@@ -281,9 +281,7 @@ def _in_float32(function: Any, problem: Problem, wrong: Collection[str], explain
     wide = {n: x.detach().float() if is_floating(x) else x for n, x in problem.tensors.items()}
     arguments = call(lambda **given: given, problem.inputs, wide, ())
     parameters = {n: wide[n] for n in problem.parameters}
-    precise = Problem(
-        problem.definition, arguments, parameters, problem.leaves, problem.also, problem.cotangents, problem.seed
-    )
+    precise = dataclasses.replace(problem, inputs=arguments, parameters=parameters, given=problem.cotangents)
     with contextlib.suppress(Exception):  # a kernel without float32: its dtype's own coarser precisions decide
         judged = _judged(precise, FunctionCalls(function, precise).values(), Recipe())
         return all(judged[n].agrees for n in wrong)

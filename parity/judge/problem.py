@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from parity.judge.attention import WeightsAgain
 from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.operations import AnyOperation, Largest, OwnConstants, as_definition, is_floating
 from parity.judge.oracle import LARGEST_STACK, LARGEST_WITHIN, Oracle, Quantities, doubled, stacked, with_gradients
@@ -19,6 +20,17 @@ from parity.judge.recipe import DTYPES, NAMES, UNIT_ROUNDOFF, Recipe
 from parity.judge.stages import of_dtype
 
 Definition = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """A definition within `WeightsAgain`."""
+
+    definition: Definition
+    mode: WeightsAgain = dataclasses.field(default_factory=WeightsAgain)
+
+
+Form = Definition | Again
 
 
 def named(tree: Any, root: str = "output") -> dict[str, torch.Tensor]:
@@ -58,6 +70,13 @@ def upstream(kind: str, name: str, like: torch.Tensor, seed: int, dtype: str) ->
     return cotangent(name, like, seed) * (1 if kind == "random" else SCALED_FP16 if dtype == "fp16" else SCALED)
 
 
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two runs in float64 differ by less than float32 can tell, as sums in another order do."""
+    a, b, u = a.detach().double(), b.detach().double(), UNIT_ROUNDOFF["fp32"]
+    top = float(a.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if a.numel() else 0.0
+    return a.shape == b.shape and torch.allclose(a, b, u, u * top, equal_nan=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """A definition, the inputs that it and a function are given, and which gradients are judged."""
@@ -73,7 +92,8 @@ class Problem:
     seed: int = 0  # of upstream gradients and replicas
     rounding: type[MonteCarlo] = AnyOperation  # the arithmetic of a replica
     within: int | None = None  # entries of the largest tensor between inputs and outputs; None: a run tells
-    _routed: list[Definition] = dataclasses.field(default_factory=list, repr=False)
+    attention: bool = False  # whether attention's weights may be made again in a backward pass
+    _routed: list[Form] = dataclasses.field(default_factory=list, repr=False)
     """Forms whose path depends on values (a router that sends tokens to experts), or that have no batched form."""
 
     @property
@@ -138,6 +158,20 @@ class Problem:
         vars(drawing)["_exact"] = self._exact
         return Oracle(self._exact[0], drawing._replicas, drawing._kind, self.seed, size)
 
+    @functools.cached_property
+    def _forms(self) -> tuple[Form, ...]:
+        """The definition and its other forms; where attention is in it, also the one that makes the weights again."""
+        own, again = (self.definition, *self.also), Again(self.definition)
+        if not self.attention:
+            return own
+        with as_definition(DTYPES[self.dtype]), torch.enable_grad(), _said():
+            leaves = self._double(None)
+            outputs = self._call(again, leaves)
+            if not again.mode.found:
+                return own
+            found = self._with_gradients(leaves, outputs, self.cotangents)
+        return (*own, again) if all(same(found[n], x) for n, x in self._exact[0].items()) else own
+
     def _kind(self, name: str, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         value, gradient = found[name][0], name.startswith("grad_")
         return {"scalar": value.dim() == 0 and not gradient, "entrywise": not gradient or value.dim() == 1}
@@ -149,7 +183,10 @@ class Problem:
             for name, x in self.tensors.items()
         }
 
-    def _call(self, form: Definition, tensors: Mapping[str, torch.Tensor]) -> Quantities:
+    def _call(self, form: Form, tensors: Mapping[str, torch.Tensor]) -> Quantities:
+        if isinstance(form, Again):
+            with form.mode:
+                return self._call(form.definition, tensors)
         return named(call(form, self.inputs, tensors, self.parameters))
 
     def _with_gradients(
@@ -163,17 +200,17 @@ class Problem:
         sizes = [x.numel() for x in (*self.tensors.values(), *self._exact[0].values())]
         width = min(LARGEST_STACK // max(1, *sizes), LARGEST_WITHIN // max(1, self.within or 0))
         parts: list[Quantities] = []
-        for i, form in enumerate(forms := (self.definition, *self.also)):
+        for i, form in enumerate(forms := self._forms):
             own = numbers[len(numbers) * i // len(forms) : len(numbers) * (i + 1) // len(forms)]
             ahead = own.start - numbers.start  # each form begins with those on own grids
 
-            def stack(width: int, first: int, form: Definition = form, ahead: int = ahead) -> Quantities:
+            def stack(width: int, first: int, form: Form = form, ahead: int = ahead) -> Quantities:
                 return self._stack(form, recipe, width, seed * 1009 + first, own_grids - first + ahead)
 
             parts += [stacked(own, width, stack, keep)] if own else []
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _stack(self, form: Definition, recipe: Recipe, width: int, seed: int, own_grids: int) -> Quantities:
+    def _stack(self, form: Form, recipe: Recipe, width: int, seed: int, own_grids: int) -> Quantities:
         """One run of `torch.vmap`, or one run a replica where that cannot be."""
         if self.rounding.vectorised and form not in self._routed:
             try:
@@ -186,7 +223,7 @@ class Problem:
         return {name: torch.cat([one[name] for one in each]) for name in each[0]}
 
     def _together(
-        self, form: Definition, recipe: Recipe, width: int, seed: int, own_grids: int, vmap: bool = True
+        self, form: Form, recipe: Recipe, width: int, seed: int, own_grids: int, vmap: bool = True
     ) -> Quantities:
         mode = self.rounding(recipe, self.dtype, seed, own_grids, width)
         x = self._double(width if vmap else None)

@@ -63,6 +63,9 @@ def stored(
     x = mode.held(x) if stage == "bias" else x
     out = mode.stored(x, forward, backward, mode.recipe.folded if stage in FOLDED else 1.0)
     out = of_dtype(out, own_dtype(x), kept_dtype(x))
+    if "weights" in vars(x):
+        scores, before = vars(x)["weights"]  # see `attention`
+        vars(out)["weights"] = scores, lambda weights: stored(before(weights), stage)
     if not stage.startswith("unbiased") or out is x or mode.recipe.bias:
         return out
     return torch.where(in_front(lambda x: mode.noise.constant(math.sqrt(2), x) > 0, x), x, out)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 
 from parity.judge.stages import stored
@@ -154,60 +151,21 @@ def attention(
 
     Vaswani et al. 2017, grouped heads: Ainslie et al. 2023. Causal: position i of T sees the first i + 1 positions.
     """
-    return stored(torch.softmax(_scores(q, k, causal, scale), -1)) @ _grouped(v, q)
-
-
-def attention_made_again(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, scale: float | None = None
-) -> torch.Tensor:
-    """`attention` in the form of `made_again`."""
-    return made_again(lambda: _scores(q, k, causal, scale), _grouped(v, q))
-
-
-def made_again(scores: Callable[[], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-    """softmax(s)·v whose backward makes the weights again, p = exp(s' - L), and takes Σ dO·O from the output (Dao et al. 2022).
-
-    s' is another product than the s of the forward pass and its L = log Σ exp s, so that Σ p·(dP - Σ dO·O) is 0 no longer, nor
-    p = 1 for a single key. `scores()` makes s, and is called twice; any masks and sinks are its.
-    """
-    first, again = scores(), scores()
-    output = stored(torch.softmax(first, -1) @ values).detach()
-    weights = stored((again - first.logsumexp(-1, keepdim=True).detach()).exp())
-    total = weights.sum(-1, keepdim=True)
-    return weights @ values - output * (total - total.detach())
-
-
-def _grouped(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:
-    scores = q @ _grouped(k, q).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    return scores.masked_fill(~seen, -torch.inf) if causal else scores
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return stored(torch.softmax(scores, -1)) @ v
 
 
 def attention_of_lengths(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], causal: bool = False
 ) -> torch.Tensor:
     """`attention` of sequences that lie one after another: q, k, v (Σ lengths, heads, D)."""
-    return _of_lengths(attention, q, k, v, lengths, causal)
-
-
-def _of_lengths(
-    form: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: list[int],
-    causal: bool,
-) -> torch.Tensor:
     parts = [x.transpose(0, 1).unsqueeze(0).split(lengths, 2) for x in (q, k, v)]
-    return torch.cat([form(*one, causal=causal) for one in zip(*parts, strict=True)], 2).squeeze(0).transpose(0, 1)
-
-
-vars(attention)["also"] = (attention_made_again,)
-vars(attention_of_lengths)["also"] = (functools.partial(_of_lengths, attention_made_again),)
+    whole = torch.cat([attention(a, b, c, causal) for a, b, c in zip(*parts, strict=True)], 2)
+    return whole.squeeze(0).transpose(0, 1)
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

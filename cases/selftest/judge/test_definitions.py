@@ -56,7 +56,7 @@ def test_every_definition_has_its_source_and_is_judged():
     public = {n for n in functions if not n.startswith("_")}
     assert all(functions[n].__doc__ for n in public)
     used = {getattr(o.definition, "__name__", o.definition) for o in OPERATIONS.values()}
-    used |= {"top_k_router", "made_again"}  # in a partial, in forms of attention
+    used.add("top_k_router")  # in a partial
     forms = {f.__name__ for f in functions.values() for f in getattr(f, "also", ()) if hasattr(f, "__name__")}
     assert public <= used | forms
 
@@ -77,6 +77,5 @@ def test_they_are_what_torch_computes_in_float64():
     p, q = x.log_softmax(-1), (x * 2).log_softmax(-1)
     assert torch.allclose(definitions.kl(q, p), F.kl_div(q, p, log_target=True, reduction="batchmean"))
     heads = [torch.randn(2, n, 5, 8, dtype=torch.float64) for n in (4, 2, 2)]
-    for form in (definitions.attention, definitions.attention_made_again):
-        theirs = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-        assert torch.allclose(form(*heads, causal=True), theirs)
+    theirs = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    assert torch.allclose(definitions.attention(*heads, causal=True), theirs)

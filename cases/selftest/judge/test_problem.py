@@ -43,8 +43,77 @@ def test_flash_attention_reads_its_output_as_it_was_stored():
         def kernel(q, k, v):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        again = functools.partial(definitions.attention_made_again, causal=True)
-        assert_parity(kernel, functools.partial(definitions.attention, causal=True), heads, also=(again,))
+        assert_parity(kernel, functools.partial(definitions.attention, causal=True), heads)
+
+
+def scores_of(q, k):
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+
+
+def cast_and_masked(q, k, v):
+    weights = torch.nn.functional.softmax(scores_of(q, k), dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(torch.where(weights > 0, weights, 0.0), v)
+
+
+def by_einsum(q, k, v):
+    return torch.einsum("bhqk,bhkd->bhqd", stored(scores_of(q, k).softmax(-1)), v)
+
+
+def with_a_sink(q, k, v):
+    whole = torch.cat([scores_of(q, k), q.new_zeros(*q.shape[:-1], 1)], -1)
+    return torch.softmax(whole, -1)[..., :-1] @ v
+
+
+def of_torch(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def flash(q, k, v):
+    """softmax(s)·v of which L and the output are kept; backward s is summed in two halves."""
+
+    class Flash(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            scores = scores_of(q.float(), k.float())
+            lse = scores.logsumexp(-1, keepdim=True)
+            out = ((scores - lse).exp() @ v.float()).to(q.dtype)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx, g):
+            q, k, v, out, lse = (x.float() for x in ctx.saved_tensors)
+            half, scale = q.shape[-1] // 2, q.shape[-1] ** -0.5
+            parts = (x[..., :half] @ y[..., :half].mT + x[..., half:] @ y[..., half:].mT for x, y in ((q, k),))
+            scores = (next(parts) * scale).masked_fill(scores_of(q, k) == -torch.inf, -torch.inf)
+            p = (scores - lse).exp()
+            ds = p * (g.float() @ v.mT - (g.float() * out).sum(-1, keepdim=True)) * scale
+            return tuple(x.to(g.dtype) for x in (ds @ k, ds.mT @ q, p.mT @ g.float()))
+
+    return Flash.apply(q, k, v)
+
+
+@pytest.mark.parametrize("definition", [cast_and_masked, by_einsum, of_torch])
+def test_attention_may_make_its_weights_again(definition):
+    """Where a token sees itself alone the query's gradient is exactly 0, and in a flash kernel the rounding of two products."""
+    generator = torch.Generator().manual_seed(3)
+    heads = {n: torch.randn(2, 2, 24, 32, generator=generator).bfloat16() for n in "qkv"}
+    assert_parity(flash, definition, heads)
+
+
+def test_a_form_of_attention_that_is_another_function_is_left_out():
+    """Masked through a view, after the scores are made, and not where they are made again."""
+
+    def through_a_view(q, k, v):
+        scores = q @ k.mT
+        scores.view(-1).masked_fill_(scores.detach().view(-1) > 1, -torch.inf)
+        return torch.softmax(scores, -1) @ v
+
+    heads = {n: torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(5)) for n in "qkv"}
+    definitions = (through_a_view, cast_and_masked, by_einsum, with_a_sink, of_torch)
+    forms = [Problem(f, heads, {}, tuple(heads), attention=True)._forms for f in definitions]
+    assert [len(f) for f in forms] == [1, 2, 2, 2, 2]
 
 
 def test_an_upstream_gradient_is_held_by_every_dtype_and_is_never_0_for_a_scalar():
