@@ -312,6 +312,6 @@ def _said() -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise ValueError(
-            f"the definition fails on float64 inputs ({error}). Usual causes: it overwrites one of them, or writes into a "
-            "float32 constant and not into its cast, as in table.to(x.dtype)"
+            f"the definition fails on float64 inputs ({error}). Usual causes: it overwrites one of them, cannot take one "
+            "without rows, or writes into a float32 constant and not into its cast, as in table.to(x.dtype)"
         ) from error

@@ -119,6 +119,27 @@ def test_a_failure_says_which_precision_would_explain_it_and_where_it_is():
     assert column.kind == "logic"
 
 
+def test_a_failure_of_roundings_size_asks_for_another_formula():
+    """A decayed sum by logarithms: in the definition the first decay meets a state of 0, and has a gradient of exactly 0."""
+
+    def in_turn(x, a):
+        state, out = torch.zeros_like(x[0]), []
+        for i in range(len(x)):
+            state = torch.sigmoid(a[i]) * state + x[i]
+            out.append(state)
+        return torch.stack(out)
+
+    def by_logarithms(x, a):
+        total = torch.nn.functional.logsigmoid(a).cumsum(0)
+        decay = (total[:, None] - total).masked_fill(~torch.ones(len(x), len(x)).tril().bool(), -torch.inf)
+        return (decay.exp() * x).sum(1)
+
+    inputs = drawn(torch.float32, x=(24,), a=(24,))
+    parity = check_parity(by_logarithms, in_turn, inputs)
+    assert "another correct formula? also=" in parity.hints["grad_a"][0] and parity.explained_by is None
+    assert_parity(by_logarithms, in_turn, inputs, also=(by_logarithms,))
+
+
 @pytest.mark.parametrize("products", ["tf32", "tf32-truncated"])
 def test_tf32_products_are_named(products):
     """cuBLAS rounds operands; of `tl.dot` tensor cores truncate them."""
