@@ -296,6 +296,8 @@ class Session:
             who = f" --implementation {row.implementation}" if ".py:" in row.implementation else ""
             remedy = f"if it is right now: parity ledger measure {self.recorded[case.id][0][0]}{who}"
             row.known, row.message = None, "; ".join(filter(None, [row.message, f"{known}: {said}", remedy]))
+        if row.new and is_trainer(case.family):
+            row.message = "; ".join(filter(None, [row.message, catalogue.of_model(case)]))
 
     @functools.cached_property
     def recorded(self) -> dict[str, list[tuple[str, Recorded]]]:

@@ -34,6 +34,8 @@ MODULES = (
     "step_one gradient_flow config_values advantages twins processes losses metrics variations twin_windows distillation"
     " update architecture generation"
 ).split()
+ALONE, MODEL_ALONE = "sft-trainer", "architecture"
+"""The family and the check of the models by themselves."""
 
 
 def load() -> dict[str, Check]:
@@ -204,6 +206,23 @@ def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iter
     failing = [q.name for q, j in results if not j.agrees]
     unsteady = flaky(failing, lambda: {q.name: j.agrees for q, j in attempt(call, implementation)[1]})
     yield from (_row(base, q, j, q.name in unsteady) for q, j in results)
+
+
+def of_model(case: Case) -> str:
+    """What is wrong of a case's model by itself, without a trainer: the fault is then not the trainer's, or not its alone."""
+    settings = family(case.family).full_settings(case)
+    return "" if settings.check == MODEL_ALONE else _alone(getattr(settings, "model", "llama"), case.seed)
+
+
+@functools.cache
+def _alone(model: str, seed: int) -> str:
+    fam = family(ALONE)
+    case = fam.case(seed, "fp32", {"check": MODEL_ALONE, "model": model})
+    with drawn.of_case(seed):
+        call = CheckCall(case, fam.full_settings(case), "released", "cpu")
+        outcome, results = attempt(call, implementations()[f"{ALONE}.released"])
+    wrong = [q.name for q, j in results if not j.agrees] or [outcome.message] * (outcome.verdict == "crashed")
+    return f"without a trainer the model is wrong too (check {MODEL_ALONE}: {'; '.join(wrong)})" if wrong else ""
 
 
 def attempt(call: CheckCall, implementation: Implementation) -> tuple[Outcome, list[tuple[Quantity, Judgement]]]:

@@ -14,6 +14,7 @@ from parity import data
 from parity.case.case import Case, Frozen
 from parity.case.profiles import Profile
 from parity.compare import hint
+from parity.compare.result_rows import empty_row
 from parity.implementations.implementation import Implementation, require
 from parity.judge.escalation import CONFIRMATION
 from parity.protocol.call import SECONDS
@@ -75,6 +76,16 @@ def test_a_right_kernel_has_no_findings(tmp_path):
     assert {r.verdict for r in rows(events)} == {"agree"}
     assert sum(r.verdict == "agree" for r in rows(events)) >= 15
     assert looked_for(own, events, shard)[2] == []
+
+
+def test_a_new_finding_of_a_trainer_says_what_its_model_gets_wrong_alone(tmp_path, monkeypatch):
+    own, _ = session("right", tmp_path)
+    monkeypatch.setattr(shard_module.catalogue, "of_model", lambda case: "its model")
+    case = Case("sft-trainer", 0, "fp32", {"check": "twins"})
+    row = empty_row(shard_module.catalogue.family("sft-trainer"), case, "sft-trainer.released", "cpu", message="off")
+    row = replace(row, verdict="disagree", quantity="loss")
+    own._mark(row, case, "", set())
+    assert row.message == "off; its model"
 
 
 def test_a_slow_function_gets_a_share_of_its_cases_and_the_summary_says_so(tmp_path, monkeypatch):

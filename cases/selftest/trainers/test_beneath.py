@@ -13,6 +13,7 @@ from transformers.generation import logits_process
 from transformers.models.llama import modeling_llama
 
 from cases.selftest.trainers.asked import disagreeing, verdicts
+from parity.trainers import catalogue
 from parity.trainers.checks import generation, update
 from parity.trainers.definitions import decoder
 
@@ -186,6 +187,17 @@ def test_every_setting_of_generation_has_an_effect(name, monkeypatch):
     processor = getattr(logits_process, PROCESSORS[name])
     monkeypatch.setattr(processor, "__call__", lambda self, ids, scores: scores)
     assert disagreeing(verdicts("grpo-trainer", **asked)) == {"probabilities"}
+
+
+def test_what_the_model_gets_wrong_is_said_of_a_trainer_that_disagrees(monkeypatch):
+    case = catalogue.family("dpo-trainer").case(0, "fp32", {"check": "twins"})
+    catalogue._alone.cache_clear()
+    assert catalogue.of_model(case) == ""
+    catalogue._alone.cache_clear()
+    without_scale(monkeypatch)
+    wrong = "logits, eager attention, padded on the right; gradient, eager attention, padded on the right"
+    assert catalogue.of_model(case) == f"without a trainer the model is wrong too (check architecture: {wrong})"
+    catalogue._alone.cache_clear()
 
 
 def test_every_architecture_of_the_twins_is_written_out():
