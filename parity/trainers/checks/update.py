@@ -29,16 +29,21 @@ BETAS, EPSILON = (0.8, 0.9), 1e-3
 """AdamW's, away from their defaults; ε is of the size of the gradients, so that one that is left out shows."""
 MODEL = "phi"
 """It has biases, layer norms, and no tied head."""
+SCHEDULES = {
+    "constant": "the learning rate of the config",
+    "linear": "falls to 0 in two steps",
+    "warm-up": "linear, one step of warm-up: 0, then the learning rate",
+}
 SETTINGS = {
     "optimizer": Setting("sgd", "optim", ("sgd", "adamw_torch")),
     "clip": Setting(0.0, "max_grad_norm; 0 clips nothing", (0.0, 0.2)),
     "decay": Setting(0.0, "weight_decay: of matrices, not of biases and norms", (0.0, 0.5)),
-    "schedule": Setting("constant", "lr_scheduler_type; linear falls to 0 in two steps", ("constant", "linear")),
+    "schedule": Setting("constant", "; ".join(f"{k}: {v}" for k, v in SCHEDULES.items()), tuple(SCHEDULES)),
     "resumed": Setting(False, "the second step by another trainer, from the first one's checkpoint", (False, True)),
 }
 PR: list[CheckCase] = [
     ("sft-trainer", {"clip": 0.2, "decay": 0.5, "schedule": "linear"}),
-    ("sft-trainer", {"optimizer": "adamw_torch", "clip": 0.2, "decay": 0.5, "schedule": "linear", "resumed": True}),
+    ("sft-trainer", {"optimizer": "adamw_torch", "clip": 0.2, "decay": 0.5, "schedule": "warm-up", "resumed": True}),
 ]
 
 
@@ -105,7 +110,8 @@ def _unclipped(gradients: Mapping[str, Tensor], share: float) -> Entry:
 def _config(s: SimpleNamespace, folder: str) -> dict[str, Any]:
     kept = {"save_strategy": "steps", "save_steps": 1, "output_dir": folder} if s.resumed else {}
     own = {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_epsilon": EPSILON, "weight_decay": s.decay}
-    steps = {"max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": s.schedule, "warmup_steps": 0}
+    schedule = {"lr_scheduler_type": "constant" if s.schedule == "constant" else "linear"}
+    steps = {"max_steps": STEPS, "learning_rate": RATE, "warmup_steps": int(s.schedule == "warm-up"), **schedule}
     return {"optim": s.optimizer, "max_grad_norm": s.clip, **recorder.LOGGED, **own, **steps, **kept}
 
 
@@ -118,7 +124,7 @@ def moved(s: SimpleNamespace, before: Mapping[str, Tensor], taken: Sequence[Mapp
     """Parameters, from those before the last step and the gradients of every step, name by name: SGD, θ - η(g + λθ); or
     AdamW (arXiv 1711.05101, algorithm 2), θ - η·λθ - η·m̂/(√v̂ + ε). λ is 0 for what is no matrix."""
     step = len(taken)
-    rate = RATE * (1 - (step - 1) / STEPS if s.schedule == "linear" else 1.0)
+    rate = RATE * {"constant": 1.0, "linear": 1 - (step - 1) / STEPS, "warm-up": float(step - 1)}[s.schedule]
 
     def define(before: Mapping[str, Tensor], taken: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         out = {}
