@@ -16,6 +16,7 @@ from cases.selftest.trainers.asked import disagreeing, verdicts
 from parity.trainers import catalogue
 from parity.trainers.checks import generation, update
 from parity.trainers.definitions import decoder
+from parity.trainers.rig import models
 
 SGD, ADAM = ({"check": "update", **settings} for _, settings in update.PR)
 
@@ -135,7 +136,27 @@ def dropped_anew(monkeypatch):
     monkeypatch.setattr(transformers.modeling_utils, "checkpoint", functools.partial(right, preserve_rng_state=False))
 
 
+def keys_in_another_order(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "repeat_kv", lambda x, count: x.repeat(1, count, 1, 1))
+
+
+def stopped_early(monkeypatch):
+    right = transformers.generation.MaxLengthCriteria.__init__
+
+    def wrong(self, max_length, *given, **more):
+        right(self, max_length - 2, *given, **more)
+
+    monkeypatch.setattr(transformers.generation.MaxLengthCriteria, "__init__", wrong)
+
+
 MISTAKES = [
+    (
+        keys_in_another_order,
+        "sft-trainer",
+        {"check": "architecture", "model": models.GROUPED},
+        {"logits, eager attention, padded on the right"},
+    ),
+    (stopped_early, "grpo-trainer", {"check": "generation", "temperature": 1.4}, {"length"}),
     (merged_by_half, "dpo-trainer", {"check": "adapters"}, {"logits, merged"}),
     (merged_for_good, "dpo-trainer", {"check": "adapters"}, {"logits, unmerged"}),
     (loaded_in_part, "dpo-trainer", {"check": "adapters"}, {"logits, saved and loaded"}),

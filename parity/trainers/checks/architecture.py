@@ -22,8 +22,9 @@ from parity.upstream import trl
 
 LENGTHS = (80, 67)
 """Longer than the sliding windows of 64."""
-SETTINGS = {"model": Setting("llama", "tiny model", tuple(models.ARCHITECTURES))}
-CASES: list[CheckCase] = [("sft-trainer", {"model": name}) for name in models.ARCHITECTURES]
+NAMES = (*models.ARCHITECTURES, models.GROUPED)
+SETTINGS = {"model": Setting("llama", "tiny model", NAMES)}
+CASES: list[CheckCase] = [("sft-trainer", {"model": name}) for name in NAMES]
 PR = [case for case in CASES if case[1]["model"] != "recurrent_gemma"]
 """Without one that is known to be wrong, which takes as long as six."""
 SHARE = 0.3

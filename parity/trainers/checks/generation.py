@@ -74,6 +74,9 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
     sequences = [seen.sequence(b) for b in range(len(seen.ids))]
     returned = all(seen.returned(b) == tokens[start:] for b, (tokens, start) in enumerate(sequences))
     yield holds("tokens", returned, "what is returned is not what was drawn", "exact")
+    short = [len(tokens) - start for tokens, start in sequences if tokens[-1] != models.EOS]
+    message = f"completions without <eos> have {short} tokens instead of {LIMIT}"
+    yield holds("length", set(short) <= {LIMIT}, message, "exact")
     steps = [seen.draws[: len(tokens) - start] for tokens, start in sequences]
     found = torch.stack([p[b] for b, own in enumerate(steps) for p, _ in own])
 

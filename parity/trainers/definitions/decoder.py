@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
 from parity.trainers.definitions import scored
+from parity.trainers.rig import models
 
 GEMMA = ("scaled embedding", "one more", "four norms", "tanh GELU")
 WRITTEN: Mapping[str, tuple[str, ...]] = {
     "llama": (),
+    models.GROUPED: (),
     "qwen2": ("biased",),
     "qwen3": ("head norms",),
     "qwen3_moe": ("head norms", "experts"),
@@ -25,7 +27,7 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "cohere": ("parallel", "centred", "interleaved"),
     "phi": ("parallel", "centred", "biased", "one projection", "tanh GELU"),
 }
-"""Architecture of `models.ARCHITECTURES` -> how it differs from Llama (arXiv 2302.13971, section 2.2)."""
+"""Architecture of `models` -> how it differs from Llama (arXiv 2302.13971, section 2.2)."""
 SLIDING = "sliding_attention"
 
 

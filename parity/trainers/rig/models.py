@@ -156,13 +156,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 """Name, as in cases -> what it is."""
+GROUPED = "llama_grouped"
+"""Two heads to each key and value: with one key for all, in which order keys are repeated changes nothing."""
+_EVERY = {**ARCHITECTURES, GROUPED: _text("Llama", num_attention_heads=4, num_key_value_heads=2)}
 
 
 def config(name: str) -> Any:
     """A fresh config of the architecture. Raises Unsupported when the installed transformers has no such class."""
     import transformers
 
-    wanted = ARCHITECTURES[name]
+    wanted = _EVERY[name]
     found = getattr(transformers, wanted.config, None)
     if found is None or getattr(transformers, wanted.model, None) is None:
         raise Unsupported(f"transformers {transformers.__version__} has no {wanted.model}")
@@ -205,7 +208,7 @@ def _loaded(name: str, dtype: torch.dtype, attention: str) -> Any:
     import transformers
 
     folder = saved(name)
-    kind = getattr(transformers, ARCHITECTURES[name].model)
+    kind = getattr(transformers, _EVERY[name].model)
     with trl.quiet():
         out = kind.from_pretrained(folder, torch_dtype=dtype, attn_implementation=attention)
     if hasattr(out, "set_experts_implementation"):  # transformers' grouped product knows no float64, vmap no loop
