@@ -3,6 +3,7 @@
 No trainer is in it. Elsewhere definition and trainer run the same model, so that a mistake of the model's own is in both.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -68,13 +69,22 @@ def architecture(call: CheckCall) -> Iterator[Quantity]:
 def _logits(model: Any, sequences: Sequence[Sequence[int]], way: str) -> list[Tensor]:
     """Logits (T_i, V) of each: of a padded batch, or of each sequence by itself, without a mask (causal attention's own path)."""
     device = next(model.parameters()).device
+
+    def logits(input_ids: Tensor, **given: Tensor) -> Tensor:
+        given |= {"input_ids": input_ids}
+        if (
+            "token_type_ids" in inspect.signature(model.forward).parameters
+        ):  # text; some releases require it in training
+            given["token_type_ids"] = torch.zeros_like(input_ids)
+        return model(**{n: x.to(device) for n, x in given.items()}, use_cache=False).logits
+
     if way == "one by one":
-        return [model(input_ids=torch.tensor([s], device=device), use_cache=False).logits[0] for s in sequences]
+        return [logits(torch.tensor([s]))[0] for s in sequences]
     batch = rows(sequences)
     if way == "padded on the left":
         ends = [len(s) for s in sequences]
         batch = {n: torch.stack([x.roll(len(x) - e) for x, e in zip(b, ends, strict=True)]) for n, b in batch.items()}
-    found = model(**{n: x.to(device) for n, x in batch.items()}, use_cache=False).logits
+    found = logits(**batch)
     return [z[seen.bool()] for z, seen in zip(found, batch["attention_mask"], strict=True)]
 
 

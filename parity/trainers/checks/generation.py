@@ -57,7 +57,8 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
     """Each token is drawn from the softmax of the model's logits behind prompt and completion, as the settings change it."""
     s = call.settings
     settings = {name: getattr(s, name) for name in FILTERS}
-    drive.needs(call.trainer, *(name for name, value in settings.items() if value != SETTINGS[name].default))
+    moved = {name for name, value in settings.items() if value != SETTINGS[name].default}
+    drive.needs(call.trainer, *({"top_k"} | moved))  # TRL before 0.23 has online DPO draw from the likeliest 50
     rows = [
         Sample(models.words(13, f"prompt {n}", n) + " ", "", "", label=True)
         for n in ([EVEN] * len(PROMPTS) if s.even else PROMPTS)
