@@ -81,7 +81,8 @@ def _kernel(x: Inputs) -> Recipe:
 def _compiled(x: Inputs) -> Recipe:
     factor = plain.factor(x)
     cast = factor != 1.0 or x.weight.dtype != x.hidden.dtype
-    narrow = x.autocast or "input"  # the softcap under autocast follows a product that is narrow
+    capped = x.settings.softcap is not None
+    narrow = x.autocast if x.autocast and capped else "input"  # a softcap that follows a narrow product is narrow too
     return Recipe(logits="input", dlogits="input", folded=factor, elementwise=narrow, inputs="input" if cast else None)
 
 

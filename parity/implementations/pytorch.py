@@ -6,7 +6,7 @@ is the number of tokens in a chunk. Without `options` it is plain logits and tor
 
 import functools
 import math
-from typing import Any, get_args, get_type_hints
+from typing import Any
 from unittest import mock
 
 import torch
@@ -81,9 +81,12 @@ def _sums_narrow(x: Inputs) -> Recipe:
 
 def _in_installed(policy: str) -> Limit:
     """2.15 has no "balanced"."""
-    options = found_at("torch.nn:LinearCrossEntropyOptions")
-    known = get_args(get_type_hints(options)["acc_policy"]) if options else (policy,)
-    return only(f"no acc_policy {policy!r} in the installed version", lambda s: policy in known)
+    options, refused = found_at("torch.nn:LinearCrossEntropyOptions"), False
+    try:
+        options and options(acc_policy=policy)
+    except ValueError:
+        refused = True
+    return only(f"no acc_policy {policy!r} in the installed version", lambda s: not refused)
 
 
 offer("torch.linear_cross_entropy", recipe=_accurate)(_call)

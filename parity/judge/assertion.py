@@ -134,7 +134,7 @@ def check_parity(
         explained = _explained(problem, values, recipe, quantities)
         looks = {n: hints(v, problem.oracle.exact[n], problem.tensors, problem.inputs) for n, v in wrong.items()}
         if any(looks.values()):
-            explained = None  # coarser rounding is spread over all entries, and is no factor
+            explained = None  # coarser rounding is spread over all entries, is no factor, and is more than float32's
         kind = "precision" if _in_float32(function, problem, wrong, explained) else "logic"
     return Parity(
         function=_name(function) if function is not None else "actual",

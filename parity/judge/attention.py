@@ -40,11 +40,13 @@ class WeightsAgain(TorchFunctionMode):
             with self:
                 return _written_out(*args, **kwargs)
         out = func(*args, **kwargs)
+        if func is torch.Tensor.__setitem__:
+            vars(args[0]).pop("made", None)
         if not is_floating(out):
             return out
         given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         if any(out is a for a in given):  # in place, or nothing to do
-            if func.__name__ == "__setitem__" or func.__name__[-1] == "_" != func.__name__[-2]:
+            if func.__name__[-1] == "_" != func.__name__[-2]:
                 vars(out).pop("made", None)
             return out
         if func in PRODUCTS or any("made" in vars(a) for a in given):
@@ -70,7 +72,8 @@ class WeightsAgain(TorchFunctionMode):
     def _product(self, out: torch.Tensor, scores: torch.Tensor, product: Again) -> torch.Tensor:
         weights = (_made_again(scores, {}) - scores.logsumexp(-1, keepdim=True).detach()).exp()
         total = weights.sum(-1, keepdim=True)
-        return product(weights) - stored(out).detach() * (total - total.detach())
+        again = product(weights) - stored(out).detach() * (total - total.detach())
+        return out.detach() + (again - again.detach())  # the forward pass has its own weights
 
 
 def _dim(args: Any, kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ ROUNDING = 2.0**-20
 def hints(
     value: torch.Tensor | None, exact: torch.Tensor, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]
 ) -> list[str]:
-    """Short sentences on value - exact: all zero, of rounding's size, a factor, one index of a dimension; nothing where shapes
+    """Short sentences on value - exact: all zero, a factor, one index of a dimension, of rounding's size; nothing where shapes
     differ."""
     if value is None or value.shape != exact.shape or not exact.numel() or not exact.is_floating_point():
         return []
@@ -34,10 +34,11 @@ def hints(
         return ["not finite"]
     if not bool(v.any()):
         return ["all zero where the definition is not"]
-    if 0 < (share := float((v - o).abs().amax() / o.abs().amax().clamp(min=1e-300))) < ROUNDING:
-        return [f"at most {share:.1g} of the largest entry: is it another correct formula? also=(…) takes one"]
     units = o.abs() + float(o.norm()) / o.numel() ** 0.5 * SMALL + HALF_SUBNORMAL[NAMES[value.dtype]]
-    return [*_factor(v, o, _sizes(tensors, inputs)), *_places((v - o) / units)]
+    found = [*_factor(v, o, _sizes(tensors, inputs)), *_places((v - o) / units)]
+    if 0 < (share := float((v - o).abs().amax() / o.abs().amax().clamp(min=1e-300))) < ROUNDING:
+        found.append(f"at most {share:.1g} of the largest entry: is it another correct formula? also=(…) takes one")
+    return found
 
 
 def _sizes(tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> dict[str, float]:

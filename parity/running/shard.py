@@ -297,7 +297,8 @@ class Session:
             remedy = f"if it is right now: parity ledger measure {self.recorded[case.id][0][0]}{who}"
             row.known, row.message = None, "; ".join(filter(None, [row.message, f"{known}: {said}", remedy]))
         if row.new and is_trainer(case.family):
-            row.message = "; ".join(filter(None, [row.message, catalogue.of_model(case)]))
+            of_model = catalogue.of_model(case, lambda other, its: self.ledger.match(other, facts(its)))
+            row.message = "; ".join(filter(None, [row.message, of_model]))
 
     @functools.cached_property
     def recorded(self) -> dict[str, list[tuple[str, Recorded]]]:

@@ -208,21 +208,25 @@ def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iter
     yield from (_row(base, q, j, q.name in unsteady) for q, j in results)
 
 
-def of_model(case: Case) -> str:
-    """What is wrong of a case's model by itself, without a trainer: the fault is then not the trainer's, or not its alone."""
+def of_model(case: Case, known: Callable[[Row, Case], object]) -> str:
+    """What is wrong of a case's model by itself, without a trainer, and not `known`: the fault is then not the trainer's, or
+    not its alone."""
     settings = family(case.family).full_settings(case)
-    return "" if settings.check == MODEL_ALONE else _alone(getattr(settings, "model", "llama"), case.seed)
+    if settings.check == MODEL_ALONE:
+        return ""
+    own, failing = _alone(getattr(settings, "model", "llama"), case.seed)
+    wrong = [row.quantity or row.message for row in failing if not known(row, own)]
+    return f"without a trainer the model is wrong too (check {MODEL_ALONE}: {'; '.join(wrong)})" if wrong else ""
 
 
 @functools.cache
-def _alone(model: str, seed: int) -> str:
+def _alone(model: str, seed: int) -> tuple[Case, list[Row]]:
     fam = family(ALONE)
     case = fam.case(seed, "fp32", {"check": MODEL_ALONE, "model": model})
     with drawn.of_case(seed):
         call = CheckCall(case, fam.full_settings(case), "released", "cpu")
-        outcome, results = attempt(call, implementations()[f"{ALONE}.released"])
-    wrong = [q.name for q, j in results if not j.agrees] or [outcome.message] * (outcome.verdict == "crashed")
-    return f"without a trainer the model is wrong too (check {MODEL_ALONE}: {'; '.join(wrong)})" if wrong else ""
+        rows = _rows(fam.check(case), call, implementations()[f"{ALONE}.released"])
+        return case, [row for row in rows if row.failing]
 
 
 def attempt(call: CheckCall, implementation: Implementation) -> tuple[Outcome, list[tuple[Quantity, Judgement]]]:

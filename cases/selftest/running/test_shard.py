@@ -80,7 +80,7 @@ def test_a_right_kernel_has_no_findings(tmp_path):
 
 def test_a_new_finding_of_a_trainer_says_what_its_model_gets_wrong_alone(tmp_path, monkeypatch):
     own, _ = session("right", tmp_path)
-    monkeypatch.setattr(shard_module.catalogue, "of_model", lambda case: "its model")
+    monkeypatch.setattr(shard_module.catalogue, "of_model", lambda case, known: "its model")
     case = Case("sft-trainer", 0, "fp32", {"check": "twins"})
     row = empty_row(shard_module.catalogue.family("sft-trainer"), case, "sft-trainer.released", "cpu", message="off")
     row = replace(row, verdict="disagree", quantity="loss")

@@ -149,7 +149,18 @@ def stopped_early(monkeypatch):
     monkeypatch.setattr(transformers.generation.MaxLengthCriteria, "__init__", wrong)
 
 
+def greedy(monkeypatch):
+    right = transformers.GenerationMixin._sample
+
+    def wrong(self, input_ids, logits_processor, stopping_criteria, generation_config, *given, **more):
+        generation_config.do_sample = False
+        return right(self, input_ids, logits_processor, stopping_criteria, generation_config, *given, **more)
+
+    monkeypatch.setattr(transformers.GenerationMixin, "_sample", wrong)
+
+
 MISTAKES = [
+    (greedy, "online-dpo-trainer", {"check": "generation", "temperature": 1.4}, {"tokens"}),
     (
         keys_in_another_order,
         "sft-trainer",

@@ -90,7 +90,10 @@ def update(call: CheckCall) -> Iterator[Quantity]:
         yield gradients(exact, steps.gradients[i], f"gradient {step}")
         taken.append({n: torch.zeros_like(before[n]) if g is None else g for n, g in steps.gradients[i].items()})
         logged = [entry["grad_norm"] for entry in own.built.state.log_history if "grad_norm" in entry]
-        yield Quantity(f"grad_norm {step}", logged[number], _unclipped(taken[-1], share), "the norm before clipping")
+        if logged:  # some releases log none where nothing is clipped
+            yield Quantity(
+                f"grad_norm {step}", logged[number], _unclipped(taken[-1], share), "the norm before clipping"
+            )
         after = steps.parameters[i + 1] if i + 1 < len(steps.parameters) else dict(own.built.model.named_parameters())
         found = {n: after[n].detach() for n in before}
         message = "by the formula of the optimizer, of the gradients that it was given"
