@@ -3,6 +3,7 @@
 No trainer is in it. Elsewhere definition and trainer run the same model, so that a mistake of the model's own is in both.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ DROPPED: list[CheckCase] = [("sft-trainer", {"checkpointing": kind}) for kind in
 def architecture(call: CheckCall) -> Iterator[Quantity]:
     """Logits and every gradient of the model by itself are those of its architecture, whatever the padding and attention."""
     name = call.settings.model
-    sequences = [[int(w[1:]) for w in models.words(9, f"row {n}", n).split()] for n in LENGTHS]
+    sequences = [models.ids(9, f"row {n}", n) for n in LENGTHS]
     upstream = [normal(9, f"upstream {n}", (n, models.VOCABULARY)) for n in LENGTHS]
 
     def loss(z: Sequence[Tensor]) -> Tensor:
@@ -61,21 +62,18 @@ def architecture(call: CheckCall) -> Iterator[Quantity]:
         found = loss([z.cpu() for z in _logits(model, sequences, way)])
         found.backward()
         told = f"{attention} attention, {way}"
-        yield _told(window_loss(step, float(found.detach()), f"logits, {told}"), message)
+        yield dataclasses.replace(window_loss(step, float(found.detach()), f"logits, {told}"), message=message)
         grads = {n: None if p.grad is None else p.grad.cpu() for n, p in model.named_parameters()}
-        yield _told(gradients(step, grads, f"gradient, {told}"), message)
+        yield dataclasses.replace(gradients(step, grads, f"gradient, {told}"), message=message)
 
 
 def _logits(model: Any, sequences: Sequence[Sequence[int]], way: str) -> list[Tensor]:
     """Logits (T_i, V) of each: of a padded batch, or of each sequence by itself, without a mask (causal attention's own path)."""
     device = next(model.parameters()).device
+    typed = "token_type_ids" in inspect.signature(model.forward).parameters  # some releases require them in training
 
     def logits(input_ids: Tensor, **given: Tensor) -> Tensor:
-        given |= {"input_ids": input_ids}
-        if (
-            "token_type_ids" in inspect.signature(model.forward).parameters
-        ):  # text; some releases require it in training
-            given["token_type_ids"] = torch.zeros_like(input_ids)
+        given |= {"input_ids": input_ids} | ({"token_type_ids": torch.zeros_like(input_ids)} if typed else {})
         return model(**{n: x.to(device) for n, x in given.items()}, use_cache=False).logits
 
     if way == "one by one":
@@ -86,10 +84,6 @@ def _logits(model: Any, sequences: Sequence[Sequence[int]], way: str) -> list[Te
         batch = {n: torch.stack([x.roll(len(x) - e) for x, e in zip(b, ends, strict=True)]) for n, b in batch.items()}
     found = logits(**batch)
     return [z[seen.bool()] for z, seen in zip(found, batch["attention_mask"], strict=True)]
-
-
-def _told(quantity: Quantity, message: str) -> Quantity:
-    return Quantity(quantity.name, quantity.value, quantity.definition, message)
 
 
 @check(

@@ -92,7 +92,7 @@ class Batch:
     `cotangent` (2, LENGTH - PROMPT)."""
 
     def __init__(self, call: CheckCall):
-        self.ids = torch.tensor([[int(w[1:]) for w in models.words(5, f"row {i}", LENGTH).split()] for i in range(2)])
+        self.ids = torch.tensor([models.ids(5, f"row {i}", LENGTH) for i in range(2)])
         self.cotangent = normal(5, "cotangent", (2, LENGTH - PROMPT))
         self.spec = call.spec
         self.temperature = call.settings.temperature if call.spec.scored else 1.0

@@ -131,12 +131,15 @@ class Generated:
     def sequence(self, b: int) -> tuple[list[int], int]:
         """Prompt and drawn tokens of a row up to <eos>, and the length of the prompt."""
         prompt = self.ids[b][self.mask[b].bool()].tolist()
-        drawn = [int(chosen[b]) for _, chosen in self.draws]
-        return prompt + drawn[: drawn.index(models.EOS) + 1 if models.EOS in drawn else None], len(prompt)
+        return prompt + _ended([int(chosen[b]) for _, chosen in self.draws]), len(prompt)
 
     def returned(self, b: int) -> list[int]:
-        found: list[int] = self.out[b, self.ids.shape[1] :].tolist()
-        return found[: found.index(models.EOS) + 1 if models.EOS in found else None]
+        return _ended(self.out[b, self.ids.shape[1] :].tolist())
+
+
+def _ended(tokens: list[int]) -> list[int]:
+    """Up to the first <eos>."""
+    return tokens[: tokens.index(models.EOS) + 1 if models.EOS in tokens else None]
 
 
 @contextlib.contextmanager

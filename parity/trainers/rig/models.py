@@ -280,5 +280,10 @@ def targets(name: str) -> str:
     return rf"^(?!.*vision).*\.({parts})$"
 
 
+def ids(seed: int, name: str, length: int) -> list[int]:
+    """The token ids of `words`."""
+    return [3 + n for n in drawn.words(seed, name, length)]
+
+
 def words(seed: int, name: str, length: int) -> str:
-    return " ".join(f"w{3 + n}" for n in drawn.words(seed, name, length))
+    return " ".join(f"w{n}" for n in ids(seed, name, length))
