@@ -31,7 +31,7 @@ from parity.trainers.rig import drawn, drive
 from parity.trainers.specs import TRAINERS
 
 MODULES = (
-    "step_one gradient_flow config_values advantages twins processes losses metrics variations twin_windows distillation"
+    "step_one config_values advantages twins processes losses metrics variations twin_windows distillation"
     " update architecture generation"
 ).split()
 ALONE, MODEL_ALONE = "sft-trainer", "architecture"

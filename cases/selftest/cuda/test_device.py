@@ -193,8 +193,8 @@ def test_a_row_has_the_device_that_its_check_was_given(moves, used, monkeypatch)
         seen.append(call.device)
         yield holds("something", True)
 
-    case = next(c for c in catalogue.cases("grpo-trainer", "pr", 0) if c.settings["check"] == "gradient-flow")
-    monkeypatch.setitem(CHECKS, "gradient-flow", dataclasses.replace(CHECKS["gradient-flow"], run=run, moves=moves))
+    case = next(c for c in catalogue.cases("grpo-trainer", "pr", 0) if c.settings["check"] == "step-one")
+    monkeypatch.setitem(CHECKS, "step-one", dataclasses.replace(CHECKS["step-one"], run=run, moves=moves))
     ways = [i for i in catalogue.implementations().values() if i.id == "grpo-trainer.released"]
     rows = list(rows_of_check(case, ways, "cuda"))
     assert seen == [used] and [r.device for r in rows] == [used]

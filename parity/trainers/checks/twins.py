@@ -16,7 +16,7 @@ from torch import Tensor
 from parity.case.inputs import Setting, defaults
 from parity.judge.operations import AnyOperation
 from parity.judge.oracle import Oracle
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, holds, shared
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.training_step import AutocastRounding, exact_step, first_step
 from parity.trainers.rig import drawn, drive, stored_window
@@ -25,6 +25,7 @@ from parity.trainers.rig.twin_runs import HEAD, PADDINGS, PROMPTS_TOO, Run
 from parity.trainers.specs import JUDGED, SPECS
 
 SPLITS = ("8x1", "4x2", "2x4", "1x8")
+RATE = 0.01
 GRPO_TYPES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 SETTINGS = {
@@ -39,6 +40,9 @@ SETTINGS = {
     ),
     "pad": Setting("<pad>", "the tokenizer's padding token; TRL takes <eos> where there is none", ("<pad>", "<eos>")),
     "checkpointing": Setting(drive.OFF, "gradient checkpointing", (drive.OFF, drive.REENTRANT, drive.NON_REENTRANT)),
+    "frozen": Setting(
+        False, "all is trained but the embeddings: what enters the layers has no gradient", (False, True)
+    ),
     "tools": Setting(False, "some completion tokens are a tool's: GRPO, GMPO, distillation", (False, True)),
     "teacher": Setting("qwen2", "distillation's; cohere scales its logits", ("qwen2", "cohere")),
     "temperature": Setting(1.0, "distillation's", (1.0, 0.7)),
@@ -49,7 +53,7 @@ SETTINGS = {
 }
 OWN = frozenset(name for spec in SPECS.values() for name in spec.own)
 """The settings that not every trainer has."""
-TOLD = ("model", "loss", "beta", "tools", "teacher", "temperature", "precision", "whole")
+TOLD = ("model", "loss", "beta", "tools", "teacher", "temperature", "precision", "whole", "frozen")
 """Settings of a twin that change its loss, or how it is rounded."""
 
 
@@ -87,7 +91,9 @@ def cases(seed: int) -> Iterator[CheckCase]:
         spec, half = SPECS[trainer], split(trainer, "2x4")
         for settings in spec.twins:
             yield from ((trainer, {**settings, "split": cut}) for cut in SPLITS)
-        for name in [n for n in SETTINGS if n != "split" and (n in spec.own or n not in OWN)]:
+        for kind in SETTINGS["checkpointing"].choices or ():
+            yield trainer, {"frozen": True, "checkpointing": kind}
+        for name in [n for n in SETTINGS if n not in ("split", "frozen") and (n in spec.own or n not in OWN)]:
             values = [v for v in SETTINGS[name].choices or () if v not in OWN or v in spec.own]
             yield from ((trainer, {name: v, "split": half}) for v in values)
 
@@ -99,9 +105,25 @@ QUICK = _short("sft-trainer", "grpo-trainer")
 def twins(call: CheckCall) -> Iterator[Quantity]:
     """One window cut, padded, checkpointed or cast in another way: the gradients of the definition all the same."""
     s = twin(call.case.family, **vars(call.settings))
-    run = Run(call.case.family, s, call.path)
+    more: dict[str, Any] = {"changed": freeze, "learning_rate": RATE} if s.frozen else {}
+    run = Run(call.case.family, s, call.path, **more)
     yield run.all_there()
     yield from first_step(by_definition(run.trainer, s), run.steps)
+    if s.frozen:
+        yield moved(run)
+
+
+def freeze(policy: Any) -> Any:
+    """`policy`, its embeddings frozen."""
+    policy.get_input_embeddings().requires_grad_(False)
+    return policy
+
+
+def moved(run: Run) -> Quantity:
+    """Every parameter that is trained moves in a step whose learning rate is above 0."""
+    before, now = run.steps.parameters[0], dict(run.built.model.named_parameters())
+    still = [name for name in run.steps.gradients[0] if torch.equal(now[name], before[name])]
+    return holds("learning rate has an effect", not still, f"{len(still)} parameters did not move, first {still[:1]}")
 
 
 def by_definition(trainer: str, s: SimpleNamespace) -> Oracle:
@@ -112,9 +134,8 @@ def by_definition(trainer: str, s: SimpleNamespace) -> Oracle:
 def _by_definition(trainer: str, told: tuple[Any, ...], _seed: int) -> Oracle:
     s = SimpleNamespace(**dict(zip(TOLD, told, strict=True)))
     rounding = AutocastRounding if s.precision == "autocast" else AnyOperation
-    return exact_step(
-        stored_window.policy(s.model, torch.float64), Loss(Window.of(trainer, whole=s.whole), s), rounding
-    )
+    policy = stored_window.policy(s.model, torch.float64)
+    return exact_step(freeze(policy) if s.frozen else policy, Loss(Window.of(trainer, whole=s.whole), s), rounding)
 
 
 def judged(

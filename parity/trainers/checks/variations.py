@@ -15,7 +15,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, always, check, holds
-from parity.trainers.checks.twins import judged, twin
+from parity.trainers.checks.twins import RATE, SETTINGS, judged, moved, twin
 from parity.trainers.definitions.formulas import Loss, padded
 from parity.trainers.definitions.scored import Scored, logits, rows
 from parity.trainers.definitions.training_step import measured
@@ -73,6 +73,7 @@ def adapter_cases(seed: int) -> Iterator[CheckCase]:
                 yield trainer, {"adapter": kind, "precomputed": True}
             if SPECS[trainer].data == "labels":
                 yield trainer, {"adapter": kind, "kl": True}
+        yield from ((trainer, {"checkpointing": kind}) for kind in (drive.REENTRANT, drive.NON_REENTRANT))
 
 
 @check(
@@ -82,6 +83,7 @@ def adapter_cases(seed: int) -> Iterator[CheckCase]:
         "adapter": Setting("new", "; ".join(f"{k}: {v}" for k, v in ADAPTERS.items()), tuple(ADAPTERS)),
         "precomputed": Setting(False, "precompute_ref_log_probs, DPO and KTO", (False, True)),
         "kl": KL,
+        "checkpointing": SETTINGS["checkpointing"],
     },
     adapter_cases,
     pr=[
@@ -90,6 +92,7 @@ def adapter_cases(seed: int) -> Iterator[CheckCase]:
         *((t, {"adapter": "saved-head"}) for t in ("grpo-trainer", "dpo-trainer", "kto-trainer")),  # Liger takes heads
         ("kto-trainer", {"kl": True}),
         ("dpo-trainer", {"adapter": "rslora"}),
+        *((t, {"checkpointing": drive.REENTRANT}) for t in ("grpo-trainer", "online-dpo-trainer")),
     ],
     paths=EVERY_PATH,
 )
@@ -101,7 +104,8 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
     _estimates(call)
     more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
     drive.needs(call.trainer, *more)
-    settings, existing = twin(trainer, beta=0.04, kl=s.kl), s.adapter == "existing"
+    settings, existing = twin(trainer, beta=0.04, kl=s.kl, checkpointing=s.checkpointing), s.adapter == "existing"
+    more |= {} if s.checkpointing == drive.OFF else {"learning_rate": RATE}
     options = OPTIONS.get(s.adapter, {})
 
     def handed() -> tuple[Any, Any]:
@@ -116,7 +120,9 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
     adapted = stored_window.written_out(stored_window.adapted(base, stored_window.TRAINED, **options))
     yield _trained(run.built.model, options)
     yield from judged(call, run, loss, adapted.train())
-    if trainer == "dpo-trainer" and call.path == "released":  # what the others do alike
+    if s.checkpointing != drive.OFF:
+        yield moved(run)
+    elif trainer == "dpo-trainer" and call.path == "released":  # what the others do alike
         yield from _kept(settings.model, run.built.model, adapted, run.window)
 
 
