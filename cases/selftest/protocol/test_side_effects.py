@@ -335,14 +335,3 @@ def test_tf32_is_a_call_context_that_is_left_again():
         assert [r.quantity for r in rows if r.verdict == "disagree"] == ["protocol"]
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_two_forwards_that_cannot_be_are_named():
-    def once(x):
-        if torch.equal(x.hidden, other.hidden):
-            raise RuntimeError("busy")
-        return PLAIN.call(x)
-
-    x, other = inputs(), inputs(seed=4)
-    found = broken(wrong(once), x, other, execute(wrong(once), x), "interleaved")
-    assert found == ["a second forward before the backward of the first: crashed: RuntimeError: busy"]

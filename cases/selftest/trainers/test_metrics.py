@@ -3,12 +3,10 @@
 import math
 
 import pytest
-import torch
 
 from cases.selftest.trainers.asked import disagreeing, verdicts
 from parity.trainers.definitions import formulas
-from parity.trainers.definitions.scored import Scored
-from parity.trainers.rig import drive, stored_window
+from parity.trainers.rig import drive
 
 PADDED = {"objective/kl", "objective/non_score_reward", "objective/rlhf_reward", "objective/entropy"}
 
@@ -61,22 +59,6 @@ def test_the_entropy_of_the_prompt_is_seen(monkeypatch):
     monkeypatch.setattr(formulas, "Scored", whole)
     wrong = {"entropy", "mean_token_accuracy"}
     assert disagreeing(verdicts("sft-trainer", "metrics")) == wrong | {f"eval_{name}" for name in wrong}
-
-
-def test_a_batch_by_hand():
-    """Two tokens of one completion: log-probs, KL and entropy from the model's own logits."""
-    model = stored_window.policy("llama", torch.float64)
-    tokens, start = [5, 9, 11, 4], 2
-    found = Scored(model, [(tokens, start)], "llama")
-    with torch.no_grad():
-        pair = (model, stored_window.reference("llama"))
-        own, base = (torch.log_softmax(m(torch.tensor([tokens])).logits[0, 1:3], -1) for m in pair)
-    assert found.sums.item() == pytest.approx(float(own[0, 11] + own[1, 4]))
-    assert found.base.sums.item() == pytest.approx(float(base[0, 11] + base[1, 4]))
-    assert found.entropy.item() == pytest.approx(float(-(own.exp() * own).sum(-1).mean()))
-    assert found.lengths.tolist() == [2.0]
-    with torch.no_grad():
-        assert torch.equal(found.logits[0], model(torch.tensor([tokens])).logits[0, 1:3])
 
 
 @pytest.mark.parametrize("check", ["metrics", "losses"])
