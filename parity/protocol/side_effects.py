@@ -71,7 +71,7 @@ class AdapterCalls(protocol.Calls[Inputs]):
 
     def differ(self, values: Values, expected: Values) -> list[str]:
         found = [n for n, v in values.items() if not _close_bits(v, expected[n])]
-        return [] if found and self.agree(Outcome("ran", dict(values))) else found
+        return [] if found and self.agree(Outcome("ran", {n: values[n] for n in found})) else found
 
     def held(self, part: Callable[["AdapterCalls"], list[str]], fails: str) -> list[str]:
         """What a part of the protocol finds, or how the calls end that it makes, which `fails` names; and what they rebound."""

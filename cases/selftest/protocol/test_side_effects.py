@@ -234,6 +234,18 @@ def test_calls_of_other_kinds_that_go_wrong_are_named(says):
     assert {r.verdict for r in run_case(case, [function])} == {"agree"}
 
 
+def test_a_call_of_another_kind_is_judged_by_what_it_moves():
+    """TRL's loss in bfloat16 is more precise under float64; its entropy is NaN under both."""
+
+    def moved(x):
+        by = 1 + 1e-6 * (torch.get_default_dtype() == torch.float64)
+        return {"loss": LOSS.call(x)["loss"] * by, "entropy": torch.tensor(torch.nan)}
+
+    function = dataclasses.replace(wrong(moved, LOSS), id="own.py:moved", outputs=frozenset({"loss", "entropy"}))
+    rows = run_case(POLICY.case(3, "fp32", {"V": 11, "H": 5}), [function])
+    assert [r.quantity for r in rows if r.failing] == ["entropy"]
+
+
 def test_a_second_derivative_beside_a_teacher_of_the_same_head_is_not_asked():
     """A step in the head would move the teacher too, which no gradient sees."""
     settings = {"H": 7, "T": 2, "V": 96, "beta": 0.75, "bias": "random", "gap": "equal", "grad": "hidden", "peak": 4.0}
