@@ -12,6 +12,7 @@ from typing import Any
 
 from parity.case.case import Case
 from parity.case.family import Family
+from parity.case.inputs import product_dtype
 from parity.compare import one_case
 from parity.errors import UsageError
 from parity.implementations import user
@@ -153,9 +154,11 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 
 def facts(case: Case) -> dict[str, Any]:
-    """What a ledger scope may name of a case: its settings with their defaults, its features and its dtype."""
+    """What a ledger scope may name of a case: its settings with their defaults, its features and `products`, the dtype that
+    its products have: autocast's, or its own."""
     of = family(case.family)
-    return vars(of.full_settings(case)) | dict(of.features(case)) | {"dtype": case.dtype}
+    settings = of.full_settings(case)
+    return vars(settings) | dict(of.features(case)) | {"products": product_dtype(case, settings)}
 
 
 def run_case(

@@ -28,11 +28,11 @@ Wanted = Mapping[str, tuple[Any, Any]]
 
 
 def _chunks(x: Inputs) -> Recipe:
-    """Logits in the dtype of the inputs, float32 from their log-softmax on; gradients are taken in the forward pass, those of
-    the chunks summed in the dtype of the head."""
+    """Logits in the dtype of the inputs, float32 from their log-softmax on (under autocast from a bias on); gradients are
+    taken in the forward pass, those of the chunks summed in the dtype of the head."""
     dtype = plain.head_dtype(x)
-    logits = x.autocast or dtype
-    return Recipe(logits=logits, dlogits=logits, accumulate=dtype, partials=x.settings.B, **plain.late(x))
+    logits, bias = x.autocast or dtype, dtype if x.autocast else None
+    return Recipe(logits=logits, dlogits=logits, bias=bias, accumulate=dtype, partials=x.settings.B, **plain.late(x))
 
 
 def _offer(kind: str, wanted: Callable[[Any], Wanted], *limits: Limit) -> None:

@@ -77,13 +77,13 @@ class MonteCarlo(TorchDispatchMode):
     drifts = False
     """Whether sums of the forward pass drift as those of the backward pass do."""
 
-    def __init__(self, recipe: Recipe, dtype: str, seed: int, own_grids: int = 0, width: int = 1):
+    def __init__(self, recipe: Recipe, dtype: str, seed: int, own_grids: int = 0, width: int | None = 1):
         super().__init__()
         self.own_grids = own_grids
-        self.width = width
+        self.width = width or 1
         self.recipe = recipe.resolve(dtype)
         self.dtype = dtype
-        self.noise = Noise(seed)
+        self.noise = Noise(seed, alone=width is None)
         self.backward = False
         self.quiet = False
         self.u_sum = UNIT_ROUNDOFF["fp32"]
@@ -280,7 +280,7 @@ class MonteCarlo(TorchDispatchMode):
         stretch = self.noise.stretch(x)
         if self.own_grids > 0 and x.dim() > 0:
             stretch = stretch.clone()
-            stretch[: self.own_grids] = 1.0
+            stretch[: None if self.noise.alone else self.own_grids] = 1.0
         return stretch
 
     def product(

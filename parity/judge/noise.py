@@ -18,8 +18,9 @@ class Noise:
     """On each device, and whether moved to 1 to 2."""
     SIZE = 1 << 22
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, alone: bool = False):
         self._seed = seed
+        self.alone = alone  # one replica, without a dimension for replicas in front
         self._random = random.Random(seed)
         if not self._pools:
             generator = torch.Generator().manual_seed(20261120)
@@ -65,7 +66,11 @@ class Noise:
         """
         if x.dim() == 0 or x.numel() == 0:
             return x + size * self.like(x)
-        size, alike = size.expand_as(x), (len(x) + 1) // 2 if len(x) > 1 else self.choice((0, 1))
+        if self.alone:
+            alike = len(x) * (self._seed % 2)
+        else:
+            alike = (len(x) + 1) // 2 if len(x) > 1 else self.choice((0, 1))
+        size = size.expand_as(x)
         first, others = x[:alike], x[alike:]
         if alike:
             first = shaken(first, size[:alike], self.stretch(first))
@@ -75,6 +80,8 @@ class Noise:
         if x.dim() and x.shape[0] > self.SIZE // 2:
             pool = pool.repeat(1 + x.shape[0] // (self.SIZE // 2))
         start = int(where.random() * (self.SIZE // 2))
+        if self.alone and x.dim():
+            return pool[start].expand(x.shape[0]).view(-1, *(1,) * (x.dim() - 1))
         return pool[start : start + x.shape[0]].view(-1, *(1,) * (x.dim() - 1)) if x.dim() else pool[start]
 
     def _on(self, device: torch.device, stretches: bool = False) -> torch.Tensor:

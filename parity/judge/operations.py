@@ -124,7 +124,7 @@ class AnyOperation(MonteCarlo):
             return out
         whole = z.logsumexp(dim, keepdim=True).abs()
         whole = torch.where(whole < 2.0**18, whole, 0.0)
-        scale = 2 * self.u_sum * whole * self._shifted(out)
+        scale = 2 * self.u_sum * whole * self._shifted(whole)
         return out * (self.scattered(whole, scale) - whole).exp()
 
     def _within(self, out: torch.Tensor, size: torch.Tensor, terms: torch.Tensor | float) -> torch.Tensor:

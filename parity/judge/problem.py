@@ -225,13 +225,13 @@ class Problem:
     def _together(
         self, form: Form, recipe: Recipe, width: int, seed: int, own_grids: int, vmap: bool = True
     ) -> Quantities:
-        mode = self.rounding(recipe, self.dtype, seed, own_grids, width)
+        mode = self.rounding(recipe, self.dtype, seed, own_grids, width if vmap else None)
         x = self._double(width if vmap else None)
         floats = [name for name, t in x.items() if is_floating(t)]
         keys: list[str] = []
         constants = OwnConstants(width)
 
-        def one(each: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def one(each: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             constants.each = each
             try:
                 own = {n: of_dtype(t, self.tensors[n].dtype) for n, t in zip(floats, tensors, strict=True)}
@@ -242,12 +242,6 @@ class Problem:
             return tuple(outputs.values())
 
         with as_definition(DTYPES[self.dtype]), torch.enable_grad():
-            if not vmap:
-                with mode:
-                    outputs = self._call(form, x)
-                    mode.backward = True
-                    alone = self._with_gradients(x, outputs, self.cotangents)
-                return {name: value.unsqueeze(0) for name, value in alone.items()}
             returned: set[int] = set()
 
             def read_again(saved: torch.Tensor) -> torch.Tensor:
@@ -255,10 +249,12 @@ class Problem:
 
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, read_again)
             with constants, mode, hooks:
-                values = torch.vmap(one, randomness="different")(constants.every, *(x[n] for n in floats))
+                run = torch.vmap(one, randomness="different") if vmap else one
+                values = run(constants.every if vmap else None, *(x[n] for n in floats))
                 mode.backward = True
                 returned.update(value.data_ptr() for value in values)
-                return self._with_gradients(x, dict(zip(keys, values, strict=True)), self.cotangents)
+                found = self._with_gradients(x, dict(zip(keys, values, strict=True)), self.cotangents)
+        return found if vmap else {name: value.unsqueeze(0) for name, value in found.items()}
 
 
 def call(

@@ -68,14 +68,15 @@ Texts = Annotated[tuple[Text, ...], Meta(min_length=1)]
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"cls": "class"}):
     """A known finding. Scope fields that are empty hold for everything; `family` may be a pattern ("*-trainer").
 
-    `settings` maps a setting or feature to a value, a list of values, or a table with `min`, `max` or `not`; one that is
-    absent is "none". `variants` are names of definitions other than the oracle's: a row is inside when one of them explains
-    all that failed with it. `cls`, in the file "class", is the class of the disagreement. `headroom` is how large it was: a
-    row of more than `GROWTH` times as much, or of no finite size, is not covered (of a trainer's check under another seed,
-    whose values are others, one of no finite size alone). A finding whose size its case decides has none, and is held on its
-    frozen case alone (`parity.results.recorded`). `link` says where it is discussed, or
-    `unlinked` why nowhere. From the day `expires` on (2026-12-31) the entry must be looked at again, and turns a run red
-    until it is. `rests_on` are devices on whose rounding or code path its case rests: elsewhere it may agree, and is not stale.
+    `settings` maps a setting, a feature or `products` (`parity.registry.facts`) to a value, a list of values, or a
+    table with `min`, `max` or `not`; one that is absent is "none". `variants` are names of definitions other than the
+    oracle's: a row is inside when one of them explains all that failed with it. `cls`, in the file "class", is the
+    class of the disagreement. `headroom` is how large it was: a row of more than `GROWTH` times as much, or of no
+    finite size, is not covered (of a trainer's check under another seed, whose values are others, one of no finite size
+    alone). A finding whose size its case decides has none, and is held on its frozen case alone
+    (`parity.results.recorded`). `link` says where it is discussed, or `unlinked` why nowhere. From the day `expires` on
+    (2026-12-31) the entry must be looked at again, and turns a run red until it is. `rests_on` are devices on whose
+    rounding or code path its case rests: elsewhere it may agree, and is not stale.
     """
 
     id: Text
@@ -140,8 +141,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def _narrowed(facts: Mapping[str, Any]) -> str | None:
-    """The dtype of autocast to float16: its findings are those of float16 inputs."""
-    return "fp16" if facts.get("context") == "autocast_fp16" else None
+    """float16 where products have it, under autocast too: its findings are those of float16 inputs."""
+    return "fp16" if facts.get("products") == "fp16" else None
 
 
 def holds(value: Any, wanted: Any) -> bool:

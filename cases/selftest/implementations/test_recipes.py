@@ -57,6 +57,17 @@ def test_a_compiled_softcap_under_autocast_is_narrow():
     assert row.verdict == "agree"
 
 
+BIAS = {"B": 4, "T": 9, "V": 234, "H": 16, "peak": 12.0, "targets": "edge", "bias": "random", "layout": "transposed",
+        "layouts": "mixed", "cotangent": "ones", "context": "autocast_fp16", "method": "kto", "loss_type": "kto",
+        "beta": 1.0, "ignored": "none"}  # fmt: skip
+
+
+def test_a_float32_bias_added_to_logits_of_autocast_keeps_gradients_that_float16_flushes():
+    """Seed 105 called Liger's KTO wrong by 8e-10."""
+    rows = run_case(Case("preference", 2379, "fp32", BIAS), select(["liger.FusedLinearKTOLoss"]))
+    assert [r.verdict for r in rows if r.quantity == "grad_bias"] == ["agree"]
+
+
 @pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo"])
 def test_a_batch_without_a_scored_token_has_a_loss_of_0(kind):
     settings = {"B": 2, "T": 1, "V": 9, "H": 4, "lengths": [0, 0], "loss_type": kind}

@@ -181,6 +181,14 @@ def test_under_a_softcap_a_ban_is_finite_and_no_entry_about_it_covers_a_failure(
         assert entry.covers(failed, facts(case)) is covered
 
 
+def test_a_scope_may_name_the_dtype_that_products_have_under_autocast_too():
+    (entry,) = (e for e in SHIPPED.entries if e.id == "cce-compiled-softcap")
+    failed = row(implementation="cce.torch_compile", quantity="grad_weight", cls="precision")
+    for context, covered in (("autocast", True), ("autocast_fp16", True), ("plain", False)):
+        case = family("logprobs").case(1, "fp32", {"softcap": 30.0, "context": context})
+        assert entry.covers(failed, facts(case)) is covered
+
+
 @pytest.mark.parametrize(("dtype", "context"), [("fp16", "plain"), ("fp32", "autocast_fp16")])
 def test_a_nan_of_the_entropy_is_one_entry(dtype, context):
     """By a ban or by overflow in float16: were it both, the counts of findings would say one defect twice."""
