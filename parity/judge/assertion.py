@@ -61,11 +61,11 @@ def assert_parity(
         cotangent: the upstream gradient of the output, or output -> gradient, required with gradients in `actual`; or "random",
             "ones" or "zeros" (expanded scalars), "scaled" (random times 65,536, in float16 1,024) for every output.
         protocol: what else must hold of a call that agrees: "default", "all", "none", or names of parts. Default: "inputs" stay
-            as they are, upstream gradients too; a second call gives the same "bits"; "accumulation": a second backward adds the
-            same gradient to `.grad`; "interleaved": so does one after another forward; "repeated": values that are exchanged
-            in the same tensors, in place and through `.data`, are seen, results of earlier calls stay, and an upstream gradient
-            need not be contiguous; "no_grad" changes no output, or is refused. Also: "checkpoint", "reentrant checkpoint",
-            "compile" (aot_eager).
+            as they are, upstream gradients too; a second call gives the same "bits", seeds nothing; "accumulation": a second
+            backward adds the same gradient to `.grad`; "interleaved": so does one after another forward; "repeated": values
+            that are exchanged in the same tensors, in place and through `.data`, are seen, results of earlier calls stay, and
+            an upstream gradient need not be contiguous; "no_grad" changes no output, or is refused. Also: "checkpoint",
+            "reentrant checkpoint", "compile" (aot_eager).
         seed: of upstream gradient and replicas.
 
     Raises:

@@ -130,9 +130,16 @@ class FunctionCalls(protocol.Calls[Tensors]):
         self.changed.extend(line for line in found if line not in self.changed)
 
     def bits(self, first: Values) -> list[str]:
-        """A second call on the same inputs gives the same bits."""
-        again = self.values()
-        return [f"{n} has other bits in a second call" for n in first if not same_bits(again.get(n), first[n])]
+        """A second call on the same inputs gives the same bits, and none sets the state of torch's random numbers."""
+        kept = torch.get_rng_state()
+        try:
+            torch.rand(())
+            before, again, then = torch.get_rng_state(), self.values(), torch.get_rng_state()
+            seeds = not torch.equal(then, before) and bool(self.values()) and torch.equal(torch.get_rng_state(), then)
+        finally:
+            torch.set_rng_state(kept)
+        found = [f"{n} has other bits in a second call" for n in first if not same_bits(again.get(n), first[n])]
+        return found + ["the call seeds torch's random numbers"] * seeds
 
     def _defined(self, part: Callable[[FunctionCalls], list[str]]) -> bool:
         """Whether the definition holds a part: `where(x > 0, x, 0)` hides a NaN, a stop-gradient a derivative."""

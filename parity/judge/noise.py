@@ -66,10 +66,8 @@ class Noise:
         """
         if x.dim() == 0 or x.numel() == 0:
             return x + size * self.like(x)
-        if self.alone:
-            alike = len(x) * (self._seed % 2)
-        else:
-            alike = (len(x) + 1) // 2 if len(x) > 1 else self.choice((0, 1))
+        one = self.alone or len(x) == 1
+        alike = len(x) * self.choice((0, 1)) if one else (len(x) + 1) // 2
         size = size.expand_as(x)
         first, others = x[:alike], x[alike:]
         if alike:

@@ -94,7 +94,15 @@ _STYLES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
 }
 
 
-def tensor(*dims: str | int, **fields: Any) -> Tensor:
+def tensor(
+    *dims: str | int,
+    around: float = 0.0,
+    scale: float = 1.0,
+    values: Sequence[str] = VALUES,
+    layouts: Sequence[str] = LAYOUTS,
+    dtype: str | None = None,
+    then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Tensor:
     """A floating-point tensor of named dimensions.
 
     Args:
@@ -106,15 +114,27 @@ def tensor(*dims: str | int, **fields: Any) -> Tensor:
         dtype: "fp32" where it is in float32 whatever the case's dtype.
         then: (float64 tensor) -> tensor, such as `lambda x: x.log_softmax(-1)`.
     """
-    return Tensor(dims, **fields)
+    return Tensor(dims, around, scale, _of(values, VALUES), _of(layouts, LAYOUTS), dtype=dtype, then=then)
 
 
-def index(*dims: str | int, below: str | int, **fields: Any) -> Tensor:
+def index(
+    *dims: str | int,
+    below: str | int,
+    values: Sequence[str] = REPEATS,
+    layouts: Sequence[str] = ("contiguous", "sliced"),
+    then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Tensor:
     """An int64 tensor in [0, below), a dimension's name or a number: any, one id everywhere, or both ends alone.
 
     `then` changes it as it does a `tensor`, such as `lambda ids: ids.where(ids % 5 > 0, -100)` for targets to ignore.
     """
-    return Tensor(dims, below=below, **{"values": REPEATS, "layouts": ("contiguous", "sliced"), **fields})
+    return Tensor(dims, values=_of(values, REPEATS), layouts=_of(layouts, LAYOUTS), below=below, then=then)
+
+
+def _of(given: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    if odd := [name for name in given if name not in known]:
+        raise ValueError(f"{odd[0]!r} is not among {', '.join(known)}")
+    return tuple(given)
 
 
 def laid(x: torch.Tensor, layout: str | None) -> torch.Tensor:

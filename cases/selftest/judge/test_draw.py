@@ -68,6 +68,14 @@ def test_drawn_ids_may_be_changed():
         assert all(parity.agrees == agree for parity in found)
 
 
+def test_a_field_that_says_nothing_is_refused():
+    with pytest.raises(TypeError, match="scale"):
+        index("N", below="V", scale=2)
+    for wrong in ({"values": ("tied",)}, {"layouts": ("strided",)}):
+        with pytest.raises(ValueError, match="is not among"):
+            tensor("N", **wrong)
+
+
 def test_values_stay_while_shapes_shrink():
     sizes, rest = ("N:9/H:40", "N:4/H:7"), "eps:1e-06/upstream:random/grad:all/seed:3"
     long, short = (RMS.case(f"fp32/{size}/{rest}") for size in sizes)

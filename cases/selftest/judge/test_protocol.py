@@ -206,10 +206,20 @@ def refuses_checkpoint():
     return call
 
 
+def seeds():
+    def call(x, w):
+        torch.manual_seed(0)
+        torch.rand(())
+        return definition(x, w)
+
+    return call
+
+
 FAULTS = {
     "inputs": (overwrites, "input w was changed in place"),
     "upstream": (by(WritesUpstream), "upstream gradient of output was changed in place"),
     "bits": (last_bit, "bits: output has other bits in a second call"),
+    "seeds": (seeds, "bits: the call seeds torch's random numbers"),
     "accumulation": (by(MultipliesSaved), "does not add the same gradient"),
     "interleaved": (by(KeepsWorkspace), "interleaved: grad_w differs when another forward comes before its backward"),
     "address": (by_address, "output differs when called again after other values in the same tensors"),
