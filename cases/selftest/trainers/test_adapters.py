@@ -8,7 +8,7 @@ import pytest
 from cases.selftest.trainers import asked
 from parity.trainers import catalogue
 
-QUANTITIES = {"trained parameters", "sequences", "loss", "finite gradient", "gradient"}
+QUANTITIES = {"trained parameters", "sequences", "loss", "gradient"}
 KEPT = {"logits, saved and loaded", "logits, merged", "logits, unmerged"}
 """DPO's besides."""
 

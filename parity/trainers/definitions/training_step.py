@@ -19,8 +19,8 @@ from parity.judge.operations import AnyOperation
 from parity.judge.oracle import Oracle, gradient_name
 from parity.judge.problem import Problem
 from parity.judge.recipe import IEEE_FP32, Recipe
-from parity.results.row import finite as finite_number
-from parity.trainers.check import Entry, Quantity, holds
+from parity.results.row import finite
+from parity.trainers.check import Entry, Quantity
 from parity.trainers.rig.recorder import Steps
 
 FARTHEST = 0.05
@@ -117,9 +117,8 @@ def exact_step(model: Any, loss: Loss, rounding: type[AnyOperation] = AnyOperati
 
 
 def first_step(step: Oracle, steps: Steps) -> Iterator[Quantity]:
-    """Loss and gradients of the one optimizer step of a run: finite, and the definition's."""
+    """Loss and gradients of the one optimizer step of a run."""
     yield window_loss(step, sum(steps.losses))
-    yield finite(steps.gradients[0])
     yield gradients(step, steps.gradients[0])
 
 
@@ -163,7 +162,7 @@ class Parameters:
         failing = {n: judgements[n] for n in forward_order(exact) if not judgements[n].agrees}
         errors = {n: _relative(value.get(n), exact[n]) for n in failing}
         shown = sorted(failing.items(), key=lambda item: -item[1].headroom)[:SHOWN]
-        worst = [{"error": errors[n], "headroom": finite_number(j.headroom), "gate": j.gate} for n, j in shown]
+        worst = [{"error": errors[n], "headroom": finite(j.headroom), "gate": j.gate} for n, j in shown]
         return Judgement(
             gates,
             _message(value, exact, errors, shown[0][0]) if failing else "",
@@ -171,12 +170,6 @@ class Parameters:
             max_rel=max((j.max_rel for j in judgements.values() if j.max_rel is not None), default=None),
             worst=tuple({"parameter": n, **found} for (n, _), found in zip(shown, worst, strict=True)),
         )
-
-
-def finite(found: Given) -> Quantity:
-    bad = [name for name, g in found.items() if g is not None and not bool(g.isfinite().all())]
-    message = f"the gradient of {len(bad)} of {len(found)} parameters is not finite, first {bad[0] if bad else None}"
-    return holds("finite gradient", not bad, message)
 
 
 def forward_order(names: Mapping[str, Tensor]) -> list[str]:
@@ -216,4 +209,4 @@ def _relative(value: Tensor | None, exact: Tensor) -> float | None:
     """‖value - exact‖/‖exact‖, where it is finite."""
     if value is None:
         return None
-    return finite_number(float((value.detach().cpu().double() - exact).norm() / exact.norm().clamp(min=1e-300)))
+    return finite(float((value.detach().cpu().double() - exact).norm() / exact.norm().clamp(min=1e-300)))
