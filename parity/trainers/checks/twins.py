@@ -77,7 +77,12 @@ def _short(*trainers: str) -> list[CheckCase]:
     return [(t, {**SPECS[t].twins[0], "split": split(t, "1x8")}) for t in trainers]
 
 
-PR = [*_short(*JUDGED), ("grpo-trainer", {"loss": "dapo", "split": "2x4"}), ("grpo-trainer", {"tools": True})]
+PR = [
+    *_short(*JUDGED),
+    ("grpo-trainer", {"loss": "dapo", "split": "2x4"}),
+    ("grpo-trainer", {"tools": True}),
+    *((t, {"frozen": True, "checkpointing": drive.REENTRANT, "split": "2x4"}) for t in ("sft-trainer", "grpo-trainer")),
+]
 
 
 def _in_pr(case: CheckCase) -> bool:
@@ -92,7 +97,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
         for settings in spec.twins:
             yield from ((trainer, {**settings, "split": cut}) for cut in SPLITS)
         for kind in SETTINGS["checkpointing"].choices or ():
-            yield trainer, {"frozen": True, "checkpointing": kind}
+            yield trainer, {"frozen": True, "checkpointing": kind, "split": half}
         for name in [n for n in SETTINGS if n not in ("split", "frozen") and (n in spec.own or n not in OWN)]:
             values = [v for v in SETTINGS[name].choices or () if v not in OWN or v in spec.own]
             yield from ((trainer, {name: v, "split": half}) for v in values)
