@@ -67,7 +67,7 @@ def ended_by(error: BaseException, implementation: Implementation) -> Outcome:
         faults.released()
         return Outcome("out-of-memory", message=text)
     if faults.sticky(error):
-        message = f"{type(error).__name__}: {text}, at {deepest(traceback.extract_tb(error.__traceback__))}"
+        message = f"{type(error).__name__}: {text}{_place(error)}"
         faults.lose(message)
         return Outcome("crashed", message=message)
     return _classified(implementation, error)
@@ -93,7 +93,7 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
         return Outcome("unsupported", message=f"no {module} in the installed version")
     if implementation.is_function:  # its adapter is the harness's for every function: what fails is the user's
         clear = raised and isinstance(error, REFUSALS) and not isinstance(error, TypeError | KeyError)
-        return Outcome("refused" if clear else "crashed", message=message)
+        return Outcome("refused", message=message) if clear else Outcome("crashed", message=message + _place(error))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     importing = [f for f in frames if f.f_code.co_name == "<module>" and is_library(f.f_code.co_filename)]
     if importing:  # as where a release imports with a GPU only
@@ -105,7 +105,9 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     if ours and (not theirs or theirs[-1] < ours[-1]) and not files[ours[-1]].startswith(PROTOCOL):
         said = f"the adapter {implementation.id} does not fit this version: {message}"
         return Outcome("unsupported", message=said, blame="harness")
-    return Outcome("refused" if raised and isinstance(error, REFUSALS) else "crashed", message=message)
+    if raised and isinstance(error, REFUSALS):
+        return Outcome("refused", message=message)
+    return Outcome("crashed", message=message + _place(error))
 
 
 def _not_installed(error: BaseException) -> str:
@@ -135,6 +137,12 @@ def is_library(filename: str) -> bool:
     if inside is None:
         return not filename.startswith(STDLIB)
     return not {"torch", "triton", "importlib", "contextlib.py", "threading.py"} & set(inside.split("/"))
+
+
+def _place(error: BaseException) -> str:
+    """Where code under test was when it failed; of what torch alone ran, as of a backward pass, nothing is known."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_library(frame.filename)]
+    return f", at {deepest(frames)}" if frames else ""
 
 
 def deepest(frames: Iterable[Iterable[Any]]) -> str:

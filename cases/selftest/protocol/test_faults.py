@@ -103,7 +103,8 @@ def test_what_a_model_refuses_is_a_crash_of_its_trainer(folder, verdict, tmp_pat
     monkeypatch.delitem(sys.modules, "refusing", raising=False)
     trainer = next(i for i in load().values() if i.is_trainer)
     outcome = call.guarded(trainer, lambda: importlib.import_module("refusing").forward({}))
-    assert (outcome.verdict, outcome.message) == (verdict, "ValueError: no input_ids")
+    where = f", at {place}/refusing.py:2 forward" * (verdict == "crashed")
+    assert (outcome.verdict, outcome.message) == (verdict, f"ValueError: no input_ids{where}")
 
 
 def test_what_torchs_compiler_says_names_the_cache_that_a_kill_may_have_broken(monkeypatch):
@@ -118,4 +119,4 @@ def test_what_torchs_compiler_says_names_the_cache_that_a_kill_may_have_broken(m
         raise BackendCompilerFailed(inductor, RuntimeError("C++ compile error\n\nCommand: g++"), None)
     said = exceptions.ended_by(raised.value, load()["cce.torch_compile"]).message
     assert "RuntimeError: C++ compile error; " in said
-    assert said.endswith("remove /the/cache")
+    assert "remove /the/cache" in said
