@@ -1,7 +1,7 @@
 """The smallest part of a stored batch that still disagrees: sequences, positions, vocabulary and hidden columns left out."""
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from parity.case.stored import read
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.registry import loss_family, run_case
+from parity.results.row import DECLINED, Row
 from parity.tools.capture import stored
 
 AXES = ("B", "T", "V", "H")
@@ -26,9 +27,12 @@ def minimise(case: Case, implementation: Implementation, to: Path, device: str =
     if not case.tensors:
         raise UsageError(f"case {case.id}: --minimise is for stored tensors; a drawn case is minimised by the run")
     of, whole = loss_family(case.family), read(case)
-    wanted = _failing(case, implementation, device)
+    rows = list(run_case(case, [implementation], device, thorough=False))
+    wanted = _failing(rows)
     if not wanted:
-        raise UsageError(f"case {case.id}: {implementation.id} agrees, so there is nothing to minimise")
+        declined = [r.message for r in rows if r.implementation == implementation.id and r.verdict in DECLINED]
+        why = f"is not judged: {declined[0]}" if declined else "agrees, so there is nothing to minimise"
+        raise UsageError(f"case {case.id}: {implementation.id} {why}")
     sizes = (*whole["hidden"].shape[:2], *whole["weight"].shape)
     kept = {axis: list(range(n)) for axis, n in zip(AXES, sizes, strict=True)}
     with tempfile.TemporaryDirectory(prefix="parity-minimise-") as folder:
@@ -36,7 +40,7 @@ def minimise(case: Case, implementation: Implementation, to: Path, device: str =
         def shows(trial: Mapping[str, Sequence[int]]) -> bool:
             try:
                 made = _part(of, case, whole, trial, Path(folder) / "case.json")
-                return wanted <= _failing(made, implementation, device)
+                return wanted <= _failing(run_case(made, [implementation], device, thorough=False))
             except UsageError:  # no case any more: no token is decided, or an axis is empty
                 return False
 
@@ -62,8 +66,7 @@ def _smallest(items: list[int], shows: Callable[[list[int]], bool]) -> list[int]
     return items
 
 
-def _failing(case: Case, implementation: Implementation, device: str) -> set[str]:
-    rows = run_case(case, [implementation], device, thorough=False)
+def _failing(rows: Iterable[Row]) -> set[str]:
     return {row.subject for row in rows if row.failing}
 
 

@@ -48,7 +48,7 @@ def explanations(
     if not fits:
         for name, score in coarser.items():
             other = Difference(found.values, score()).units()
-            if agrees(other) and rms(other) > 0.1:
+            if agrees(other) and 0.1 < rms(other) <= 1:
                 return [f"as far apart as the arithmetic of {name}"]
         return []
     least, out = min(left for left, *_ in fits), dict[str, list[str]]()

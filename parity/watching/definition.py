@@ -57,12 +57,22 @@ def _named(trainer: Any, loss: Loss, lp: Tensor, found: Tensor, slope: Tensor, b
     if loss.padded is not None:
         tried["padding is counted in the normaliser"] = slope * loss.padded
     tried |= {cause: slope * factor for cause, factor in _counts(trainer)}
-    named = []
-    for name, other in tried.items():
+
+    def fits(other: Tensor) -> bool:
         wide = bound * max(1.0, float(other.norm() / slope.norm().clamp(min=1e-30)))
-        if bool(((found - other).abs() <= wide).all()) and not bool(((other - slope).abs() <= 4 * wide).all()):
-            named.append(name)
-    return named
+        return bool(((found - other).abs() <= wide).all()) and not bool(((other - slope).abs() <= 4 * wide).all())
+
+    if named := [name for name, other in tried.items() if fits(other)]:
+        return named
+    times = float((found * slope).sum() / slope.square().sum().clamp(min=1e-30))
+    if fits(times * slope):
+        return [f"{times:.4g} times the definition's"]
+    inside, some = loss.mask.bool(), found != 0
+    seen = {
+        "masked tokens have a gradient": some & ~inside,
+        "tokens of the loss have none": inside & ~some & (slope.abs() > bound),
+    }
+    return [f"{int(of.sum())} {what}" for what, of in seen.items() if of.any()]
 
 
 def _counts(trainer: Any) -> Iterator[tuple[str, float]]:

@@ -31,6 +31,7 @@ class Look:
     mask: Tensor  # (B, T), the tokens in the loss
     rows: Rows  # those looked at
     fresh: bool  # whether its completions are the present weights'
+    stale: bool  # whether they are known to be earlier ones'
     first: bool  # whether no update has been
     # by `score`: log-probs (n,) of the trainer and whoever else has them, and the model's own
     sides: dict[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -95,14 +96,31 @@ class Look:
             value = self.inputs.get(name)
             return rows.of(value) if torch.is_tensor(value) and value.shape == rows.picked.shape else None
 
-        out = {"trainer": None if dropped else rows.of(taken.logps), "sampler": of("sampling_per_token_logps")}
+        out = {"trainer": None if dropped else rows.of(taken.logps)}
+        if not self.stale:
+            out["sampler"] = of("sampling_per_token_logps")
         if not dropped and self.fresh:
             out["old"] = of("old_per_token_logps")
+            if torch.is_tensor(whole := self.inputs.get("old_logps")):
+                # of whole completions: each token gets the same share
+                off = whole - (taken.logps * self.mask).sum(1)
+                out["old"] = rows.of(taken.logps + (off / self.mask.sum(1).clamp(min=1))[:, None])
         if not dropped and self.first and self._is_reference():
             same = (t for t in self.others if t.logps.shape == taken.logps.shape and torch.equal(t.ids, taken.ids))
             by_scoring = None if taken.mask is None else next((rows.of(t.logps) for t in same), None)
             out["reference"] = by_scoring if (given := of("ref_per_token_logps")) is None else given
         return out
+
+    def _padded(self) -> Tensor:
+        """Log-probs by the model with the trainer's own padding."""
+        rows, taken, width = self.rows, self.taken, self.mask.shape[1]
+        out = torch.full(rows.picked.shape, math.nan, device=taken.ids.device)
+        with undisturbed(self.model), self.trainer.accelerator.autocast():
+            for i in rows.picked.any(1).nonzero()[:, :1]:
+                z = self.model(input_ids=taken.ids[i], attention_mask=taken.attention[i]).logits[0, -width - 1 : -1]
+                logps = (z.float() / self.temperature).log_softmax(-1)
+                out[i] = logps.gather(-1, taken.ids[i, -width:].T)[:, 0]
+        return rows.of(out)
 
     def _is_reference(self) -> bool:
         """Whether policy and reference have the same weights before the first update."""
@@ -144,6 +162,8 @@ class Look:
             if what == "trainer":
                 how = f" (activations checkpointed by {name})" if (name := checkpointing(self.model)) else ""
                 others[f"in training the model computes something else{how}"] = functools.partial(by, training=True)
+                if bool((self.taken.attention[:, 0] == 0).any()):
+                    others["padding at the left changes what the model computes"] = self._padded
             for dtype in (torch.float16, torch.bfloat16) if what == "sampler" else ():
                 coarser[str(dtype).removeprefix("torch.")] = functools.partial(self._own, self.rows, dtype)
         if what != "old":

@@ -41,7 +41,11 @@ class Mismatch(AssertionError):
 
 class Watch(TrainerCallback):
     """What `parity.watch` returns: `findings` of the run so far; `undo()` ends it. Raises ValueError for options out of
-    range, TypeError for what is no trainer."""
+    range, TypeError for what is no trainer.
+
+    `every` so many optimizer steps it looks at `rows` sequences. `on_mismatch`: "warn" or "raise". `to` gets a line of each
+    look, the page is beside it. Tables of logits and copies of weights larger than `memory_budget` bytes are not made.
+    `capture` keeps the batch of a finding as a case beside `to`."""
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class Watch(TrainerCallback):
         """A trainer may train more than once."""
         self._due: int | None = None
         self._begun = self._generated = -1
+        self._again = False  # whether completions that are used once more are looked at
         self._taps.hooked()
         self._old: list[tuple[int, dict[str, Tensor]]] = []
         self._sloped, self._noise = False, math.nan
@@ -107,7 +112,7 @@ class Watch(TrainerCallback):
     def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._due is None:
             self._due = self._begun = self._now
-        if self._now < self._due:
+        if self._now < self._due and not (self._again and self._stale):
             return original(*args, **kwargs)
         self._taken, looks, items = [], list[Look](), (*args, None, None, None)[2] or kwargs.get("num_items_in_batch")
         before, run = len(self.findings), functools.partial(original, *args, **kwargs)
@@ -118,7 +123,8 @@ class Watch(TrainerCallback):
             return out  # it ended in the midst of the step
         self._guarded(lambda: looks.extend(self._ready()))
         if not self._any(not looks or self._error is not None):
-            self._due, at = self._now + self.every, looks[0]
+            at, self._again = looks[0], not self._stale
+            self._due = self._due if self._stale else self._now + self.every
             self._guarded(lambda: at.score(self._noise, self.budget))
             if self._any(at.far):  # the noise may have grown with the weights
                 self._guarded(lambda: at.score(math.nan))
@@ -225,6 +231,11 @@ class Watch(TrainerCallback):
         return int(self.trainer.state.global_step)
 
     @property
+    def _stale(self) -> bool:
+        """Whether weights have moved since the completions were generated."""
+        return self._generated not in (-1, self._now)
+
+    @property
     def _model(self) -> Any:
         return getattr(self.trainer.model, "_orig_mod", self.trainer.model)
 
@@ -234,12 +245,14 @@ class Watch(TrainerCallback):
             name = type(self.trainer).__name__
             self._say(("nothing",), f"watch: {name} hands out no log-probs: gradients alone are watched")
         taken = next((t for t in self._taken or () if t.trained), None)
-        if taken is None or self._generated not in (-1, self._now):
+        if not self._stale and self._now < (self._due or 0):
+            self._again = False  # there are new ones
+        if taken is None or not (self._again if self._stale else self._now >= (self._due or 0)):
             return []
         mask = (loss_mask(self._inputs) if taken.mask is None else taken.mask)[:, -taken.logps.shape[1] :]
         rows = rows_of(taken.ids, taken.attention, mask, self.rows)
         others = [t for t in self._taken or () if not t.trained]
-        now = self._generated == self._now, self._now == self._begun == 0
+        now = self._generated == self._now, self._stale, self._now == self._begun == 0
         return [Look(self.trainer, self._model, self._inputs, taken, others, mask, rows, *now)] * bool(
             rows.picked.any()
         )
@@ -249,6 +262,8 @@ class Watch(TrainerCallback):
         if at.mine is None:
             return
         self._measured = at.measured
+        if "trainer" not in at.sides:
+            self._say(("dropout",), "watch: under dropout log-probs are random: those of the trainer are not compared")
         for what, values in at.sides.items():
             self._judge(what, Difference(values, at.mine), at)
         if at.taken.slopes is not None:
@@ -294,6 +309,10 @@ class Watch(TrainerCallback):
     def _loss(self, at: Look, slopes: Tensor, items: Any, value: float) -> None:
         """The loss, by its value and the gradients of its log-probs."""
         loss = defined(self.trainer, self._inputs, at.taken, at.mask, at.others, items)
+        absent = ~at.taken.attention.bool()
+        lost = at.mask.bool() & (absent[:, 1:] & absent[:, :-1])[:, -at.mask.shape[1] :]  # predicted from padding, too
+        if bool(lost.any()):
+            self._wrong(("tokens of the loss are padding", [f"{int(lost.sum())} of {int(at.mask.sum())}"]))
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         slopes = slopes / (1.0 if scaler is None else scaler.get_scale())
         if at.taken.mask is not None:  # log-probs of other tokens are the constant 0

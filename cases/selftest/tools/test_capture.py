@@ -34,6 +34,10 @@ def five_percent_in_the_last_row(hidden, weight, ids, mask, advantages, temperat
     return policy_loss(hidden, weight, ids, mask, advantages * scale, temperature, old_logps, epsilon)
 
 
+def of_few_settings(hidden, weight, ids, mask, advantages):
+    return policy_loss(hidden, weight, ids, mask, advantages)
+
+
 def batch(dtype=torch.float32, **more):
     torch.manual_seed(3)
     mask = torch.ones(3, 5, dtype=torch.long)
@@ -150,6 +154,8 @@ def test_the_smallest_part_keeps_all_that_failed(captured, tmp_path):
     assert failing == {"loss", "grad_hidden", "grad_weight"}
     with pytest.raises(UsageError, match="agrees, so there is nothing to minimise"):
         minimise(Case.load(captured), implementation(policy_loss), tmp_path / "none.json")
+    with pytest.raises(UsageError, match="is not judged: .* has no parameter"):
+        minimise(Case.load(captured), implementation(of_few_settings), tmp_path / "none.json")
 
 
 def test_replay_minimises_and_says_how_far(captured, tmp_path):

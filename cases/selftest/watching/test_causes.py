@@ -76,6 +76,92 @@ def test_padding_in_the_normaliser(tmp_path):
     assert set(found(watch)) == {("loss", "padding is counted in the normaliser")}
 
 
+def test_a_ratio_to_old_log_probs_that_is_dropped_shows_where_completions_are_used_again(tmp_path):
+    trainer = grpo(num_iterations=2, max_steps=4, learning_rate=0.1)
+    original = trainer._compute_loss
+    without = lambda x: {name: value for name, value in x.items() if name != "old_per_token_logps"}  # noqa: E731
+    trainer._compute_loss = lambda model, inputs: original(model, without(inputs))
+    watch, _ = watched(trainer, tmp_path)
+    dropped = "watch, step {}: gradients of the log-probs are not those of dapo: the ratio to the old log-probs is 1"
+    assert [f.text for f in watch.findings] == [dropped.format(2), dropped.format(4)]
+
+
+def endless(mask):
+    return mask * (mask.cumsum(1) < mask.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    "changed, cause",
+    [
+        (lambda x: x | {"advantages": -x["advantages"]}, "-1 times the definition's"),
+        (lambda x: x | {"advantages": x["advantages"] * 0.3}, "0.3 times the definition's"),
+        (
+            lambda x: x | {"completion_mask": endless(x["completion_mask"])},
+            " tokens of the loss have none",
+        ),
+        (lambda x: x | {"completion_mask": torch.ones_like(x["completion_mask"])}, "masked tokens have a gradient"),
+    ],
+)
+def test_what_is_seen_of_a_gradient_without_a_known_cause(tmp_path, changed, cause):
+    trainer = grpo(max_steps=1, max_completion_length=24)
+    original = trainer._compute_loss
+    attention, score = None, trainer._get_per_token_logps_and_entropies
+
+    def loss(model, inputs):
+        nonlocal attention
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        return original(model, changed(inputs))
+
+    trainer._get_per_token_logps_and_entropies = lambda model, ids, mask, *args, **kw: score(
+        model, ids, mask if attention is None else attention, *args, **kw
+    )
+    trainer._compute_loss = loss
+    watch, _ = watched(trainer, tmp_path)
+    ((what, *named),) = found(watch)
+    assert what == "loss" and cause in named[-1]
+
+
+def test_padding_that_is_trained_on(tmp_path):
+    trainer = of("sft-trainer", max_steps=1)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: (batch := collate(rows)) | {"labels": batch["input_ids"].clone()}
+    watch, _ = watched(trainer, tmp_path)
+    assert [f.text.rpartition(":")[0] for f in watch.findings] == ["watch, step 1: tokens of the loss are padding"]
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_micro_batches_that_are_averaged_one_by_one(tmp_path, divided):
+    trainer = of("sft-trainer", max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    original, by, collate, seen = trainer.compute_loss, 4 if divided else 1, trainer.data_collator, []
+
+    def ragged(rows):
+        batch, _ = collate(rows), seen.append(rows)
+        batch["labels"][0] = torch.where(torch.tensor(len(seen) == 1), -100, batch["labels"][0])
+        return batch
+
+    trainer.data_collator = ragged
+    trainer.compute_loss = lambda model, inputs, *args, **kwargs: original(model, inputs) / by
+    watch, _ = watched(trainer, tmp_path)
+    cause = f"each micro-batch is averaged by itself{'' if divided else ', and their sum is not divided'}"
+    assert found(watch) == [("loss", cause)]
+
+
+def test_a_model_that_left_padding_changes(tmp_path):
+    policy = copy.deepcopy(models.model("llama"))
+    forward = policy.model.forward
+    policy.model.forward = lambda *args, attention_mask=None, **kwargs: forward(*args, **kwargs)
+    watch, _ = watched(grpo(policy=policy, max_steps=1, num_generations=2), tmp_path)
+    assert found(watch) == [("trainer", "padding at the left changes what the model computes")]
+
+
+@pytest.mark.parametrize("penalty, causes", [(1.0, ["as far apart as the arithmetic of bfloat16"]), (1.15, [])])
+def test_a_sampler_in_bfloat16_and_one_with_a_repetition_penalty(tmp_path, penalty, causes):
+    narrow = models.model("llama", torch.bfloat16 if penalty == 1 else torch.float32)
+    rollout = functools.partial(sampler, model=narrow, repetition_penalty=penalty)
+    watch, _ = watched(grpo(rollout, max_steps=1), tmp_path)
+    assert found(watch) == [("sampler", *causes)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_a_long_completion_are_judged_beside_a_short_ones(dtype):
     """4 tokens and 900, each with 1/length of its completion's share."""
@@ -189,6 +275,13 @@ def test_old_log_probs_of_another_policy(tmp_path):
     trainer = grpo(num_iterations=2, max_steps=1)
     old = "old_per_token_logps"
     replaced(trainer, "_generate_and_score_completions", lambda self, out: out | {old: out[old] + 0.1})
+    watch, _ = watched(trainer, tmp_path)
+    assert [what for what, *_ in found(watch)] == ["old"]
+
+
+def test_old_log_probs_of_whole_completions(tmp_path):
+    trainer = of("rloo-trainer", max_steps=1)
+    replaced(trainer, "_generate_and_score_completions", lambda self, out: out | {"old_logps": out["old_logps"] + 0.1})
     watch, _ = watched(trainer, tmp_path)
     assert [what for what, *_ in found(watch)] == ["old"]
 

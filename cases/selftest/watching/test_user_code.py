@@ -17,6 +17,7 @@ from parity.registry import loss_family
 from parity.results import watched as watched_files
 from parity.rollouts import scoring
 from parity.sampling.find import find
+from parity.trainers.rig import models
 from parity.upstream import trl
 from parity.watching.watch import Mismatch, Watch
 
@@ -268,5 +269,16 @@ def test_tokens_without_a_log_prob_of_the_sampler_are_left_out(tmp_path):
 
 def test_old_log_probs_of_later_updates_may_differ(tmp_path):
     watch, lines = watched(grpo(sampler, num_iterations=3, max_steps=6, learning_rate=0.1), tmp_path)
-    assert not watch.findings and [line["step"] for line in lines] == [1, 4]
-    assert all("watch/old_units" in line for line in lines)
+    assert not watch.findings and [line["step"] for line in lines] == [1, 2, 4, 5]
+    assert [line["step"] for line in lines if "watch/old_units" in line] == [1, 4]
+
+
+def test_dropout_is_said_once_and_the_loss_is_looked_at(tmp_path, said):
+    policy = copy.deepcopy(models.model("llama"))
+    policy.config.attention_dropout = 0.1
+    trainer = grpo(policy=policy)
+    original = trainer._compute_loss
+    trainer._compute_loss = lambda *args: original(*args) * 2
+    watch, _ = watched(trainer, tmp_path)
+    assert said[0].startswith("watch: under dropout") and len(said) == 2
+    assert {f.what for f in watch.findings} == {"loss"}

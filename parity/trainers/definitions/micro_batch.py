@@ -71,6 +71,9 @@ def _grpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, item
     dropped = {"the sampler's importance ratio is not applied": lambda lp: of(without, lp)}
     padded = {"grpo": mask.mean(-1, keepdim=True), "sapo": mask.mean(-1, keepdim=True), "bnpo": mask.mean()}
     applied = dropped if x.importance_sampling_ratio is not None else {}
+    if x.old_logps is not None and s.off_policy_mask_threshold is None:
+        now = SimpleNamespace(**{**vars(x), "old_logps": None})
+        applied |= {"the ratio to the old log-probs is 1": lambda lp: of(now, lp)}
     return Loss(s.loss_type, lambda lp: of(x, lp), mask, padded.get(s.loss_type), applied, valued)
 
 
@@ -164,12 +167,21 @@ def _sft(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, items
     whole = accumulation(trainer) == 1 and trainer.accelerator.num_processes == 1
     count = float(mask.sum() if whole or items is None else items) / trainer.accelerator.num_processes
     steps = 1 if items is not None else accumulation(trainer)
-    dft = trainer.args.loss_type == "dft"
+    dft, own = trainer.args.loss_type == "dft", mask.sum().clamp(min=1)
+
+    def total(lp: Tensor) -> Tensor:
+        return -(mask * lp * (lp.detach().exp() if dft else 1.0)).sum()
+
+    averaged = {
+        "each micro-batch is averaged by itself": lambda lp: total(lp) / own / accumulation(trainer),
+        "each micro-batch is averaged by itself, and their sum is not divided": lambda lp: total(lp) / own,
+    }
     return Loss(
         trainer.args.loss_type,
-        lambda lp: -(mask * lp * (lp.detach().exp() if dft else 1.0)).sum() / max(count, 1.0) / steps,
+        lambda lp: total(lp) / max(count, 1.0) / steps,
         mask,
         mask.mean(),
+        averaged,
         valued=not trainer.aux_loss_enabled,
     )
 
