@@ -46,7 +46,7 @@ def faults(trainer: Any, loss: Loss, logps: Tensor, found: Tensor, value: float 
         return f"gradients of the log-probs are not those of {loss.name}", _named(
             trainer, loss, lp, found, slope, bound
         )
-    allowed = max(float((x - exact).abs()) for x, _ in near) + u * float(exact.abs() + slope.abs().sum())
+    allowed = max(float((x - exact).abs()) for x, _ in near) + u * float(exact.abs() + slope.abs().sum() + loss.size)
     if value is None or not loss.valued or abs(value - float(exact)) <= allowed:
         return None
     return f"the loss that is logged is {value:.6g}", [f"{_times(value, float(exact))}; gradients are right"]

@@ -176,6 +176,13 @@ def test_gradients_of_a_long_completion_are_judged_beside_a_short_ones(dtype):
         assert (definition.faults(trainer, loss, logps, found, None) is None) == (factor == 1.0)
 
 
+@pytest.mark.parametrize("size, silent", [(0.0, False), (2.0, True)])
+def test_clipped_terms_that_cancel_are_rounded_at_their_size(size, silent):
+    loss = Loss("grpo", lambda lp: 5e-4 + 0 * lp.sum(), torch.ones(2, 3), size=size)
+    still = torch.zeros(2, 3)
+    assert (definition.faults(None, loss, still, still.double(), 5e-4 + 5e-9) is None) == silent
+
+
 def test_stale_weights_are_told_by_their_age(tmp_path):
     first = models.model("llama")
     watch, _ = watched(grpo(functools.partial(sampler, model=first), learning_rate=0.1), tmp_path)

@@ -27,6 +27,7 @@ class Loss:
     # what counting padding makes of each gradient, a factor (B, 1) or number; None: nothing is divided by tokens
     padded: Tensor | None = None
     without: Mapping[str, Define] = dataclasses.field(default_factory=dict)  # cause -> the loss that it makes
+    size: float = 0.0  # Σ|terms|; clipped ones have no slope
     valued: bool = True  # whether `of` is all of the loss: no term that log-probs have no part in
 
 
@@ -64,8 +65,8 @@ def _grpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, item
     )
     entropies = _exact(taken.entropies)
 
-    def of(x: SimpleNamespace, lp: Tensor) -> Tensor:
-        return losses(s, x, lp, torch.zeros_like(lp) if entropies is None else entropies)["loss"]
+    def of(x: SimpleNamespace, lp: Tensor, what: str = "loss") -> Tensor:
+        return losses(s, x, lp, torch.zeros_like(lp) if entropies is None else entropies)[what]
 
     without = SimpleNamespace(**{**vars(x), "importance_sampling_ratio": None})
     dropped = {"the sampler's importance ratio is not applied": lambda lp: of(without, lp)}
@@ -74,7 +75,8 @@ def _grpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, item
     if x.old_logps is not None and s.off_policy_mask_threshold is None:
         now = SimpleNamespace(**{**vars(x), "old_logps": None})
         applied |= {"the ratio to the old log-probs is 1": lambda lp: of(now, lp)}
-    return Loss(s.loss_type, lambda lp: of(x, lp), mask, padded.get(s.loss_type), applied, valued)
+    size = float(of(x, _exact(taken.logps), "_terms").abs().sum())
+    return Loss(s.loss_type, lambda lp: of(x, lp), mask, padded.get(s.loss_type), applied, size, valued)
 
 
 def _rloo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, items: Any) -> Loss:
@@ -82,11 +84,11 @@ def _rloo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, item
     a, old = _exact(inputs["advantages"]), _exact(inputs["old_logps"])
     low, high = trainer.epsilon_low, trainer.epsilon_high
 
-    def of(lp: Tensor) -> Tensor:
+    def terms(lp: Tensor) -> Tensor:
         ratio = ((lp * mask).sum(1) - old).exp()
-        return -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a).mean() / accumulation(trainer)
+        return -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a) / (len(a) * accumulation(trainer))
 
-    return Loss("rloo", of, mask)
+    return Loss("rloo", lambda lp: terms(lp).sum(), mask, size=float(terms(_exact(taken.logps)).abs().sum()))
 
 
 def _dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
