@@ -22,7 +22,7 @@ from parity.families.head import IGNORE_INDEX
 from parity.families.preference_losses import DIVERGENCES, DPO, SCORED, Pairs, cpo, log_odds, unpaired
 from parity.judge.recipe import DTYPES
 from parity.judge.stages import of_teacher
-from parity.judge.values import uniform
+from parity.judge.values import normal, uniform
 
 LOSS_TYPES = {
     "dpo": tuple(name for name in DPO if name != "sft"),
@@ -113,7 +113,7 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
         out["B"] += out["B"] % 2
     silent = _silent(out)
     if out["loss_type"] == "exo_pair" and not out["smoothing"]:
-        out["smoothing"] = 0.1
+        out["smoothing"] = 0.001  # as its paper recommends
     if method == "orpo":  # odds of a probability of 1 are infinite
         silent |= {"level", "logit_scale", "softcap", "temperature"}
         out |= {"peak": min(out["peak"], 4.0), "V": max(out["V"], 3)}
@@ -167,7 +167,9 @@ def build(case: Case) -> Inputs:
     if s.reference == "head" and s.method in ("dpo", "kto"):
         states, weight = head.beside(case, s, tensors, "ref", s.H, s.V, s.peak)
         tensors |= {"ref_hidden": states.to(DTYPES[case.dtype]), "ref_weight": weight.to(tensors["weight"].dtype)}
-        tensors["ref_bias"] = tensors["bias"]
+        tensors["ref_bias"] = bias = tensors["bias"]
+        if bias is not None and s.gap == "apart":  # of the same banned tokens, or a ratio were infinite
+            tensors["ref_bias"] = bias + normal(case.seed, "ref_bias", bias.shape).to(bias)
     if s.method == "kto":
         labels = uniform(case.seed, "labels", (s.B,)) < {"mixed": 0.5, "all": 2.0, "none": -1.0}[s.labels]
         if s.labels == "mixed":

@@ -151,9 +151,11 @@ class Session:
     def _drawn(self, case: Case, shard: Shard) -> None:
         for one in (case, *second_pass(case, self.device, not self.profile.derandomised)):
             if chosen := self._given(one):
-                thorough = functools.partial(repeated, case=one, one_in=self.profile.thorough, device=self.device)
-                for row in self._judged(one, chosen, shard, thorough):
+                for row in self._judged(one, chosen, shard, functools.partial(self._repeated, one)):
                     self.emit(Judged(row))
+
+    def _repeated(self, case: Case, own: Implementation) -> bool:
+        return repeated(own, case, self.profile.thorough, self.device)
 
     def _given(self, case: Case) -> list[Implementation]:
         """Who gets a drawn case: none where candidates are asked for and none of them takes it."""
@@ -163,7 +165,8 @@ class Session:
         return chosen if takes or alone else []
 
     def _besides(self, shard: Shard) -> bool:
-        """What implementations get besides their draws, a case of several of them once; whether the time was enough."""
+        """What implementations get besides their draws, a case of several of them once; whether the time was enough. A user's
+        function of few parameters takes few draws, so it gets repeated calls here too."""
         self.emit(At(0))
         # a user's trainer is of two families, by one id
         of_family = (i for i in self.implementations if i.family == shard.family)
@@ -176,6 +179,9 @@ class Session:
         users = any(i.is_function for i in self.implementations if i.family == shard.family)
         ends = dealt(self.profile_name, counts, users)
         given = {case.id for stream, end in zip(streamed, ends, strict=False) for case in stream[:end]}
+
+        def thorough(case: Case, own: Implementation) -> bool:
+            return own.is_function and self._repeated(case, own)
 
         def gets(own: Implementation, case: Case) -> bool:  # a reference what a candidate takes too
             if case.id not in given or not selected(own, case, self.profile.cost, self.device):
@@ -201,7 +207,7 @@ class Session:
                     return False
                 references = [r for r in self._of(case) if r.role == "reference" and r not in owns]
                 came = set[str]()
-                for row in self._judged(case, [*references, *owns], shard):
+                for row in self._judged(case, [*references, *owns], shard, functools.partial(thorough, case)):
                     came |= set() if row.verdict in DECLINED else {row.implementation}
                     self.emit(Judged(row))
                 owed.subtract(came & owed.keys())

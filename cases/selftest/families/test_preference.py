@@ -7,6 +7,7 @@ import torch
 
 from cases.selftest.controls.correct import control
 from cases.selftest.controls.soak import drawn
+from cases.selftest.mutants.mutant import mutants
 from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
@@ -87,6 +88,17 @@ def test_a_banned_first_token_at_an_ignored_label_is_seen():
     case = Case("preference", 0, "fp32", {"B": 2, "T": 3, "V": 4, "H": 2, "bias": "banned"})
     rows = list(run_case(case, [load()["liger.FusedLinearDPOLoss"]], thorough=False))
     assert {r.gate for r in rows if r.failing} == {"structure"}
+
+
+def test_a_reference_apart_has_a_bias_of_its_own():
+    """With the policy's, a loss that reads that one for both was right in every case. Both ban the same tokens."""
+    case = Case("preference", 0, "bf16", {"V": 40, "bias": "banned", "gap": "apart"})
+    x = FAMILY.build(case)
+    assert ((x.bias == x.ref_bias) == (x.bias == -math.inf)).all() and (x.bias == -math.inf).any()
+    (wrong,) = (m.implementation for m in mutants("preference") if m.name == "reference-by-policy-bias")
+    assert {r.verdict for r in run_case(case, [wrong], thorough=False) if r.quantity == "loss"} == {"disagree"}
+    x = FAMILY.build(Case("preference", 0, "bf16", {"bias": "random", "gap": "near"}))
+    assert x.ref_bias.equal(x.bias), "a policy that began at the reference"
 
 
 def test_a_bias_that_targets_read_by_index_may_drift():

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 
 from cases.selftest.oracles import oracle_of
 from parity.case.case import Case, covering
@@ -273,6 +274,20 @@ def test_what_is_refused_in_the_call_counts_as_no_case(tmp_path, none_given):
 def test_a_user_s_function_gets_more_than_the_least_of_a_profile(tmp_path, none_given):
     rows = besides_of([dataclasses.replace(NARROW, id="my.py:own")], tmp_path)
     assert len({r.case for r in rows if r.judged}) == 12
+
+
+def test_a_user_s_function_of_few_parameters_is_called_repeatedly(tmp_path, none_given, monkeypatch):
+    """In profile pr a KTO loss takes six draws, and none of them was among those with repeated calls."""
+
+    def evaluated(x):
+        return {n: v if torch.is_grad_enabled() else 2 * v for n, v in NARROW.call(x).items()}
+
+    asked, ids = [], ("my.py:own", "lib.own")
+    monkeypatch.setattr(shard_module, "repeated", lambda own, *more: asked.append(own.id) or True)
+    for id, gates in zip(ids, ({"protocol"}, set()), strict=True):
+        rows = besides_of([dataclasses.replace(NARROW, id=id, call=evaluated)], tmp_path)
+        assert {r.gate for r in rows if r.failing} == gates
+    assert {*asked} == {ids[0]}
 
 
 def test_a_case_besides_the_draws_is_judged_once_for_all_that_get_it(tmp_path, none_given, monkeypatch):
