@@ -18,6 +18,7 @@ from parity.fixes.inputs import require_input_grads
 from parity.fixes.logits import use_model_logits
 from parity.fixes.padding import mask_padded_log_probs
 from parity.fixes.patch import Patch
+from parity.fixes.positions import count_positions
 from parity.fixes.preference import average_over_window, exchange_alpha
 from parity.fixes.teacher import mask_teacher_padding
 
@@ -25,6 +26,7 @@ __all__ = [
     "Patch",
     "average_over_window",
     "compare_heads",
+    "count_positions",
     "divide_by_accumulation",
     "exchange_alpha",
     "keep_gradient_checkpointing",

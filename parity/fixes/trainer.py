@@ -53,7 +53,7 @@ def apply(trainer: Any) -> Applied:
     In this order: `lift_text_config_attributes` for the model and, as "lift_text_config_attributes (reference)", for a
     reference model; `require_input_grads`; `divide_by_accumulation` where its own step does not; `average_over_window` in CPO
     and ORPO; `exchange_alpha` for DPO's alpha divergence;
-    `mask_padded_log_probs` where its own step logs sums over padding;
+    `mask_padded_log_probs` where its own step logs sums over padding; `count_positions` where a model's positions are learned;
     `keep_gradient_checkpointing` where the trainer checkpoints; `mask_teacher_padding` where it distils from a teacher
     server; `compare_heads`, which changes nothing and warns where policy and reference have different heads;
     `use_model_logits` where TRL's fused LM head does not compute the model's own logits;
@@ -74,6 +74,7 @@ def apply(trainer: Any) -> Applied:
         lambda: patches.average_over_window(trainer),
         lambda: patches.exchange_alpha(trainer),
         lambda: patches.mask_padded_log_probs(trainer),
+        lambda: patches.count_positions(trainer),
         lambda: _keep_checkpointing(trainer),
         lambda: _mask_teacher(trainer),
         lambda: patches.compare_heads(trainer),

@@ -123,10 +123,16 @@ def distils():
     return module.ServerDistillationTrainer
 
 
+def padded_on_the_left(ids):
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {name: torch.nn.functional.pad(x, (3, 0)) for name, x in rows.items()}
+
+
 def shared(name, monkeypatch):
     """How each of two owners asks for a patch of what they share, and how to see that it is in force."""
-    model = {"use_model_logits": lambda: models.model("recurrent_gemma"), "require_input_grads": frozen_inputs}
-    owners = Loops(model.get(name, lambda: models.model("llama"))()), None
+    kinds = {"use_model_logits": "recurrent_gemma", "count_positions": "gpt2"}
+    model = frozen_inputs() if name == "require_input_grads" else models.model(kinds.get(name, "llama"))
+    owners = Loops(model), None
     owners = owners[0], copy.copy(owners[0])
     if name == "lift_text_config_attributes":
         config = nested()
@@ -145,6 +151,9 @@ def shared(name, monkeypatch):
     takes = [lambda o=o: getattr(patches, name)(o) for o in owners]
     if name == "require_input_grads":
         return takes, lambda: owners[0].model.get_input_embeddings()(IDS).requires_grad
+    if name == "count_positions":
+        alone, padded = model(input_ids=IDS).logits, padded_on_the_left(IDS)
+        return takes, lambda: torch.allclose(model(**padded).logits[:, 3:], alone, atol=1e-4)
     if name == "divide_by_accumulation":
 
         def divides():
@@ -181,6 +190,18 @@ def test_what_two_share_stays_until_both_have_let_go(name, monkeypatch):
         assert again
         assert in_force()
     assert not in_force()
+
+
+def test_positions_are_counted_where_they_are_learned_and_none_are_given():
+    for name, why in (("llama", "changes nothing"), ("recurrent_gemma", "changes more than positions")):
+        assert why in patches.count_positions(models.model(name)).reason
+    model, padded = models.model("gpt2").eval(), padded_on_the_left(IDS)
+    own = torch.arange(IDS.shape[1] + 3).expand(len(IDS), -1)
+    given = model(**padded, position_ids=own).logits
+    assert torch.equal(given, model(**padded).logits)
+    with patches.count_positions(model):
+        assert torch.equal(given, model(**padded, position_ids=own).logits)
+        assert not torch.allclose(given, model(**padded).logits, atol=0.1)
 
 
 def test_a_trainer_holds_its_patch_once():

@@ -37,6 +37,7 @@ SETTINGS = {
 TRAINERS = ("grpo-trainer", "rloo-trainer", "online-dpo-trainer", "dpo-trainer")
 A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("grpo-trainer", {"model": "gemma4"}),
+    ("grpo-trainer", {"model": "gpt2"}),
     ("grpo-trainer", {"model": "llama", "adapter": "lora", "checkpointing": drive.CUSTOM, "beta": 1.0}),
     ("rloo-trainer", {"model": "cohere", "temperature": 0.7}),
     ("dpo-trainer", {"model": "gemma2", "checkpointing": drive.NON_REENTRANT}),

@@ -72,6 +72,14 @@ def _of_images(family: str, changes: tuple[str, ...], text: Mapping[str, Any], *
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _text("Llama"),
+    "gpt2": Architecture(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {n: _SIZES[n] for n in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+        | {"max_position_embeddings": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        | {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS, **_TIED},
+        ("tied head",),
+    ),
     "qwen2": _text("Qwen2", ("tied head",), **_TIED),
     "qwen3": _text("Qwen3", head_dim=16),
     "gemma2": _text(
@@ -233,7 +241,7 @@ def fill(model: Any) -> None:
             value = drawn.normal(0, name, parameter.shape).to(parameter)
             if parameter.dim() >= 2:
                 parameter.copy_(value / parameter.shape[-1] ** 0.5)
-            elif "norm" in name and name.endswith("weight") and float(parameter.abs().max()) > 0.5:
+            elif ("norm" in name or ".ln_" in name) and name.endswith("weight") and float(parameter.abs().max()) > 0.5:
                 parameter.copy_(1.0 + 0.1 * value)
             else:
                 parameter.copy_(0.1 * value)
@@ -248,11 +256,12 @@ def _scale_head(model: Any) -> None:
             for parameter in head.parameters():
                 parameter.mul_(LOGITS / size)
             return
-        norms = ("norm", "final_norm", "final_layernorm")
-        weight = [m for n, m in model.named_modules() if n.rpartition(".")[2] in norms][-1].weight
-        weight.mul_(LOGITS / size)
+        norms = ("norm", "final_norm", "final_layernorm", "ln_f")
+        norm = [m for n, m in model.named_modules() if n.rpartition(".")[2] in norms][-1]
+        for parameter in norm.parameters():
+            parameter.mul_(LOGITS / size)
         if abs(_uncapped(model) / LOGITS - 1) > 0.01:  # Gemma's norms multiply by 1 + weight
-            weight.mul_(size / LOGITS).add_(1.0).mul_(LOGITS / size).sub_(1.0)
+            norm.weight.mul_(size / LOGITS).add_(1.0).mul_(LOGITS / size).sub_(1.0)
 
 
 def _uncapped(model: Any) -> float:
@@ -276,7 +285,8 @@ def tokenizer(pad: str = "<pad>") -> Any:
 
 def targets(name: str) -> str:
     """The modules that a LoRA goes on: a pattern for `target_modules`, the language model's alone."""
-    parts = "linear_x|linear_y|q_proj|v_proj" if name == "recurrent_gemma" else "q_proj|v_proj"
+    others = {"recurrent_gemma": "linear_x|linear_y|q_proj|v_proj", "gpt2": "c_attn"}
+    parts = others.get(name, "q_proj|v_proj")
     return rf"^(?!.*vision).*\.({parts})$"
 
 

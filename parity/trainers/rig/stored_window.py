@@ -62,10 +62,10 @@ def rows(prompts: int = 8) -> list[Sample]:
 
 
 def brief() -> list[Sample]:
-    """Eight prompts of unequal lengths, each with two completions: what a trainer is given that brings no window of its own."""
+    """Eight prompts, each of another length, with two completions each: what a trainer gets that brings no window of its own."""
     out = []
     for i in range(8):
-        lengths = {"prompt": 2 + 3 * (i % 3), "chosen": 3 + i % 4, "rejected": 5 - i % 3}
+        lengths = {"prompt": 2 + i, "chosen": 3 + i % 4, "rejected": 5 - i % 3}
         prompt, chosen, rejected = (models.words(7, f"{name} {i}", n) for name, n in lengths.items())
         out.append(Sample(f"{prompt} ", chosen, rejected, label=True))
     return out
