@@ -49,6 +49,8 @@ LOGITS, CHUNKS, CHUNK_VOCABULARY = 1 << 14, 64, {"logprobs"}
 """So many logits, or chunks of a call, cost as much as a small case; the families whose `chunk_size` is of the vocabulary."""
 SECOND_PASS = 4
 """One in so many plain float32 cases is run with tf32 products too, where there are such."""
+LONG, CHUNK = 256, 16
+"""Tokens up to which bfloat16 counts; those of a small chunk."""
 VOCABULARIES = (128_256, 151_936, 262_144)
 """Llama 3, Qwen 2.5 and Gemma 3."""
 REAL, TOKENS, HIDDEN = 20, 8, 4
@@ -159,6 +161,17 @@ def shown(case: Case) -> frozenset[Hashable]:
     return frozenset({*itertools.combinations(names, 2), *values})
 
 
+def _shown_of_own(case: Case) -> frozenset[Hashable]:
+    """`shown` of a user's function, and sizes, of which the draws of many libraries together hold enough: how many tokens
+    there are, also one more than a chunk's, and a long sequence in each dtype by itself and with what decides the loss."""
+    s = vars(loss_family(case.family).full_settings(case))
+    length = s.get("T", 1)
+    tokens = length * s.get("B", 1)
+    deciding = [name for name in DECIDING.get(case.family, ()) if name in case.settings]
+    long = {(name, case.dtype) for name in ("long", *deciding) if length > LONG}
+    return shown(case) | {("tokens", tokens.bit_length(), tokens % CHUNK == 1)} | long
+
+
 def besides(
     implementation: Implementation,
     drawn: Sequence[Case],
@@ -189,10 +202,11 @@ def besides(
             pool[near.id] = near
     for near in _joined(implementation, [*own, *pool.values()], device):
         pool.setdefault(near.id, near)
-    met = frozenset[Hashable]().union(*map(shown, own))
+    seen = _shown_of_own if implementation.is_function else shown
+    met = frozenset[Hashable]().union(*map(seen, own))
     cost = functools.partial(price, implementation, device=device)
     each = cost if implementation.interpreted else lambda case: 1.0  # elsewhere a case more costs more than a large one
-    new = [case for case in covering(list(pool.values()), shown, met, each) if _stands(case)]
+    new = [case for case in covering(list(pool.values()), seen, met, each) if _stands(case)]
     wanted = max(0, least - len(own))
     new = new if every_pair else new[:wanted]
     others = sorted(pool.values(), key=lambda case: zlib.crc32(f"dear/{case.id}".encode()) % int(cost(case)) > 0)
