@@ -325,7 +325,7 @@ def test_another_way_without_gradients_may_round_otherwise():
     assert {r.verdict for r in run_case(case, [wrong(other_way)])} == {"agree"}
     refusing = wrong(lambda x: PLAIN.call(x) if torch.is_grad_enabled() else raising(x))
     (row,) = [r for r in run_case(case, [refusing]) if r.failing]
-    assert row.message == "under no_grad: crashed: ZeroDivisionError: a bug"
+    assert row.message.startswith("under no_grad: crashed: ZeroDivisionError: a bug, at ")
 
 
 def raising(x):

@@ -10,7 +10,8 @@ import parity
 from cases.selftest.slow import number
 from parity import recording
 from parity.rollouts import engine_models
-from parity.trainers.rig import drive, models
+from parity.trainers.rig import drive, models, stored_window
+from parity.trainers.rig.stored_window import Sample
 from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
@@ -63,6 +64,8 @@ def grpo(rollout=None, model="llama", dtype=torch.float32, policy=None, peft=Non
     settings = {"seed": SEED, "max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "beta": 0.0}
     settings |= {"gradient_checkpointing": False, **wanted}
     more = {} if rollout is None else {"rollout_func": rollout}
+    prompts = [Sample(f"{models.words(7, f'prompt {i}', 2 + 3 * (i % 3))} ", "", "", label=True) for i in range(8)]
+    more["train_dataset"] = stored_window.dataset(prompts, "prompts")
     policy = models.model(model, dtype) if policy is None else policy
     return drive.build("GRPOTrainer", policy, settings, "cpu", peft, **more)
 
