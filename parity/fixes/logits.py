@@ -86,10 +86,15 @@ def use_model_logits(trainer_or_model: Any) -> Patch:
 
 def fused_models(trainer_or_model: Any) -> list[nn.Module]:
     """The models, of a trainer policy and reference, whose forward TRL has given a fused LM head."""
+    return [m for m in modules_of(trainer_or_model) if _fused(m)]
+
+
+def modules_of(trainer_or_model: Any) -> list[nn.Module]:
+    """All modules of a model, or of a trainer's policy and reference, once each."""
     models = [trainer_or_model]
     if not isinstance(trainer_or_model, nn.Module):
         models = [getattr(trainer_or_model, name, None) for name in ("model", "ref_model")]
-    inside = [m for model in models if isinstance(model, nn.Module) for m in model.modules() if _fused(m)]
+    inside = [m for model in models if isinstance(model, nn.Module) for m in model.modules()]
     return list({id(m): m for m in inside}.values())
 
 

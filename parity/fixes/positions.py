@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from parity.fixes.logits import in_shards, probe, undisturbed
+from parity.fixes.logits import in_shards, modules_of, probe, undisturbed
 from parity.fixes.patch import ALREADY, Change, Patch
 
 NAME = "count_positions"
@@ -25,8 +25,8 @@ def count_positions(trainer_or_model: Any) -> Patch:
     alone. GPT-2 counts from the first padding token then, and the log-probs of a completion, policy's and reference's, are
     those of a shifted sequence. `generate`, which drew the completion, counts from the first token.
 
-    A hook before the backbone gives it `position_ids`, Σ mask - 1, in each call with padding on the left and neither
-    positions nor a cache. Need is decided on a probe, 36 tokens with and without padding, without gradient, in eval mode.
+    A hook before the backbone gives it `position_ids`, Σ mask - 1, in each call with a mask (B, T) and neither positions nor
+    a cache. Need is decided on a probe, 36 tokens with and without padding, without gradient, in eval mode.
     Nothing is done where padding changes the logits by no more than rounding (rotary embeddings see distances alone), where
     positions do not mend it, where the probe fails, or under ZeRO-3. Accepts a trainer (its model and reference model) or a
     model.
@@ -54,18 +54,14 @@ def _models(trainer_or_model: Any) -> list[Any]:
     """The language models, of a trainer policy and reference, whatever has wrapped them."""
     from transformers import PreTrainedModel
 
-    models = [trainer_or_model]
-    if not isinstance(trainer_or_model, nn.Module):
-        models = [getattr(trainer_or_model, name, None) for name in ("model", "ref_model")]
-    inside = [m for model in models if isinstance(model, nn.Module) for m in model.modules()]
-    heads = [m for m in inside if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
-    return list({id(m): m for m in heads}.values())
+    inside = modules_of(trainer_or_model)
+    return [m for m in inside if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
 
 
 def _counted(backbone: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     mask = kwargs.get("attention_mask")
     free = kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None
-    if free and isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any()):
+    if free and isinstance(mask, Tensor) and mask.dim() == 2:
         kwargs = kwargs | {"position_ids": _positions(mask)}
     return args, kwargs
 

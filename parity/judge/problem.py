@@ -219,17 +219,16 @@ class Problem:
                 raise
             except RuntimeError:  # an error of the definition itself shows again below
                 self._routed.append(form)
-        each = [self._together(form, recipe, 1, seed + i, own_grids - i, vmap=False) for i in range(width)]
+        each = [self._together(form, recipe, None, seed + i, own_grids - i) for i in range(width)]
         return {name: torch.cat([one[name] for one in each]) for name in each[0]}
 
-    def _together(
-        self, form: Form, recipe: Recipe, width: int, seed: int, own_grids: int, vmap: bool = True
-    ) -> Quantities:
-        mode = self.rounding(recipe, self.dtype, seed, own_grids, width if vmap else None)
-        x = self._double(width if vmap else None)
+    def _together(self, form: Form, recipe: Recipe, width: int | None, seed: int, own_grids: int) -> Quantities:
+        """So many replicas in one run of `torch.vmap`, or one without it (None)."""
+        mode = self.rounding(recipe, self.dtype, seed, own_grids, width)
+        x = self._double(width)
         floats = [name for name, t in x.items() if is_floating(t)]
         keys: list[str] = []
-        constants = OwnConstants(width)
+        constants = OwnConstants(width or 1)
 
         def one(each: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             constants.each = each
@@ -249,12 +248,12 @@ class Problem:
 
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, read_again)
             with constants, mode, hooks:
-                run = torch.vmap(one, randomness="different") if vmap else one
-                values = run(constants.every if vmap else None, *(x[n] for n in floats))
+                run = one if width is None else torch.vmap(one, randomness="different")
+                values = run(None if width is None else constants.every, *(x[n] for n in floats))
                 mode.backward = True
                 returned.update(value.data_ptr() for value in values)
                 found = self._with_gradients(x, dict(zip(keys, values, strict=True)), self.cotangents)
-        return found if vmap else {name: value.unsqueeze(0) for name, value in found.items()}
+        return {name: value.unsqueeze(0) for name, value in found.items()} if width is None else found
 
 
 def call(

@@ -67,7 +67,7 @@ def ended_by(error: BaseException, implementation: Implementation) -> Outcome:
         faults.released()
         return Outcome("out-of-memory", message=text)
     if faults.sticky(error):
-        message = f"{type(error).__name__}: {text}{_place(error)}"
+        message = f"{type(error).__name__}: {text}, at {deepest(traceback.extract_tb(error.__traceback__))}"
         faults.lose(message)
         return Outcome("crashed", message=message)
     return _classified(implementation, error)
@@ -141,8 +141,8 @@ def is_library(filename: str) -> bool:
 
 def _place(error: BaseException) -> str:
     """Where code under test was when it failed; of what torch alone ran, as of a backward pass, nothing is known."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_library(frame.filename)]
-    return f", at {deepest(frames)}" if frames else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f", at {deepest(frames)}" if any(is_library(frame.filename) for frame in frames) else ""
 
 
 def deepest(frames: Iterable[Iterable[Any]]) -> str:
