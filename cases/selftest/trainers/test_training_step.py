@@ -180,9 +180,9 @@ def test_replicas_of_a_step_run_at_once(trainer, settings, monkeypatch):
     """One by one they take five times as long: so they run where a definition branches on values, or vmap cannot pass a mark."""
     widths = []
 
-    def drawn(problem, form, recipe, width, *more, together=Problem._together, vmap=True):
-        widths.append(width if vmap else 0)
-        return together(problem, form, recipe, width, *more, vmap=vmap)
+    def drawn(problem, form, recipe, width, *more, together=Problem._together):
+        widths.append(width or 0)
+        return together(problem, form, recipe, width, *more)
 
     monkeypatch.setattr(Problem, "_together", drawn)
     found = [c for c in catalogue.cases(trainer, "pr", 0) if c.settings["check"] == "twins"]
