@@ -29,7 +29,7 @@ def levels(texts: Sequence[str]) -> list[list[tuple[int, bool]]]:
 class Finding:
     """One difference that noise does not explain."""
 
-    what: str  # "trainer", "sampler", "old", "reference", "gradient" or "loss"
+    what: str  # "trainer", "sampler", "old", "reference", "gradient", "loss" or "update"
     units: float  # rms of the difference in units of the noise; NaN where it has none
     causes: tuple[str, ...]  # those that explain it down to noise; empty where none of the known ones does
     text: str  # one line

@@ -20,6 +20,7 @@ from parity.rollouts.scoring import Difference, agrees, farthest, innermost, rms
 from parity.trainers.definitions.micro_batch import defined, known, loss_mask
 from parity.watching import causes, definition
 from parity.watching.look import Look, checkpointing
+from parity.watching.step import Step, first
 from parity.watching.taps import Taken, Taps
 
 logger = logging.getLogger("parity.watch")
@@ -95,12 +96,23 @@ class Watch(TrainerCallback):
         self._taps.hooked()
         self._old: list[tuple[int, dict[str, Tensor]]] = []
         self._sloped, self._noise = False, math.nan
+        self._step_of: Step | None = None
+        self._stepped = False  # whether a whole step of the optimizer was compared
 
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         """Gradients are complete, the weights are the old ones."""
-        self._guarded(self._before_update)
+        self._guarded(lambda: self._before_update(kwargs.get("optimizer")))
         if self._now == self._begun:
             self._settle()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """The weights are the new ones, the gradients still there."""
+        before, self._step_of = self._step_of, None
+        if before is None or self.trainer.accelerator.optimizer_step_was_skipped:
+            return
+        self._stepped = before.warm
+        self._guarded(lambda: self._after_update(before))
+        self._settle()
 
     def undo(self) -> None:
         """Takes every hook away; a second call does nothing."""
@@ -168,7 +180,7 @@ class Watch(TrainerCallback):
             self._metrics = {}
         return original(logs, *args, **kwargs)
 
-    def _guarded(self, do: Callable[[], None]) -> None:
+    def _guarded(self, do: Callable[[], Any]) -> None:
         """An error of the watch itself ends it, never the run: alone at once, with other ranks where all `_settle`."""
         begun, before = time.perf_counter(), len(self.findings)
         try:
@@ -201,8 +213,11 @@ class Watch(TrainerCallback):
             return here
         return bool(accelerator.reduce(torch.tensor(float(here), device=accelerator.device)))
 
-    def _before_update(self) -> None:
+    def _before_update(self, optimizer: Any) -> None:
         """The gradients of the first step; a copy of the weights where the next steps may have to know them."""
+        if optimizer is not None and not self._stepped:
+            given = (getattr(self.trainer, name, None) for name in ("ref_model", "teacher_model"))
+            self._step_of = Step(self._model, [m for m in given if isinstance(m, torch.nn.Module)], optimizer)
         alone = self.trainer.accelerator.num_processes == 1
         aged = alone and self._generated >= 0 and self._now + 2 >= (self._due or 0)
         if self._now != self._begun and not aged:
@@ -215,16 +230,22 @@ class Watch(TrainerCallback):
             still = [n for n in layers if any(k.startswith(n + ".") for k in named)]
             still = [n for n in still if not any(k.startswith(n + ".") for k in reached)]
             if broken:
-                self._find("gradient", math.nan, (), f"gradients are not finite: {_first(broken)}")
+                self._find("gradient", math.nan, (), f"gradients are not finite: {first(broken)}")
             elif self._sloped and (still or not reached):
                 by = f", checkpointed by {name}" if (name := checkpointing(self._model)) else ""
-                text = f"no gradient reaches {_first(still)}{by}"
+                text = f"no gradient reaches {first(still)}{by}"
                 text = text if reached else "no parameter has a gradient, and the loss has one"
                 self._find("gradient", math.nan, (), text)
         small = sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget
         if small and aged:
             weights = {n: p.detach().to("cpu", copy=True) for n, p in named.items()}
             self._old = [*self._old[-1:], (self._now, weights)]
+
+    def _after_update(self, step: Step) -> None:
+        for what, text in step.faults():
+            self._find(what, math.nan, (), text)
+        if text := step.lost():
+            self._say(("lost",), f"watch, step {self._now + 1}: {text}")
 
     @property
     def _now(self) -> int:
@@ -356,7 +377,3 @@ class Watch(TrainerCallback):
             watched.write(self.to, self._looked, self.findings, found)
         except OSError as error:
             self._say(("file",), f"watch: nothing is written: {told(error)}")
-
-
-def _first(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

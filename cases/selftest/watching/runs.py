@@ -83,7 +83,7 @@ def vllm(name, **wanted):
     facts = recording.named(name).facts
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[facts["dtype"]]
     policy = engine_models.loaded(engine_models.folder_of(facts["model"]), dtype)
-    settings = {"max_steps": 1, "max_completion_length": 32, **wanted}
+    settings = {"max_steps": 1, "max_completion_length": 32, "learning_rate": 0.0, **wanted}
     return grpo(functools.partial(recorded, name), policy=policy, **settings)
 
 

@@ -330,6 +330,37 @@ def test_a_loss_whose_gradient_reaches_no_parameter(tmp_path):
     assert [f.text for f in watch.findings] == ["watch, step 1: no parameter has a gradient, and the loss has one"]
 
 
+def test_a_parameter_that_the_optimizer_lacks(tmp_path):
+    trainer = grpo(sampler, max_steps=1)
+    lost = trainer.model.model.norm.weight
+    trainer.create_optimizer()
+    for group in trainer.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p is not lost]
+    watch, _ = watched(trainer, tmp_path)
+    text = "watch, step 1: parameters with a gradient that the optimizer does not have: model.norm.weight"
+    assert [f.text for f in watch.findings] == [text]
+
+
+def test_a_reference_that_shares_its_weights_with_the_policy(tmp_path):
+    trainer = grpo(sampler, beta=0.04, max_steps=1)
+    trainer.ref_model = trainer.model
+    watch, _ = watched(trainer, tmp_path)
+    assert [f.what for f in watch.findings] == ["reference"]
+    assert "step 1: the optimizer's step moves the reference too: model.embed_tokens.weight, " in watch.findings[0].text
+
+
+@pytest.mark.parametrize(
+    "dtype, lr, lost", [(torch.bfloat16, 1e-5, True), (torch.bfloat16, 1e-2, False), (torch.float32, 1e-5, False)]
+)
+def test_steps_that_round_away_are_said_at_the_full_learning_rate(tmp_path, said, dtype, lr, lost):
+    """AdamW's first step is the learning rate; bfloat16 weights of 0.15 are 1e-3 apart."""
+    wanted = {"optim": "adamw_torch", "lr_scheduler_type": "linear", "warmup_steps": 2, "max_grad_norm": 1.0}
+    wanted |= {"learning_rate": lr, "max_steps": 4}
+    watch, _ = watched(grpo(dtype=dtype, **wanted), tmp_path, every=9)
+    assert not watch.findings
+    assert [line[:42] for line in said if "optimizer" in line] == ["watch, step 3: the optimizer's step leaves"] * lost
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(HOURS)
 @pytest.mark.parametrize("seed", range(1, 21))
