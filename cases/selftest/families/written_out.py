@@ -9,11 +9,31 @@ from typing import Any
 import mpmath as mp
 import torch
 
+from parity.case.drawing import cases, draws
 from parity.case.inputs import Inputs
+from parity.registry import family
 
 Tokens = list[list[Any]]
 
 mp.mp.dps = 50
+
+
+SIZES = {"B": 3, "T": 4, "V": 9, "H": 3, "teacher_H": 3, "k": 3}
+"""The largest that 50 digits can afford."""
+
+
+@functools.cache
+def drawn(name: str, count: int, **few: tuple[Any, ...]) -> list[Inputs]:
+    """So many drawn cases of a family, none larger than SIZES; `few`: values, in turn, of settings that draws seldom move."""
+    of, found = family(name), []
+    for case in draws(cases(of, ("fp32", "fp16", "bf16"), "pr"), "written out", count):
+        s = vars(of.full_settings(case))
+        small = {n: min(s[n], most) for n, most in SIZES.items() if n in s}
+        if s.get("lengths"):
+            small["lengths"] = [min(n, small["T"]) for n in s["lengths"][: small["B"]]]
+        small |= {n: values[len(found) % len(values)] for n, values in few.items()}
+        found.append(of.build(of.case(case.seed, case.dtype, of.canonical(case.dtype, s | small))))
+    return found
 
 
 def number(value: Any) -> Any:
