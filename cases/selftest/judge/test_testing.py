@@ -114,6 +114,8 @@ def test_a_failure_says_which_precision_would_explain_it_and_where_it_is():
     doubled = check_parity(lambda x, weight: 2 * fused_rms_norm(x, weight), rms_norm, inputs)
     assert doubled.hints["output"][0].startswith("2 times the definition")
     assert "2 times the definition" in doubled.message
+    zeros = check_parity(WRONG["zeros"], rms_norm, inputs)
+    assert zeros.hints["output"] == ["all zero where the definition is not"]
     column = check_parity(WRONG["last column"], rms_norm, drawn(torch.float32, x=X, weight=W))
     assert any("only at index 95 of dimension 1" in hint for hint in column.hints["output"])
     assert column.kind == "logic"
