@@ -99,30 +99,6 @@ def test_a_rebound_name_is_named_and_put_back(owner, name):
 REAL = torch.log_softmax
 
 
-@pytest.mark.parametrize("always", [True, False], ids=["in every call", "once"])
-@pytest.mark.parametrize(
-    "evil",
-    [lambda z, dim, **k: REAL(z, dim, **k) * 1.5, lambda z, *a, **k: torch.zeros_like(z)],
-    ids=["scaled", "constant"],
-)
-def test_who_patches_torch_is_named_and_nobody_else_pays(evil, always):
-    """One patch used to make the next party "0.666667 times the oracle", and the reference to blame."""
-    done = []
-
-    def patch():
-        if always or not done:
-            torch.log_softmax = evil
-        done.append(1)
-
-    try:
-        rows = list(run_case(CASE, [after(patch), PLAIN]))
-    finally:
-        torch.log_softmax = REAL
-    wrong = [r for r in rows if r.verdict != "agree"]
-    assert {(r.implementation, r.quantity) for r in wrong} == {("own.leaves", "protocol")}, wrong
-    assert "rebound torch.log_softmax" in wrong[0].message
-
-
 def test_what_a_file_patches_at_import_holds_in_its_own_calls_only(tmp_path):
     file = tmp_path / "patching.py"
     file.write_text(
