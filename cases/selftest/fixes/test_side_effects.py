@@ -46,7 +46,7 @@ def grpo():
 
 
 def test_a_trainer_without_the_patch_keeps_one_kernel_for_policy_and_reference(grpo):
-    """Issue 20.1: after `apply(grpo)` DPO scored its reference with our kernel and its policy with TRL's."""
+    """After `apply(grpo)` DPO scored its reference with our kernel and its policy with TRL's."""
     with apply(grpo):
         policy, reference = (models.model("llama", torch.bfloat16) for _ in range(2))
         dpo = built("DPOTrainer", policy, ref_model=reference)
@@ -66,7 +66,7 @@ def test_both_sides_of_the_patched_trainer_are_scored_alike(grpo):
 
 
 def test_undoing_one_trainer_leaves_the_other_its_patches(grpo):
-    """Issue 20.2: apply(A), apply(B), A.undo() took B's kernel away."""
+    """apply(A), apply(B), A.undo() took B's kernel away."""
     other = built("GRPOTrainer", beta=0.04)
     released = scores(other.model)
     first, second = apply(grpo), apply(other)
@@ -173,7 +173,7 @@ SHARED = sorted(set(patches.__all__) - {"Patch", "PEFT_STEPS"} - OF_ONE)
 
 @pytest.mark.parametrize("name", SHARED)
 def test_what_two_share_stays_until_both_have_let_go(name, monkeypatch):
-    """Issue 20.2 for every patch of something that two trainers may share, a function of TRL included."""
+    """For every patch of something that two trainers may share, a function of TRL included."""
     (first_takes, second_takes), in_force = shared(name, monkeypatch)
     assert not in_force()
     first = first_takes()
@@ -205,7 +205,7 @@ def test_positions_are_counted_where_they_are_learned_and_none_are_given():
 
 
 def test_a_trainer_holds_its_patch_once():
-    """As before: a second call finds it done, and the first one's undo takes it back."""
+    """A second call finds it done, and the first one's undo takes it back."""
     trainer = Loops(models.model("llama"))
     mask = torch.tensor([[1, 0]])
     first, second = (patches.mask_padded_log_probs(trainer) for _ in range(2))
@@ -239,7 +239,7 @@ def test_a_wrapper_that_came_later_stays():
 
 
 def test_a_reference_without_the_policys_hook_is_said(grpo):
-    """Issue 20.3: step-1 KL of 0.785, and nothing said."""
+    """Step-1 KL of 0.785, and nothing said."""
     hook = halved(grpo.model)
     try:
         with pytest.warns(UserWarning, match=r"policy.*1 forward hook.*reference.*none"):
@@ -270,38 +270,26 @@ def test_any_other_difference_of_heads_is_said(grpo, difference):
         assert {"weights": "weights", "class": "Sequential"}[difference] in patch.warning
 
 
-def test_a_copy_of_a_model_computes_with_its_own_weights():
-    """Issue 20.4: a deep copy under `use_model_logits` went on with the original's."""
-    model = models.model("recurrent_gemma")
-    trl_utils.add_fused_lm_head(model)
-    with patches.use_model_logits(model) as patch:
-        assert patch
-        twin = copy.deepcopy(model)
-        before, plain = scores(twin), twin(input_ids=IDS).logits.detach()
-        assert torch.equal(before, scores(model))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-        assert torch.equal(scores(twin), before)
-        assert torch.equal(twin(input_ids=IDS).logits, plain)
-        assert not torch.equal(scores(model), before)
-
-
-def test_a_copy_of_a_patched_policy_computes_with_its_own_weights(grpo):
-    with apply(grpo):
+@pytest.mark.parametrize("kind", ["recurrent_gemma", "llama"])
+def test_a_copy_of_a_patched_policy_computes_with_its_own_weights(kind):
+    """Under `use_model_logits`, and under our kernel, where TRL's own forward without a fused head keeps the original's."""
+    grpo = built("GRPOTrainer", models.model(kind), beta=0.04)
+    with apply(grpo) as applied:
+        whole = bool(applied["use_model_logits"])
+        assert whole == (kind == "recurrent_gemma")
         twin = copy.deepcopy(grpo.model)
-        before = scores(twin)
+        before, plain = scores(twin), twin(input_ids=IDS).logits.detach()
         assert torch.equal(before, scores(grpo.model))
-        kept = copy.deepcopy(grpo.model.state_dict())
         with torch.no_grad():
             for parameter in grpo.model.parameters():
                 parameter.mul_(0.5)
         assert torch.equal(scores(twin), before)
-        grpo.model.load_state_dict(kept)
+        assert torch.equal(twin(input_ids=IDS).logits, plain) or not whole
+        assert not torch.equal(scores(grpo.model), before)
 
 
 def test_an_unpickled_model_is_without_patches():
-    """Issue 20.7: it computes with its own weights, and has no fused head for a patch to be in."""
+    """It computes with its own weights, and has no fused head for a patch to be in."""
     grpo = built("GRPOTrainer", beta=0.04)  # a model of its own: hooks that other tests leave are no pickles
     with apply(grpo) as applied:
         assert applied["use_selective_log_probs"]
@@ -311,7 +299,7 @@ def test_an_unpickled_model_is_without_patches():
 
 
 def test_a_patched_trainer_resumes_from_its_checkpoint(tmp_path):
-    """Issue 20.7: the second step and the weights of an uninterrupted run."""
+    """The second step and the weights of an uninterrupted run."""
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path), "beta": 0.04}
     whole, resumed = (built("GRPOTrainer", models.model("recurrent_gemma"), **settings) for _ in range(2))
     for trainer, start in ((whole, None), (resumed, str(tmp_path / "checkpoint-1"))):
@@ -326,7 +314,7 @@ def test_a_patched_trainer_resumes_from_its_checkpoint(tmp_path):
 
 
 def test_what_is_lifted_is_not_saved(tmp_path):
-    """Issue 20.5: config.json written before undo had a top-level softcap."""
+    """config.json written before undo had a top-level softcap."""
     config, other = nested(), nested()
     released = config.to_json_string()
     with patches.lift_text_config_attributes(config):
@@ -347,7 +335,7 @@ def test_what_is_lifted_is_not_saved(tmp_path):
 
 @pytest.mark.parametrize("missing", ["training_step", "args", "accelerator", "_forward", "ref_model", None])
 def test_a_trainer_that_lacks_something_gets_reasons(missing):
-    """Issue 20.6: AttributeError where a reason belongs."""
+    """AttributeError where a reason belongs."""
     trainer = Loops(models.model("llama"))
     if missing == "training_step":
         trainer = types.SimpleNamespace(**vars(trainer))
