@@ -166,48 +166,28 @@ def test_tf32_products_are_named(products):
     assert check_parity(lambda a, b: a[:, 1:] @ b[1:], lambda a, b: a @ b, inputs, grad=()).kind == "logic"
 
 
-def test_stored_says_where_an_implementation_may_keep_16_bits():
-    def definition(x):
-        return stored(x.exp()) - 1
-
-    def kernel(x):
-        return (x.float().exp().to(x.dtype).float() - 1).to(x.dtype)
-
-    inputs = {"x": drawn(torch.bfloat16, x=(64, 64))["x"] / 64}
-    assert_parity(kernel, definition, inputs)
-    assert not check_parity(kernel, lambda x: x.exp() - 1, inputs).agrees
-    assert_parity(lambda x: (x.float().exp() - 1).to(x.dtype), definition, inputs)  # it may be more precise
-    with pytest.raises(ValueError, match="the stages are"):
-        check_parity(kernel, lambda x: stored(x, "nowhere"), inputs)
-
-
-def test_a_definitions_own_casts_say_so_too():
-    def definition(x):
-        return x.float().exp().to(torch.bfloat16) - 1
-
-    inputs = {"x": drawn(torch.bfloat16, x=(64, 64))["x"] / 64}
-    assert_parity(lambda x: (x.float().exp().to(x.dtype).float() - 1).to(x.dtype), definition, inputs)
-
-
-CAST_BACK = {
+CAST = {
+    "stored": lambda x, weight: (stored(x.exp()) - 1) * weight,
+    "bf16": lambda x, weight: (x.float().exp().to(torch.bfloat16) - 1) * weight,
     "to": lambda x, weight: (x.float().exp().to(x.dtype) - 1) * weight,
     "type_as": lambda x, weight: (x.float().exp().type_as(x) - 1) * weight,
     "a branch": lambda x, weight: (x.exp().to(weight.dtype) - 1) * weight if weight.dtype == torch.bfloat16 else None,
+    "nowhere": lambda x, weight: (x.exp() - 1) * weight,
+    "of what is in that dtype": lambda x, weight: (x.to(weight.dtype).exp() - 1) * weight,
 }
 
 
-@pytest.mark.parametrize("form", CAST_BACK)
-def test_so_do_casts_back_to_the_dtype_of_the_inputs(form):
-    """As transformers' norms have them; a cast of what is in that dtype allows nothing."""
+@pytest.mark.parametrize("form", CAST)
+def test_stored_and_own_casts_say_where_an_implementation_may_keep_16_bits(form):
+    """Casts back to the dtype of the inputs too, as transformers' norms have them. It may be more precise."""
     inputs = drawn(torch.bfloat16, x=(64, 64), weight=(64,))
     inputs["x"] = inputs["x"] / 64
 
-    def kernel(x, weight):
-        return ((x.float().exp().to(x.dtype).float() - 1) * weight.float()).to(x.dtype)
+    def kernel(x, weight, kept=torch.bfloat16):
+        return ((x.float().exp().to(kept).float() - 1) * weight.float()).to(x.dtype)
 
-    assert_parity(kernel, CAST_BACK[form], inputs)
-    held = lambda x, weight: (x.to(weight.dtype).exp() - 1) * weight  # noqa: E731
-    assert not check_parity(kernel, held, inputs).agrees
+    assert check_parity(kernel, CAST[form], inputs).agrees == (form not in ("nowhere", "of what is in that dtype"))
+    assert_parity(functools.partial(kernel, kept=torch.float32), CAST[form], inputs)
 
 
 KEPT = {
@@ -436,6 +416,7 @@ TWICE = {"function": lambda x: 2 * x, "definition": lambda x: 2 * x, "inputs": X
         ({"definition": lambda x: float(x.sum())}, "the definition returns no tensor"),
         ({"definition": lambda x: x.mul_(2)}, "it overwrites one"),
         ({"definition": lambda x: X1["x"].clone().index_add_(0, torch.tensor([0]), x[:1])}, r"table.to\(x.dtype\)"),
+        ({"definition": lambda x: stored(x, "nowhere")}, "the stages are"),
         ({"inputs": (X1["x"],)}, "inputs is a tuple"),
         ({"inputs": {0: X1["x"]}}, "inputs has the key 0: give the name"),
         ({"function": lambda y, z: 2 * y}, "has missing a required argument: 'z': wrap it in a lambda"),
