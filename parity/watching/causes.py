@@ -84,6 +84,18 @@ def _candidates(
         yield text, "", own.of_sample(own.logits, ids, fitted)
     if sampling is None:
         return
+    seen = torch.zeros_like(own.logits, dtype=torch.bool)
+    before = [row[:at].cpu() for row, places in zip(rows.ids, rows.places, strict=True) for at in places.tolist()]
+    for there, n in zip(seen, own.sample.tolist(), strict=True):
+        there[before[n]] = True
+
+    def penalised(by: float) -> Tensor:
+        z = own.logits
+        return own.of_sample(torch.where(seen, torch.where(z > 0, z / by, z * by), z), ids, tau)
+
+    penalty = _minimum(lambda by: float(found.units(penalised(by)).square().sum()))
+    if abs(math.log(penalty)) > 1e-3:
+        yield f"the sampler has a repetition penalty of {penalty:.4g}", "", penalised(penalty)
     whole = own.of_sample(own.logits, ids, tau)[own.sample]
     tables = (own.logits.double() / tau).log_softmax(-1)
     for top_p, top_k, min_p in dict.fromkeys((*sampling, *SUPPORTS)):
@@ -106,7 +118,7 @@ def _near(top_p: float, top_k: int, min_p: float, noise: float) -> list[tuple[fl
 
 
 def _minimum(of: Callable[[float], float]) -> float:
-    """The temperature in 0.05 to 20 at which `of` is least: a grid, then the golden section."""
+    """Where `of` is least in 0.05 to 20: a grid, then the golden section."""
     grid = [0.05 * 400 ** (i / 80) for i in range(81)]
     best = min(range(len(grid)), key=lambda i: of(grid[i]))
     low, high = math.log(grid[max(best - 1, 0)]), math.log(grid[min(best + 1, 80)])
