@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from cases.selftest.fixes.ranks import of_two
+from cases.selftest.fixes.test_logprobs import definition
 from parity.fixes import FusedLinearGRPOLoss
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
-def log_probs(hidden, weight, bias, ids, s):
-    z = hidden @ weight.T + bias
-    if s.get("softcap"):
-        z = s["softcap"] * torch.tanh(z / s["softcap"])
-    table = torch.log_softmax(z / s.get("temperature", 1.0), -1)
-    return table.gather(-1, ids.unsqueeze(-1)).squeeze(-1), -(table.exp() * table).sum(-1)
+def exact(case, **settings):
+    """Log-probs of a case in float64."""
+    hidden, weight, bias = (case[x].double() for x in ("hidden", "weight", "bias"))
+    return definition(hidden, weight, case["ids"], bias, **settings)[0]
 
 
 def draw(seed, dtype, *, ratio=None, shape=(3, 6), vocab=37, size=5):
@@ -32,7 +31,7 @@ def draw(seed, dtype, *, ratio=None, shape=(3, 6), vocab=37, size=5):
     }
     if rows > 1:
         case["mask"][-1] = 0
-    base, _ = log_probs(*(case[x].double() for x in ("hidden", "weight", "bias")), case["ids"], {})
+    base = exact(case)
     for name in ("old", "ref", "samp"):
         case[name] = (base + 0.4 * torch.randn(shape, generator=g, dtype=torch.float64)).float()
     case["ratio"] = None if ratio is None else torch.rand((rows, columns if ratio == "token" else 1), generator=g) * 2
@@ -78,7 +77,7 @@ def test_reference_from_hidden_states():
     settings = {"softcap": 4.0, "temperature": 0.8}
     fused = FusedLinearGRPOLoss(beta=0.3, loss_type="grpo", **settings)
     a, _ = call(fused, case | {"ref": None}, ref_input=hidden, ref_weight=weight, ref_bias=bias)
-    ref, _ = log_probs(hidden.double(), weight.double(), bias.double(), case["ids"], settings)
+    ref = exact(case | {"hidden": hidden, "weight": weight, "bias": bias}, **settings)
     b, _ = call(fused, case | {"ref": ref.float()})
     assert a.item() == pytest.approx(b.item(), rel=1e-5)
 
