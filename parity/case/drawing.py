@@ -16,10 +16,7 @@ from hypothesis.internal.constants_ast import Constants
 from parity.case.case import Case
 from parity.case.family import Family
 
-CONTEXTS: dict[str, tuple[str, ...]] = {
-    "quick": ("plain",) * 6 + ("checkpoint",),
-    "pr": ("plain",) * 6 + ("checkpoint",),
-}
+SHORT, LONG = ("plain",) * 6 + ("checkpoint",), ("plain",) * 8 + ("checkpoint", "compile")
 """Call contexts of a draw; autocast joins them in float32 (half of it to float16), torch.compile in the long profiles (it takes
 seconds)."""
 
@@ -31,7 +28,7 @@ FEW = 16
 def cases(draw: Any, family: Family, dtypes: Sequence[str], profile: str) -> Case:
     """A case of `family` in one of `dtypes`."""
     dtype = draw(st.sampled_from(tuple(dtypes)))
-    contexts: tuple[str, ...] = CONTEXTS.get(profile, ("plain",) * 8 + ("checkpoint", "compile"))
+    contexts: tuple[str, ...] = SHORT if profile in ("quick", "pr") else LONG
     if dtype == "fp32":
         contexts += ("autocast",)
     drawn = family.draw(draw, st, dtype, profile, contexts) if family.draw else each_by_itself(draw, family)

@@ -260,11 +260,7 @@ class MonteCarlo(TorchDispatchMode):
         noisy = self._grid(given, dtype).add_(self.noise.like(out), alpha=self.eta)
         if given is not out:
             noisy += out - given  # nothing, but for infinities
-        if self.largest is not None and noisy.numel() and not noisy.abs().amax().item() <= self.largest:
-            noisy = torch.where(
-                noisy.abs() > self.largest, torch.copysign(torch.full_like(noisy, torch.inf), noisy), noisy
-            )
-        return noisy
+        return noisy if self.largest is None else _overflowing(noisy, self.largest)
 
     def _grid(self, x: torch.Tensor, dtype: str, stretch: torch.Tensor | None = None) -> torch.Tensor:
         """x rounded to the bits of `dtype`, subnormals to its quantum, on a grid stretched, at random unless told.
@@ -468,9 +464,7 @@ class MonteCarlo(TorchDispatchMode):
         assert dtype is not None
         with self.unrounded():
             given = x if _finite(x) else x.clamp(-_HUGE, _HUGE)
-            y = self._grid(given if factor == 1.0 else given * factor, dtype)
-            if y.numel() and not y.abs().amax().item() <= LARGEST[dtype]:
-                y = torch.where(y.abs() > LARGEST[dtype], torch.copysign(torch.full_like(y, torch.inf), y), y)
+            y = _overflowing(self._grid(given if factor == 1.0 else given * factor, dtype), LARGEST[dtype])
             return y if factor == 1.0 else y.div_(factor)
 
 
@@ -489,6 +483,13 @@ def rounds_nothing(func: Any) -> bool:
 def _is_rounded(factor: Any) -> bool:
     """Whether float32, or a division by way of the inverse, rounds a Python number: one that is no power of two."""
     return isinstance(factor, float) and abs(math.frexp(factor)[0]) != 0.5
+
+
+def _overflowing(x: torch.Tensor, largest: float) -> torch.Tensor:
+    """x, infinite beyond the largest number of its dtype."""
+    if not x.numel() or x.abs().amax().item() <= largest:
+        return x
+    return torch.where(x.abs() > largest, torch.copysign(torch.full_like(x, torch.inf), x), x)
 
 
 def _finite(x: torch.Tensor) -> bool:
