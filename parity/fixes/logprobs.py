@@ -36,7 +36,7 @@ def selective_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     entropy: bool = False,
-    backend: str = "auto",
+    backend: str = "chunked",
     chunk_size: int | None = None,
     token_chunk_size: int | None = None,
     ignore_index: int = -100,
@@ -64,10 +64,8 @@ def selective_log_probs(
         "cce": `cut_cross_entropy.linear_cross_entropy`, for float16 and bfloat16 where Triton runs, with gradient
             filtering off unless `filter_eps` asks for it (a number, or the kernel's own "auto" and "high"). See
             `_cce_log_probs` for what it rounds. It has no bias, no entropy, and loses the gradient of tokens of
-            probability above 1 - 6e-8.
-        "auto": "chunked". The kernel is never picked unasked: it sums gradients in the input dtype in an order that
-            differs from run to run, and old and new log-probs from different backends give importance ratios that
-            are not 1 where they must be.
+            probability above 1 - 6e-8. It sums gradients in the input dtype, in an order that differs from run to run.
+            Old and new log-probs of different backends give importance ratios that are not 1 where they must be.
 
     `chunk_size` is the number of vocabulary entries in a tile and `token_chunk_size` the number of tokens; the
     defaults suit the device. They change rounding order only.
@@ -95,8 +93,8 @@ def selective_log_probs(
     check_count("chunk_size", chunk_size)
     check_count("token_chunk_size", token_chunk_size)
     check_count("memory_budget", memory_budget)
-    if backend not in ("auto", "cce", "chunked"):
-        raise ValueError(f"backend={backend!r}: choose 'auto', 'cce' or 'chunked'")
+    if backend not in ("cce", "chunked"):
+        raise ValueError(f"backend={backend!r}: choose 'cce' or 'chunked'")
     if filter_eps is not None and backend != "cce":
         raise ValueError(f"filter_eps={filter_eps!r}: only backend='cce' filters gradients")
     if backend == "cce" and ids.numel():
