@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from parity.case.case import Case, covering
-from parity.case.family import Family
+from parity.case.family import CALLING, Family
+from parity.case.inputs import Inputs
 from parity.compare.one_case import skip_reason
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
@@ -47,6 +48,8 @@ SECONDS_PER_CASE = 0.5
 """Of a user's function whose calls take longer, a case costs this on average: it gets fewer of them."""
 LOGITS, CHUNKS, CHUNK_VOCABULARY = 1 << 14, 64, {"logprobs"}
 """So many logits, or chunks of a call, cost as much as a small case; the families whose `chunk_size` is of the vocabulary."""
+_BUILT: dict[Hashable, Inputs] = {}
+"""What `_small` built."""
 SECOND_PASS = 4
 """One in so many plain float32 cases is run with tf32 products too, where there are such."""
 LONG, CHUNK = 256, 16
@@ -72,8 +75,38 @@ def refusal(
     settings = family.full_settings(case) if settings is None else settings
     reason = skip_reason(family, implementation, case, settings, device, rejected=True)
     if reason is None and (implementation.parameters is not None or implementation.requires):
-        return implementation.lacks(family, family.build(case)) or None
+        return _lacks(implementation, family, case, settings)
     return reason
+
+
+class _Absent(dict[str, None]):
+    """Tensors before there are any."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+
+def _lacks(implementation: Implementation, family: Family, case: Case, settings: SimpleNamespace) -> str | None:
+    """`Implementation.lacks`, by the settings alone if these suffice: a search asks it fifty thousand times."""
+    absent = family.needed(Inputs(case, settings, _Absent(), (), {})) - (implementation.parameters or set())
+    if implementation.parameters is not None and absent:
+        return f"no parameter {', '.join(sorted(absent))}"
+    return implementation.lacks(family, dataclasses.replace(_small(family, case), case=case, settings=settings)) or None
+
+
+def _small(family: Family, case: Case) -> Inputs:
+    """Inputs with the tensors that the case has, of small sizes; built once for all cases that decide alike what is computed."""
+    if case.tensors is not None:
+        return family.build(case)
+    others = {*family.shapes, *CALLING}
+    deciding = {n: v for n, v in case.settings.items() if n not in others and not isinstance(v, list)}
+    key = frozenset((n, v if isinstance(v, str | bool) else None) for n, v in deciding.items())
+    if (family.name, key) not in _BUILT:
+        _BUILT[family.name, key] = family.build(family.case(0, "fp32", deciding))
+    return _BUILT[family.name, key]
 
 
 def nearest(implementation: Implementation, case: Case, device: str) -> Case | None:
@@ -84,7 +117,7 @@ def nearest(implementation: Implementation, case: Case, device: str) -> Case | N
     can is by a hash of the case's id, so that of many cases each setting stays in some.
     """
     found = _nearest(implementation, case, device)
-    return found if found is case or (found is not None and _stands(found)) else None
+    return found if found is case or (found is not None and _stands(found, implementation)) else None
 
 
 def _nearest(implementation: Implementation, case: Case, device: str) -> Case | None:
@@ -126,13 +159,14 @@ def _is_size(family: Family, name: str, value: Any) -> bool:
     return name in family.shapes or isinstance(value, list)
 
 
-def _stands(case: Case) -> bool:
-    """Whether it is a case at all: some values stand only beside others."""
+def _stands(case: Case, implementation: Implementation | None = None) -> bool:
+    """Whether it is a case at all (some values stand only beside others) and, built in full, one that is taken."""
+    family = loss_family(case.family)
     try:
-        loss_family(case.family).build(case)
+        inputs = family.build(case)
     except UsageError:
         return False
-    return True
+    return implementation is None or not implementation.lacks(family, inputs)
 
 
 def smaller(case: Case) -> Iterator[Case]:
@@ -206,11 +240,11 @@ def besides(
     met = frozenset[Hashable]().union(*map(seen, own))
     cost = functools.partial(price, implementation, device=device)
     each = cost if implementation.interpreted else lambda case: 1.0  # elsewhere a case more costs more than a large one
-    new = [case for case in covering(list(pool.values()), seen, met, each) if _stands(case)]
+    new = [case for case in covering(list(pool.values()), seen, met, each) if _stands(case, implementation)]
     wanted = max(0, least - len(own))
     new = new if every_pair else new[:wanted]
     others = sorted(pool.values(), key=lambda case: zlib.crc32(f"dear/{case.id}".encode()) % int(cost(case)) > 0)
-    rest = (case for case in others if case not in new and _stands(case))
+    rest = (case for case in others if case not in new and _stands(case, implementation))
     new += itertools.islice(rest, max(0, wanted - len(new)))
     return new, wanted, itertools.islice(rest, least)
 

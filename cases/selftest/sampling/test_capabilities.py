@@ -21,6 +21,7 @@ from parity.results.ledger import Ledger
 from parity.running import shard as shard_module
 from parity.running.plan import DTYPES, Judged, Options, Shard, planned
 from parity.running.shard import Session
+from parity.sampling import capabilities
 from parity.sampling.capabilities import besides, nearest, refusal
 
 LARGEST = 400
@@ -323,6 +324,30 @@ def test_a_users_function_gets_long_sequences_and_a_chunk_with_a_rest_of_one_tok
         own = dataclasses.replace(NARROW, id=id)
         found, *_ = besides(own, [*short, one_more, *long], lambda case: False, 9, "cpu")
         assert ({case.id for case in [*long, one_more]} <= {case.id for case in found}) is gets
+
+
+@pytest.mark.parametrize("name", ["logprobs", "policy", "preference", "divergence"])
+def test_whether_a_users_function_takes_a_case_is_known_before_the_case_is_built(name):
+    """A search asks fifty thousand times: with each case built in full, an hour for a policy loss of few parameters."""
+    family = loss_family(name)
+    drawn = [
+        c for c in drawn_of(family, 120) if not {"entropy_quantile", "sampler"} & c.settings.keys()
+    ]  # these go by values
+    every = sorted(set[str]().union(*(family.needed(family.build(case)) for case in drawn)))
+    own = Implementation(
+        "a.py:f",
+        name,
+        "candidate",
+        lambda x: {},
+        parameters=frozenset(every[::2]) | family.needed(family.build(drawn[0])),
+    )
+    wanted, built = [own.lacks(family, family.build(case)) or None for case in drawn], []
+    counting = dataclasses.replace(family, build=lambda case: built.append(case) or family.build(case))
+    for _ in range(2):
+        found = [capabilities._lacks(own, counting, case, family.full_settings(case)) for case in drawn]
+        assert [bool(one) for one in found] == [bool(one) for one in wanted]
+        assert all(one.settings.keys().isdisjoint(family.shapes) for one in built)
+    assert None in wanted and any(wanted) and len(built) == len({case.id for case in built})
 
 
 def test_a_covering_part_shows_all_and_the_most_first():
