@@ -9,7 +9,7 @@ from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS
 from parity.judge.gates import Judgement
-from parity.judge.hints import ROUNDED
+from parity.judge.hints import PLACE, patterns
 from parity.judge.recipe import TF32, TF32_TRUNCATED
 from parity.judge.undeclared import Explaining
 from parity.judging.assess import CaseOracle, judged
@@ -33,16 +33,7 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
         if name.startswith("grad_") and loss is not None and bool(torch.isfinite(loss).all()):
             out.append("the value is finite, but its gradient is not")
         return out
-    if float(o.abs().sum()) == 0.0:
-        return ["the oracle is exactly zero here"] if float(v.abs().sum()) else []
-    if float(v.abs().sum()) == 0.0:
-        return ["all zero where the oracle is not"]
-    factor = float((v * o).sum() / o.square().sum())
-    residual = float((v - factor * o).norm() / (v - o).norm().clamp(min=1e-300))
-    if residual < 0.1 and abs(factor - 1) > (ROUNDED if v.dim() == 0 else 0.0):
-        label = _named(oracle.inputs, factor)
-        which = f", which is {label}" if label else ""
-        out.append(f"{factor:.6g} times the oracle{which}")
+    out += patterns(value.detach().cpu(), truth.double(), _factors(oracle.inputs)) if o.numel() else []
     out += _tf32(oracle, name, v, o) + _through(oracle, name, outcome)
     mask = oracle.inputs.tensors.get("mask")
     if mask is not None and v.dim() >= 2 and v.shape[:2] == mask.shape:
@@ -50,7 +41,8 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
         hidden = ~mask.cpu().bool()
         if bool(hidden.any()) and float(error[hidden].sum()) > 0.5 * float(error.sum()):
             out.append("the error sits on masked tokens")
-    return out + _where(oracle, v, o)
+    where = _where(oracle, v, o)
+    return [one for one in out if not where or not one.startswith(PLACE)] + where
 
 
 def _through(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
@@ -119,20 +111,6 @@ def _factors(x: Inputs) -> dict[str, float]:
         if ratio is not None:
             named["1 ÷ mean importance ratio"] = 1 / max(float(ratio.mean()), 1e-30)
     return {name: float(value) for name, value in named.items()}
-
-
-def _named(x: Inputs, factor: float) -> str:
-    """All that a factor may be, for sizes and counts are often alike; squares where it is nothing else."""
-    for powers in (((1, "{}"), (-1, "1 ÷ ({})")), ((2, "({})²"),)):
-        found = [
-            text.format(label)
-            for label, value in _factors(x).items()
-            for power, text in powers
-            if value not in (0.0, 1.0) and not (value == -1.0 and power != 1) and abs(factor / value**power - 1) < 2e-3
-        ]
-        if found:
-            return " or ".join(found)
-    return ""
 
 
 def undeclared(

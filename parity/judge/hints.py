@@ -9,6 +9,7 @@ import torch
 
 from parity.judge.recipe import HALF_SUBNORMAL, NAMES
 
+PLACE = "only at index"
 FEW = 6
 """Indices that a hint names."""
 NEARLY_ALL, FAR = 0.9, 10.0
@@ -25,20 +26,27 @@ ROUNDING = 2.0**-20
 def hints(
     value: torch.Tensor | None, exact: torch.Tensor, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]
 ) -> list[str]:
-    """Short sentences on value - exact: all zero, a factor, one index of a dimension, of rounding's size; nothing where shapes
-    differ."""
+    """Short sentences on value - exact: `patterns`, and whether it is of rounding's size; nothing where shapes differ."""
     if value is None or value.shape != exact.shape or not exact.numel() or not exact.is_floating_point():
         return []
     v, o = value.detach().to(exact), exact
     if not bool(torch.isfinite(v).all()):
         return ["not finite"]
-    if not bool(v.any()):
-        return ["all zero where the definition is not"]
-    units = o.abs() + float(o.norm()) / o.numel() ** 0.5 * SMALL + HALF_SUBNORMAL[NAMES[value.dtype]]
-    found = [*_factor(v, o, _sizes(tensors, inputs)), *_places((v - o) / units)]
+    found = patterns(value.detach(), exact, _sizes(tensors, inputs))
     if 0 < (share := float((v - o).abs().amax() / o.abs().amax().clamp(min=1e-300))) < ROUNDING:
         found.append(f"at most {share:.1g} of the largest entry: is it another correct formula? also=(…) takes one")
     return found
+
+
+def patterns(value: torch.Tensor, exact: torch.Tensor, named: Mapping[str, float]) -> list[str]:
+    """Sentences on a finite value: zero everywhere, a factor with all of `named` that it may be, or few indices."""
+    v, o = value.to(exact), exact
+    if not bool(o.any()):
+        return ["the definition is exactly zero here"] if bool(v.any()) else []
+    if not bool(v.any()):
+        return ["all zero where the definition is not"]
+    units = o.abs() + float(o.norm()) / o.numel() ** 0.5 * SMALL + HALF_SUBNORMAL[NAMES[value.dtype]]
+    return [*_factor(v, o, named), *_places((v - o) / units)]
 
 
 def _sizes(tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> dict[str, float]:
@@ -48,19 +56,31 @@ def _sizes(tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> di
     return {n: x for n, x in {**numbers, **found}.items() if x not in (0.0, 1.0)}
 
 
-def _factor(v: torch.Tensor, o: torch.Tensor, sizes: Mapping[str, float]) -> Iterator[str]:
-    """ "f times the definition", where that leaves a tenth of the error, with the size that f is."""
-    factor = float((v * o).sum() / o.square().sum().clamp(min=1e-300))
-    rounded = v.numel() == 1 and abs(factor - 1) < ROUNDED
-    if rounded or not float((v - factor * o).norm()) < 0.1 * float((v - o).norm()):
+def _factor(v: torch.Tensor, o: torch.Tensor, named: Mapping[str, float]) -> Iterator[str]:
+    """A factor that leaves a tenth of the error, and all that it may be. A single number is a factor of any other: that is said
+    only where it is one of those."""
+    factor = float((v * o).sum() / o.square().sum())
+    if not float((v - factor * o).norm()) < 0.1 * float((v - o).norm()) or (
+        v.numel() == 1 and abs(factor - 1) < ROUNDED
+    ):
         return
-    named = [
-        f" = {sign}{name}"
-        for name, size in sizes.items()
-        for sign, power in (("", 1), ("1/", -1))
-        if abs(factor / size**power - 1) < 2e-3
-    ]
-    yield f"{factor:.4g} times the definition{named[0] if named else ''}"
+    label = _named(factor, named)
+    if label or v.numel() > 1:
+        yield f"{factor:.{4 if abs(factor - 1) > ROUNDED else 7}g} times the definition{label and f', which is {label}'}"
+
+
+def _named(factor: float, named: Mapping[str, float]) -> str:
+    """All that a factor may be, for sizes and counts are often alike; squares where it is nothing else."""
+    for powers in (((1, "{}"), (-1, "1 ÷ ({})")), ((2, "({})²"),)):
+        found = [
+            text.format(label)
+            for label, value in named.items()
+            for power, text in powers
+            if value not in (0.0, 1.0) and not (value == -1.0 and power != 1) and abs(factor / value**power - 1) < 2e-3
+        ]
+        if found:
+            return " or ".join(found)
+    return ""
 
 
 def _places(e: torch.Tensor) -> Iterator[str]:
@@ -74,4 +94,4 @@ def _places(e: torch.Tensor) -> Iterator[str]:
         where = sorted(order[:few].tolist())
         shown = ", ".join(map(str, where[:FEW])) + ("…" if few > FEW else "")
         if few < len(energy):
-            yield f"only at index {shown} of dimension {d}, which has {e.shape[d]}"
+            yield f"{PLACE} {shown} of dimension {d}, which has {e.shape[d]}"

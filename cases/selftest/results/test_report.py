@@ -32,7 +32,7 @@ from cases.selftest.results.runs import (
 from cases.selftest.results.test_shown import printed
 from parity.results import memory, notify, trend
 from parity.results.report import render
-from parity.results.row import About, Header
+from parity.results.row import About, Asked, Header
 
 
 def shown(of_run, width=100, ending=render.IN_ORDER, full=False):
@@ -123,6 +123,15 @@ def test_a_green_run_hides_no_severe_defect():
     for other in (render.markdown(of_run), render.page(of_run)):
         in_order(other, "1 high, 1 medium known", "nothing new disagrees", "Every gradient is halved", "replay severe")
         assert "Doubled" not in other
+
+
+def test_a_run_of_ones_own_losses_names_each_that_fails_and_no_defects_of_libraries():
+    header = Header(run="r1", header=About(**ABOUT | {"asked": Asked(implementations=("mine.py:f*",))}))
+    of = {"verdict": "disagree", "message": "all zero"}
+    found = [row(f"policy-{i}", implementation=f"mine.py:f{i}", **of) for i in range(24)]
+    text = shown(summary(*found, row("policy-9", verdict="disagree", known="K1"), header=header))
+    assert text.startswith("24 new\n") and "known defects" not in text
+    assert sorted(re.findall(r"^new \d+ · (\S+) ·", text, re.M)) == sorted(f"mine.py:f{i}" for i in range(24))
 
 
 def test_of_the_shipped_ledger_a_part_counts_once():

@@ -41,7 +41,7 @@ def test_the_test_fails_until_the_loss_is_mended(repository):
     said = parity("--implementation", "mine.py:loss", "--test", "tests/test_kept.py").output
     assert "wrote tests/test_kept.py: python -m pytest tests/test_kept.py" in said
     code, output = outcome_in(repository)
-    assert code == 1 and "1.01 times the oracle" in output, output
+    assert code == 1 and "1.01 times the definition" in output, output
     (repository / "mine.py").write_text(LOSS.format(error=""))
     code, output = outcome_in(repository)
     assert code == 0 and "1 passed" in output, output

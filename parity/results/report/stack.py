@@ -19,11 +19,13 @@ OTHER = "unranked"  # severity of entries that have none: a user's own, and thos
 @dataclasses.dataclass(frozen=True)
 class Stack:
     """Versions of the libraries, and the entries of the ledger that hold with them, seen or not, most severe first.
-    `unread`: the ledger of the run that is not on this machine, so that only what the run met is known."""
+    `unread`: the ledger of the run that is not on this machine, so that only what the run met is known. `own`: of a run of a
+    user's losses alone, which gets no catalogue of other people's defects."""
 
     versions: Mapping[str, str]
     entries: Sequence[Entry]
     unread: str = ""
+    own: bool = False
 
     @classmethod
     def of(cls, entries: Iterable[Entry], versions: Mapping[str, str] | None = None, unread: str = "") -> "Stack":

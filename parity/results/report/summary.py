@@ -91,6 +91,9 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
     everything = grouped(rows)
     cases = [c for c in everything if not about_run(c.first)]
     found = found_in.findings(everything)
+    asked = header.header.asked.implementations if header.header.asked else ()
+    trainers = any(c.first.family.endswith("-trainer") for c in cases)
+    own = bool(asked) and not trainers and all(".py:" in name for name in asked)
     interrupted = (
         header.end.exit_code in (INTERRUPTED, TERMINATED) if isinstance(header.end, End) else header.interrupted is True
     )
@@ -99,7 +102,7 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         header=header.header,
         incomplete=_incomplete(header, rows, interrupted),
         ended=not interrupted,
-        stack=Stack.of_run(header.header, found),
+        stack=Stack({}, (), own=True) if own else Stack.of_run(header.header, found),
         counts=_counted(cases),
         lines=tuple(_lines(everything)),
         findings=tuple(f for f in found if f.known is None),

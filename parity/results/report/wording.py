@@ -59,7 +59,8 @@ def counts(c: Counts) -> str:
 
 def headline(summary: Summary) -> str:
     """`4 high, 16 medium known defects, 0 new`: the opening of every report, behind the versions."""
-    return f"{summary.stack.defects}, {len(summary.findings):,} new{' so far' if summary.incomplete else ''}"
+    new = f"{len(summary.findings):,} new{' so far' if summary.incomplete else ''}"
+    return new if summary.stack.own else f"{summary.stack.defects}, {new}"
 
 
 def opening(summary: Summary) -> str:
