@@ -75,6 +75,11 @@ def _where(oracle: CaseOracle, v: torch.Tensor, o: torch.Tensor) -> list[str]:
     first, what = int(wrong.int().argmax()), "token" if by_token else "row"
     if first >= 8 and bool((wrong | (by_token & (times == 0)))[first:].all()):
         return [f"only from {what} {first} on, the last {len(error) - first} of {len(error)}"]
+    if by_token:  # of every sequence; a short one may not reach it
+        late = wrong.view(v.shape[:2]).any(0)
+        first = int(late.int().argmax())
+        if first >= 8 and bool(late[first:].all()):
+            return [f"only from position {first} on, the last {len(late) - first} of {len(late)}"]
     return []
 
 
@@ -107,6 +112,8 @@ def _factors(x: Inputs) -> dict[str, float]:
             "the tokens of the window": window,
             "tokens ÷ (B·T)": tokens / mask.numel(),
             "tokens ÷ window": tokens / max(window, 1.0),
+            "B ÷ sequences with a loss token": len(mask) / max(float(mask.bool().any(-1).sum()), 1.0),
+            "max_completion_length ÷ T": s["max_completion_length"] / mask.shape[-1],
         }
         if ratio is not None:
             named["1 ÷ mean importance ratio"] = 1 / max(float(ratio.mean()), 1e-30)

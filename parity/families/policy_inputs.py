@@ -228,10 +228,13 @@ def _sampling(
     if s.sampler == "nan":
         scored = mask & (uniform(case.seed, "unscorable", (s.B, s.T)) >= 0.2)
         scored = torch.where(scored.any(-1, keepdim=True), scored, mask)
-    count = scored.sum(-1, keepdim=True).clamp(min=1)
+    count, total = scored.sum(-1, keepdim=True).clamp(min=1), mask.sum(-1, keepdim=True)
+    # a mean below is so near, where there is room, that the mean of the scored tokens alone is above
+    near = threshold * (1 - count / total.clamp(min=1)) - 2 * room
+    offset = torch.where(above | (near <= 0), offset, threshold - room - near * uniform(case.seed, "gap", (s.B, 1)))
     # tokens differ, on both sides of the threshold; one that could not be scored counts as 0, so the others carry its share
     d = -recorded_log_ratios(case, s) if s.recording != "none" else normal(case.seed, "gaps", lp.shape)
-    samp = lp + offset * mask.sum(-1, keepdim=True) / count + d - (d * scored).sum(-1, keepdim=True) / count
+    samp = lp + offset * total / count + d - (d * scored).sum(-1, keepdim=True) / count
     samp = torch.where(mask & ~scored, torch.nan, rounded(samp))
     return samp, torch.zeros_like(mask) if s.sampler == "nan" else (room > 40).expand_as(mask) & mask
 

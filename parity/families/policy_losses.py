@@ -173,7 +173,8 @@ def metrics(
     if kl is not None:
         out["kl"] = mean(kl.detach())
     high = w > 1 + _epsilon_high(s)
-    if s.loss_type in CLIPPED:
+    two_readings = s.delta is not None and s.delta <= 1 + _epsilon_high(s)  # of a share: with the cap or without
+    if s.loss_type in CLIPPED and not two_readings:
         low_clip, high_clip = (w < 1 - s.epsilon) & (advantages < 0), high & (advantages > 0)
         out["clip_low"], out["clip_high"] = mean(low_clip, sequence), mean(high_clip, sequence)
         out["clip_ratio"] = mean(low_clip | high_clip, sequence)

@@ -133,7 +133,7 @@ FOCUSES: dict[str, dict[str, tuple[Any, ...]]] = {
         "loss_type": CLIPPED,
         "epsilon": (0.05, 0.3, 0.003),
         "epsilon_high": (None, 0.28, 0.5),
-        "delta": (None, 1.8, 4.0),
+        "delta": (None, 1.8, 4.0, 1.02),
         "old": ("mixed", "mixed", "extreme"),
     },
     "sequences": {
@@ -243,11 +243,6 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out["epsilon_high"] = 0.0
     if out["beta"] != 0.0 and out["ref"] == "unused":
         out["ref"] = "close"
-    high = out["epsilon"] if out["epsilon_high"] is None else out["epsilon_high"]
-    if (
-        out["delta"] is not None and out["delta"] <= 1 + high
-    ):  # TRL recommends more: else the clip share has two readings
-        out["delta"] = float(f"{out['delta'] + high:.4g}")
     if out["off_policy_mask_threshold"] == 0.0 and draw(st.booleans()):  # every drift is 0
         out["old"], out["sampler"] = "absent", "old"
     if out["old"] == "absent":  # every ratio is 1, which is then a bound

@@ -10,10 +10,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from cases.selftest.mutants.matrix import drawn as drawn_cases
 from parity.case.case import Case
 from parity.families.policy_settings import GROUPS
+from parity.judging.oracle import exact
 from parity.registry import family
 
 FLOOR = 0.03
@@ -240,6 +242,37 @@ for number in range(80):
     found += batch(st.integers(0, 1 << 20), str(number))
 print(*found)
 """
+
+
+def test_a_cap_of_the_ratio_is_also_below_the_upper_clip() -> None:
+    caps = [s for c in stream("policy") if (s := family("policy").full_settings(c)).delta is not None]
+    below = [s for s in caps if s.delta <= 1 + (s.epsilon if s.epsilon_high is None else s.epsilon_high)]
+    assert len(below) > 10 and len(caps) > 3 * len(below)
+
+
+def test_often_the_only_possible_token_is_the_label() -> None:
+    of = family("logprobs")
+    few = [c for c in stream("logprobs") if c.settings.get("bias") == "banned" and c.settings.get("V") == 2]
+    alone = [c for c in few if int((of.build(c).bias == -torch.inf).sum()) == 1]
+    assert len(alone) > 2
+
+
+def test_tokens_that_the_sampler_did_not_score_decide_about_their_sequence() -> None:
+    """A mean that leaves them out is above the threshold, where it is at most that with zeros in their places."""
+    settings = {
+        "B": 16,
+        "T": 9,
+        "off_policy_mask_threshold": 1.0,
+        "sampler": "nan",
+        "advantages": "negative",
+        "beta": 1.0,
+    }
+    x = family("policy").build(family("policy").case(3, "fp32", settings))
+    lp = exact(family("policy"), x)["_logps"]
+    gap = x.sampling_logps.double() - lp
+    left_out = gap.nanmean(-1) > 1.0
+    kept = gap.nan_to_num(nan=0.0).mean(-1) <= 1.0
+    assert int((kept & left_out).sum()) > 4 and int((~kept).sum()) > 4
 
 
 def test_one_seed_draws_the_same_cases_whatever_is_loaded(tmp_path):

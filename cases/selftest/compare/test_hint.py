@@ -42,6 +42,8 @@ def test_all_from_one_on(oracle):
     late = torch.arange(20).view(2, 10) >= 16
     assert said(oracle, "logps", late) == ["only from token 16 on, the last 4 of 20"]
     assert said(oracle, "grad_weight", torch.arange(23) >= 16) == ["only from row 16 on, the last 7 of 23"]
+    late = (torch.arange(10) >= 8).repeat(2, 1)
+    assert said(oracle, "logps", late) == ["only from position 8 on, the last 2 of 10"]
     gap = torch.arange(23).ge(16) & torch.arange(23).ne(19)
     assert said(oracle, "grad_weight", gap) == []
 
@@ -68,6 +70,14 @@ def test_every_number_that_a_factor_may_be_is_named():
     assert hints(found, "loss", Outcome("ran", {"loss": 4 * found.exact["loss"]})) == [
         "4 times the definition, which is (B)² or (accumulation)²"
     ]
+
+
+def test_lengths_and_sequences_that_are_exchanged_are_named():
+    settings = {"B": 3, "T": 5, "lengths": [4, 0, 2], "loss_type": "dr_grpo", "max_completion_length": 16}
+    found = oracle_of(family("policy").case(3, "fp32", settings))
+    for factor, label in ((16 / 5, "max_completion_length ÷ T"), (1.5, "B ÷ sequences with a loss token")):
+        says = hints(found, "loss", Outcome("ran", {"loss": factor * found.exact["loss"]}))
+        assert says == [f"{factor:.6g} times the definition, which is {label}"]
 
 
 def test_a_gradient_through_a_teacher_that_is_the_student():

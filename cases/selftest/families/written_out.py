@@ -266,7 +266,7 @@ class Policy:
         facts = [(self.weight(lp, lp, b, t), self.advantage(b, t)) for b, t in places]
         if s.loss_type == "cispo":
             out["clip_ratio"] = mp.mpf(sum(w > self.high() and a > 0 for w, a in facts)) / divisor
-        elif s.loss_type not in ("sapo", "vespo"):
+        elif s.loss_type not in ("sapo", "vespo") and (s.delta is None or number(s.delta) > 1 + self.high()):
             low = [w < 1 - number(s.epsilon) and a < 0 for w, a in facts]
             high = [w > 1 + self.high() and a > 0 for w, a in facts]
             out["clip_low"], out["clip_high"] = mp.mpf(sum(low)) / divisor, mp.mpf(sum(high)) / divisor
