@@ -33,6 +33,7 @@ class Look:
     fresh: bool  # whether its completions are the present weights'
     stale: bool  # whether they are known to be earlier ones'
     first: bool  # whether no update has been
+    later: bool  # whether the reference is to be held against its own weights, behind an update
     # by `score`: log-probs (n,) of the trainer and whoever else has them, and the model's own
     sides: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     mine: Scores | None = None
@@ -52,7 +53,17 @@ class Look:
     def far(self) -> bool:
         """Whether noise does not explain a difference."""
         mine = self.mine
-        return mine is not None and not all(agrees(Difference(v, mine).units()) for v in self.sides.values())
+        return mine is not None and not all(agrees(self.difference(what).units()) for what in self.sides)
+
+    def difference(self, what: str) -> Difference:
+        """Of one of the `sides`, from the model's own log-probs; behind an update a reference's are by its own weights."""
+        assert self.mine is not None
+        mine = self.mine if what != "reference" or self.first else dataclasses.replace(self.mine, logps=self._reference)
+        return Difference(self.sides[what], mine)
+
+    @functools.cached_property
+    def _reference(self) -> Tensor:
+        return self._by(self.rows, dict(self.trainer.ref_model.named_parameters()))
 
     def score(self, known: float, budget: int = 0) -> None:
         """All log-probs, with noise of the size that is `known`, or measured where that is NaN; then also with a float32 head.
@@ -105,7 +116,7 @@ class Look:
                 # of whole completions: each token gets the same share
                 off = whole - (taken.logps * self.mask).sum(1)
                 out["old"] = rows.of(taken.logps + (off / self.mask.sum(1).clamp(min=1))[:, None])
-        if not dropped and self.first and self._is_reference():
+        if not dropped and (self._is_reference() if self.first else self.later and self._is_like()):
             same = (t for t in self.others if t.logps.shape == taken.logps.shape and torch.equal(t.ids, taken.ids))
             by_scoring = None if taken.mask is None else next((rows.of(t.logps) for t in same), None)
             out["reference"] = by_scoring if (given := of("ref_per_token_logps")) is None else given
@@ -131,6 +142,14 @@ class Look:
         theirs = dict(reference.named_parameters())
         return mine.keys() == theirs.keys() and all(torch.equal(p.to(theirs[n]), theirs[n]) for n, p in mine.items())
 
+    def _is_like(self) -> bool:
+        """Whether the policy can compute with the weights of a reference that stays as it is."""
+        reference, args = getattr(self.trainer, "ref_model", None), self.trainer.args
+        if not self.single or reference is None or getattr(args, "sync_ref_model", False):
+            return False
+        mine, theirs = ({n: (p.shape, p.dtype) for n, p in m.named_parameters()} for m in (self.model, reference))
+        return mine == theirs
+
     @property
     def sampling(self) -> Supports:
         """Top-p, top-k and min-p of the run's config and of the model's generation config."""
@@ -148,6 +167,8 @@ class Look:
     def facts(self, what: str, mine: Scores, old: list[Any]) -> tuple[Any, ...]:
         """What may explain a difference of this run, as `causes.explanations` wants it; `old`: weights, the last first."""
         others: dict[str, Callable[[], Tensor]] = {}
+        policy = mine.logps if self.mine is None else self.mine.logps
+        behind = what == "reference" and not self.first
         coarser: dict[str, Callable[[], Scores]] = {}
         if self.single:
             by = functools.partial(self._by, self.rows)
@@ -159,6 +180,8 @@ class Look:
             for n in {n for s in sources for name in LIMITS if isinstance(n := getattr(s, name, None), int)}:
                 if 0 < n < self.rows.prompt:
                     others[f"prompts are cut to their last {n} tokens"] = functools.partial(self._by, self.rows.cut(n))
+            if behind:
+                others["it computes with the policy's weights"] = lambda: policy
             if what == "trainer":
                 how = f" (activations checkpointed by {name})" if (name := checkpointing(self.model)) else ""
                 others[f"in training the model computes something else{how}"] = functools.partial(by, training=True)
@@ -166,7 +189,7 @@ class Look:
                     others["padding at the left changes what the model computes"] = self._padded
             for dtype in (torch.float16, torch.bfloat16) if what == "sampler" else ():
                 coarser[str(dtype).removeprefix("torch.")] = functools.partial(self._own, self.rows, dtype)
-        if what != "old":
+        if what != "old" and not behind:
             others |= scoring.bare_head(self.model, mine, self.rows.token_ids, self.temperature)
         return self.temperature, self.sampling if what == "sampler" else None, others, coarser
 

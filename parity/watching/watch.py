@@ -29,6 +29,7 @@ SIDES = {
     "sampler": "the sampler's log-probs differ from the trainer's",
     "old": "the old log-probs differ from the policy's before an update",
     "reference": "reference and policy differ at step 1",
+    "later": "the reference's log-probs differ from those by its weights",
 }
 ABOUT = {"trainer": {"logps"}, "reference": {"ref_logps"}, "loss": {"loss", "gradient"}}
 """What a finding is of -> quantities of the ledger's entries."""
@@ -273,7 +274,7 @@ class Watch(TrainerCallback):
         mask = (loss_mask(self._inputs) if taken.mask is None else taken.mask)[:, -taken.logps.shape[1] :]
         rows = rows_of(taken.ids, taken.attention, mask, self.rows)
         others = [t for t in self._taken or () if not t.trained]
-        now = self._generated == self._now, self._stale, self._now == self._begun == 0
+        now = self._generated == self._now, self._stale, self._now == self._begun == 0, self._now > self._begun
         return [Look(self.trainer, self._model, self._inputs, taken, others, mask, rows, *now)] * bool(
             rows.picked.any()
         )
@@ -285,8 +286,8 @@ class Watch(TrainerCallback):
         self._measured = at.measured
         if "trainer" not in at.sides:
             self._say(("dropout",), "watch: under dropout log-probs are random: those of the trainer are not compared")
-        for what, values in at.sides.items():
-            self._judge(what, Difference(values, at.mine), at)
+        for what in at.sides:
+            self._judge(what, at.difference(what), at)
         if at.taken.slopes is not None:
             self._sloped = self._sloped or bool(at.taken.slopes.any())
             self._loss(at, at.taken.slopes.detach().double().cpu(), items, value)
@@ -298,8 +299,12 @@ class Watch(TrainerCallback):
             d = (found.own.logps if trainer is None else trainer) - found.values
             measured = mismatch(d[found.values.isfinite()]) | at.kept_mass()
             self._measured |= {f"sampling/{name}": value for name, value in measured.items()}
-        if agrees(units) or (what != "trainer" and trainer is not None and agrees(found.units(trainer))):
-            return  # or they agree with each other, and the trainer's finding is theirs
+        behind = what == "reference" and not at.first
+        with_it = what != "trainer" and trainer is not None
+        if with_it:  # the trainer's finding, if it has one, is theirs
+            with_it = not agrees(at.difference("trainer").units()) if behind else agrees(found.units(trainer))
+        if agrees(units) or with_it:
+            return
         named, tokens, strips, none = tuple[str, ...](), list[dict[str, Any]](), list[str](), "no known cause"
         try:
             tokens = farthest(found, at.rows, self._decoded)
@@ -309,7 +314,7 @@ class Watch(TrainerCallback):
         except Exception as error:
             none = f"no cause, for {told(error)}"
         most = ", ".join(f"{t['token']!r} {t['logp']:.3f} for {t['own']:.3f}" for t in tokens[:3])
-        size = f"{SIDES[what]} by {rms(units):.3g} times its noise ({len(units)} tokens)"
+        size = f"{SIDES['later' if behind else what]} by {rms(units):.3g} times its noise ({len(units)} tokens)"
         self._find(what, rms(units), named, f"{size}: {' or '.join(named) or f'{none}; most: {most}'}", tokens, strips)
 
     def _known(self, what: str) -> str:

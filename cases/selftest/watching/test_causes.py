@@ -354,6 +354,17 @@ def test_a_reference_that_shares_its_weights_with_the_policy(tmp_path):
     assert "step 1: the optimizer's step moves the reference too: model.embed_tokens.weight, " in watch.findings[0].text
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_reference_that_computes_with_the_policys_weights(tmp_path, follows):
+    """As a copy does whose forward is the original's."""
+    trainer = grpo(sampler, beta=0.04)
+    trainer.ref_model.forward = (trainer.model if follows else trainer.ref_model).forward
+    watch, lines = watched(trainer, tmp_path)
+    assert found(watch) == [("reference", "it computes with the policy's weights")] * follows
+    assert all(f.text.startswith("watch, step 2: the reference's log-probs differ from those") for f in watch.findings)
+    assert all("watch/reference_units" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     "dtype, lr, lost", [(torch.bfloat16, 1e-5, True), (torch.bfloat16, 1e-2, False), (torch.float32, 1e-5, False)]
 )

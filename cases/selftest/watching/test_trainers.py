@@ -15,8 +15,7 @@ def test_a_clean_run_is_silent(tmp_path, trainer):
     watch, lines = watched(of(trainer), tmp_path)
     assert not watch.findings and len(lines) == 2 and lines[0]["tokens"] > 15
     assert lines[0]["watch/trainer_units"] <= 3
-    assert ("watch/reference_units" in lines[0]) == (trainer in WITH_REFERENCE)
-    assert "watch/reference_units" not in lines[1]
+    assert all(("watch/reference_units" in line) == (trainer in WITH_REFERENCE) for line in lines)
 
 
 @pytest.mark.parametrize("trainer", SCORED)
@@ -26,7 +25,7 @@ def test_what_the_trainers_head_passes_over_is_named(tmp_path, trainer):
     made.model.lm_head.register_forward_hook(lambda module, args, out: out + by.to(out.dtype))
     watch, _ = watched(made, tmp_path)
     if trainer == "online-dpo-trainer":  # it scores by the model's own logits; the reference has no such hook
-        assert [f.what for f in watch.findings] == ["reference"]
+        assert [f.what for f in watch.findings] == ["reference"] * 2
     else:
         cause = "what the model does in hooks of its LM head is left out"
         assert {(f.what, f.causes) for f in watch.findings} == {("trainer", (cause,))}
