@@ -77,6 +77,7 @@ def interpreter_limit(family: Family, case: Case, settings: Any) -> str | None:
     from parity.implementations import interpreter
 
     interpreter.faster()
+    interpreter.typed_floats()
     if product_dtype(case, settings) == "bf16" and interpreter.truncates_bfloat16():
         return "Triton's interpreter truncates to bfloat16 where hardware rounds"
     rows, length = family.sizes(settings)

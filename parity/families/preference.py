@@ -64,7 +64,9 @@ WIRING = ("softcap", "logit_scale", "temperature")
 LARGEST_RATIO = 30.0
 """Log-ratio whose exponential, squared and times a few factors, float32 holds."""
 PARTS = ("chosen_logps", "rejected_logps", "nll_loss", "chosen_rewards", "rejected_rewards")
-OUTPUTS: dict[str, Kind] = {"loss": "required", **dict.fromkeys(PARTS, "optional")}
+KTO_PARTS = ("chosen_logps_sum", "rejected_logps_sum", "chosen_rewards_sum", "rejected_rewards_sum")
+"""Of KTO, over the desirable completions and over the others."""
+OUTPUTS: dict[str, Kind] = {"loss": "required", **dict.fromkeys((*PARTS, *KTO_PARTS), "optional")}
 
 
 def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:
@@ -203,7 +205,9 @@ def oracle(x: Inputs) -> dict[str, torch.Tensor]:
     if s.method == "kto":
         z = torch.tensor(s.kl, dtype=torch.float64) if s.loss_type == "kto" else None
         terms = unpaired(value - ref, x.labels, s, z) / s.B
-        return {"loss": terms.sum(-1), "_logps": lp, "_terms": terms}
+        rewards = s.beta * (value - ref)
+        sums = [v.where(of, 0.0).sum(-1).detach() for v in (value, rewards) for of in (x.labels, ~x.labels)]
+        return {"loss": terms.sum(-1), "_logps": lp, "_terms": terms} | dict(zip(KTO_PARTS, sums, strict=True))
     half = s.B // 2
     nll = -lp[..., :half, :].flatten(-2).sum(-1) / counts[:half].sum()
 

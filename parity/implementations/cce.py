@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 from parity.case.inputs import Inputs
 from parity.implementations import plain
@@ -88,18 +87,12 @@ def _compiled(x: Inputs) -> Recipe:
 
 @contextlib.contextmanager
 def _interpretable() -> Iterator[None]:
-    """Where Triton interprets, give the kernels a tanh and a log1p, which libdevice has not there, and a quick "and"."""
-    import triton
-
-    if not triton.knobs.runtime.interpret:
-        yield
-        return
+    """Where Triton interprets, give the kernels a tanh and a log1p, and a quick "and"."""
     from cut_cross_entropy import tl_utils
 
-    from parity.implementations import interpreter
-
-    interpreter.reducing_at_once(getattr(tl_utils, "tl_and_reduce_fn", None))
-    with mock.patch.multiple(tl_utils, tl_tanh=interpreter.tanh, tl_log1p=interpreter.log1p):
+    with plain.libdevice(tl_utils.__name__, tl_tanh="tanh", tl_log1p="log1p") as interpreter:
+        if interpreter is not None:
+            interpreter.reducing_at_once(getattr(tl_utils, "tl_and_reduce_fn", None))
         yield
 
 

@@ -1,4 +1,5 @@
-"""Replacements, in the Triton language, for libdevice functions that Triton's interpreter lacks; and a faster reduction."""
+"""Replacements, in the Triton language, for libdevice functions that Triton's interpreter lacks; numbers as a compiled kernel
+has them; and a faster reduction."""
 
 import dataclasses
 import functools
@@ -74,6 +75,21 @@ def faster() -> None:
                 interpreter._patch_attr(one, name, member, *rest)
 
     interpreter._patch_builtin = patch
+
+
+@functools.cache
+def typed_floats() -> None:
+    """Have the interpreter give a kernel its float arguments as float32 scalars, as its compiler does."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._implicit_cvt
+
+    def with_floats(given: Any) -> Any:
+        if not isinstance(given, float):
+            return convert(given)
+        return tl.tensor(interpreter.TensorHandle(np.array([given], np.float32), tl.float32), tl.float32)
+
+    interpreter._implicit_cvt = with_floats
 
 
 @functools.cache

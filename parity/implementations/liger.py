@@ -93,7 +93,10 @@ def _added(s: Any) -> dict[str, tuple[Any, Any]]:
     return {"label_smoothing": (s.smoothing, 0.0), "lse_square_scale": (s.z_loss, 0.0)}
 
 
-ADDED: dict[str, Any] = KERNEL | {"takes": frozenset({"smoothing", "z_loss"})}
+ADDED: dict[str, Any] = KERNEL | {
+    "around": functools.partial(plain.libdevice, "liger_kernel.ops.cross_entropy", tanh="tanh"),
+    "takes": frozenset({"smoothing", "z_loss"}),
+}
 LINEAR: dict[str, Any] = ADDED | {
     "recipe": _fused,
     "sources": ("liger_kernel.ops.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction",),

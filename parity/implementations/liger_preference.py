@@ -7,7 +7,7 @@ import torch
 
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
-from parity.families.preference import PARTS
+from parity.families.preference import KTO_PARTS, PARTS
 from parity.implementations import plain
 from parity.implementations.implementation import (
     ONE_DTYPE,
@@ -45,8 +45,8 @@ def _offer(kind: str, wanted: Callable[[Any], Wanted], *limits: Limit) -> None:
         reference = (x.ref_hidden, x.ref_weight, x.ref_bias)
         if s.method == "kto":
             kl = torch.tensor(s.kl, device=x.device) if s.loss_type == "kto" and s.kl else None
-            value, _ = loss(x.hidden, x.weight, ids, x.bias, x.labels, *reference, kl=kl)
-            return {"loss": value}
+            value, (*logps, _, _, chosen, rejected) = loss(x.hidden, x.weight, ids, x.bias, x.labels, *reference, kl=kl)
+            return {"loss": value} | dict(zip(KTO_PARTS, (*logps, chosen, rejected), strict=True))
         other = reference if s.method == "dpo" else ()
         value, (chosen, rejected, _, _, nll, *rewards) = loss(x.weight, x.hidden, ids, x.bias, *other)
         parts = dict(zip(PARTS, (chosen, rejected, nll, *rewards[:2]), strict=True))
@@ -57,7 +57,7 @@ def _offer(kind: str, wanted: Callable[[Any], Wanted], *limits: Limit) -> None:
         family="preference",
         library="liger-kernel",
         recipe=_chunks,
-        outputs=frozenset(PARTS),
+        outputs=frozenset({*PARTS, *KTO_PARTS}),
         contexts=frozenset({"plain", "autocast", "checkpoint"}),
         sources=(f"{MODULE}.{kind}",),
         limits=(

@@ -1,7 +1,10 @@
 """Logits in plain torch, for losses that take logits instead of hidden states and head."""
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -98,3 +101,18 @@ def folded(x: Inputs) -> torch.Tensor:
 def factor(x: Inputs) -> float:
     """Scale over temperature: what an adapter multiplies the hidden states by where the library takes neither."""
     return float(x.settings.logit_scale / x.settings.temperature)
+
+
+@contextlib.contextmanager
+def libdevice(module: str, **names: str) -> Iterator[Any]:
+    """Where Triton interprets, a module has functions of `interpreter`, which is given, for those of libdevice, stubs there."""
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        yield None
+        return
+    from parity.implementations import interpreter
+
+    there = [name for name in names if hasattr(importlib.import_module(module), name)]
+    with mock.patch.multiple(module, **{name: getattr(interpreter, names[name]) for name in there}):
+        yield interpreter

@@ -126,14 +126,18 @@ def _grad(calls: Calls[X], x: X, outs: Any, leaves: Mapping[str, torch.Tensor], 
 def unrecorded(
     calls: Calls[X], first: Values, mode: Callable[[], AbstractContextManager[None]] = torch.no_grad
 ) -> list[str]:
-    """Under no_grad or inference_mode the outputs are those of a training call, whatever calls on other values came before."""
-    x = calls.fresh(other=True)
+    """Under no_grad or inference_mode the outputs are those of a training call, whatever calls on other values came before; and
+    where no input asks for a gradient, as what a model gives there does not."""
+    x, wrong = calls.fresh(other=True), list[str]()
     calls.forward(x)
     with mode():
         calls.forward(x)
         calls.write(x, False)
-        outputs = dict(calls.forward(x))
-    wrong = calls.differ({n: v.detach() for n, v in outputs.items()}, {n: first.get(n) for n in outputs})
+        for asks in (True, False):
+            for leaf in calls.leaves(x).values():
+                leaf.requires_grad_(asks)
+            outputs = dict(calls.forward(x))
+            wrong += calls.differ({n: v.detach() for n, v in outputs.items()}, {n: first.get(n) for n in outputs})
     return [f"under {mode.__name__} the outputs differ from those with gradients"] if wrong else []
 
 

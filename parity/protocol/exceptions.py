@@ -6,7 +6,7 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ PROTOCOL = f"{OWN}{os.sep}protocol{os.sep}"
 """What fails below it, in no adapter, is a backward pass."""
 MODELS = f"transformers{os.sep}models{os.sep}"
 """What a model's forward refuses is what its trainer gave it, and no setting of the trainer."""
-CHECKED = "Expected dtype"
-"""Begins the error of Triton's own check of a function's operands, which its compiler makes as its interpreter does."""
 REFUSALS = (ValueError, NotImplementedError, AssertionError, TypeError, KeyError)
 
 
@@ -100,7 +98,7 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
         return Outcome("unsupported", message=f"{importing[-1].f_globals['__name__']} does not import here: {message}")
     interpreted = implementation.interpreted or type(error).__name__ == "InterpreterError"  # in a trainer's fused path
     in_triton = interpreted and any("triton" in Path(f).parts for f in files[-4:])
-    if in_triton and os.environ.get("TRITON_INTERPRET") == "1" and CHECKED not in message:
+    if in_triton and os.environ.get("TRITON_INTERPRET") == "1" and (implementation.is_trainer or _lacked(error)):
         return Outcome("unsupported", message=f"Triton's interpreter: {message}")
     if ours and (not theirs or theirs[-1] < ours[-1]) and not files[ours[-1]].startswith(PROTOCOL):
         said = f"the adapter {implementation.id} does not fit this version: {message}"
@@ -119,6 +117,20 @@ def _not_installed(error: BaseException) -> str:
     package = name.partition(".")[0]
     missing = package and importlib.util.find_spec(package) is None and installed(package) is None
     return package if missing else ""
+
+
+def _lacked(error: BaseException) -> bool:
+    """Whether Triton's interpreter has not an operation of a kernel: what else fails there fails compiled too."""
+    *_, error = _causes(error)
+    of = type(error.obj).__module__ if isinstance(error, AttributeError) else ""
+    return isinstance(error, NotImplementedError) or of == "triton.runtime.interpreter"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that it was raised from, the first of them last: of a kernel, which Triton's interpreter runs."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _on_purpose(error: BaseException) -> bool:
@@ -141,7 +153,7 @@ def is_library(filename: str) -> bool:
 
 def _place(error: BaseException) -> str:
     """Where code under test was when it failed; of what torch alone ran, as of a backward pass, nothing is known."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for one in _causes(error) for frame in traceback.extract_tb(one.__traceback__)]
     return f", at {deepest(frames)}" if any(is_library(frame.filename) for frame in frames) else ""
 
 

@@ -1,5 +1,6 @@
 """Family `preference`: the loss by hand from log-probs, what is ignored, and what a wrong implementation of it shows."""
 
+import dataclasses
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.families.head import IGNORE_INDEX
-from parity.families.preference import FAMILY, LOSS_TYPES
+from parity.families.preference import FAMILY, KTO_PARTS, LOSS_TYPES
 from parity.implementations import user
 from parity.judging.oracle import exact
 from parity.registry import load, run_case
@@ -46,6 +47,22 @@ def test_frozen_cases_of_dpo_s_own_loss_away_from_log_2(name):
     for twice, verdict in ((False, "agree"), (True, "disagree")):
         rows = run_case(case, [user.from_function(dpo(twice), "my.py:dpo", [FAMILY])], thorough=False)
         assert {r.verdict for r in rows if r.quantity in ("loss", "grad_hidden")} == {verdict}
+
+
+@pytest.mark.parametrize("name", KTO_PARTS)
+def test_each_sum_of_kto_is_judged(name):
+    """They are what its trainer logs; the loss alone was looked at."""
+    pytest.importorskip("liger_kernel")
+    liger = load()["liger.FusedLinearKTOLoss"]
+    case = Case("preference", 4, "fp32", {"B": 5, "method": "kto", "loss_type": "kto", "chunk_size": 2})
+
+    def wrong(x):
+        out = liger.call(x)
+        return out | {name: out[name] / 2}
+
+    for call, verdict in ((liger.call, "agree"), (wrong, "disagree")):
+        rows = {r.quantity: r.verdict for r in run_case(case, [dataclasses.replace(liger, call=call)], thorough=False)}
+        assert rows[name] == verdict and {v for n, v in rows.items() if n != name} == {"agree"}, rows
 
 
 def test_what_is_ignored_changes_nothing():

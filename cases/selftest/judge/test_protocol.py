@@ -175,6 +175,10 @@ def kept(recorded):
     return make
 
 
+def where_none_asks():
+    return lambda x, w: definition(x, w) * (1 if x.requires_grad or w.requires_grad else 2)
+
+
 def crashes_without_gradients():
     return lambda x, w: x.sin() * w if torch.is_grad_enabled() else x.sin() * (1 / 0)
 
@@ -234,6 +238,7 @@ FAULTS = {
     "second derivative": (by(TakesConstants), "second derivative: the second derivative by x is wrong and not refused"),
     "no_grad": (without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
     "another dtype": (coarser_without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
+    "unasked": (where_none_asks, "no_grad: under no_grad the outputs differ from those with gradients"),
     "kept": (kept(True), "no_grad: under no_grad the outputs differ from those with gradients"),
     "kept without": (kept(False), "no_grad: under no_grad the outputs differ from those with gradients"),
     "crash": (crashes_without_gradients, "no_grad: the call fails, ZeroDivisionError"),

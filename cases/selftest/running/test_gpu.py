@@ -109,7 +109,7 @@ def called_in_the_interpreter(line, **fields):
 def test_the_interpreter_fails_in_the_fused_path_of_a_trainer(interprets, monkeypatch):
     """Liger 0.5.2 and 0.5.9: a call that is no kernel of its own ends in Triton's `InterpreterError`."""
     monkeypatch.setenv("TRITON_INTERPRET", interprets)
-    outcome = called_in_the_interpreter("raise InterpreterError('no')")
+    outcome = called_in_the_interpreter("raise InterpreterError('no')", family="grpo-trainer")
     assert outcome.verdict == ("unsupported" if interprets == "1" else "crashed"), outcome
 
 
@@ -125,7 +125,8 @@ def test_what_the_interpreter_lacks_is_told_by_its_switch(interprets, monkeypatc
     """Not by whether there is a GPU: a box with one runs `--device cpu` in the interpreter."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: interprets == "1")
     monkeypatch.setenv("TRITON_INTERPRET", interprets)
-    outcome = called_in_the_interpreter("x.no_such_operation()", interpreted=True)
+    line = "raise InterpreterError('no') from NotImplementedError('inline_asm not supported in interpreter mode')"
+    outcome = called_in_the_interpreter(line, interpreted=True)
     assert outcome.message.startswith("Triton's interpreter: ") == (interprets == "1"), outcome
 
 
