@@ -54,6 +54,8 @@ SECOND_PASS = 4
 """One in so many plain float32 cases is run with tf32 products too, where there are such."""
 LONG, CHUNK = 256, 16
 """Tokens up to which bfloat16 counts; those of a small chunk."""
+BLOCK = 4096
+"""Entries of the largest block in which a kernel goes through a row."""
 VOCABULARIES = (128_256, 151_936, 262_144)
 """Llama 3, Qwen 2.5 and Gemma 3."""
 REAL, TOKENS, HIDDEN = 20, 8, 4
@@ -201,9 +203,21 @@ def _shown_of_own(case: Case) -> frozenset[Hashable]:
     s = vars(loss_family(case.family).full_settings(case))
     length = s.get("T", 1)
     tokens = length * s.get("B", 1)
-    deciding = [name for name in DECIDING.get(case.family, ()) if name in case.settings]
-    long = {(name, case.dtype) for name in ("long", *deciding) if length > LONG}
+    long = {(name, case.dtype) for name in ("long", *_deciding(case)) if length > LONG}
     return shown(case) | {("tokens", tokens.bit_length(), tokens % CHUNK == 1)} | long
+
+
+def _shown_of_kernel(case: Case) -> frozenset[Hashable]:
+    """`shown` of a kernel in Triton's interpreter, and a row of more than one of its blocks in each dtype and with what decides
+    the loss: such cases are dear, and it would get none."""
+    family = loss_family(case.family)
+    _, length = family.sizes(family.full_settings(case))
+    return shown(case) | {("wide", name) for name in (case.dtype, *_deciding(case)) if length > BLOCK}
+
+
+def _deciding(case: Case) -> list[str]:
+    """The settings of the case that decide what is computed."""
+    return [name for name in DECIDING.get(case.family, ()) if name in case.settings]
 
 
 def besides(
@@ -236,7 +250,8 @@ def besides(
             pool[near.id] = near
     for near in _joined(implementation, [*own, *pool.values()], device):
         pool.setdefault(near.id, near)
-    seen = _shown_of_own if implementation.is_function else shown
+    seen = _shown_of_kernel if implementation.interpreted and device == "cpu" else shown
+    seen = _shown_of_own if implementation.is_function else seen
     met = frozenset[Hashable]().union(*map(seen, own))
     cost = functools.partial(price, implementation, device=device)
     each = cost if implementation.interpreted else lambda case: 1.0  # elsewhere a case more costs more than a large one
