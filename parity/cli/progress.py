@@ -23,7 +23,7 @@ class Shown(contextlib.AbstractContextManager["Shown"]):
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console or Console(stderr=True, highlight=False)
         self.clock = clock
-        self.begun = clock()
+        self.begun = self.moved = clock()
         self.done, self.of, self.read, self.now = 0, 0, 0, "starting"
         self.until = math.inf
         self.new: set[str] = set()
@@ -42,6 +42,7 @@ class Shown(contextlib.AbstractContextManager["Shown"]):
                 self.new.add(row.implementation)
             elif row.known:
                 self.known.add(row.known)
+        self.moved = self.moved if done == self.done else self.clock()
         self.read, self.done, self.of, self.now = len(rows), done, of, now or self.now
         if self.live is not None:
             self.live.update(f"{self.figures()}\n{self.now}".replace("[", r"\["))
@@ -58,6 +59,7 @@ class Shown(contextlib.AbstractContextManager["Shown"]):
             return "finishing"
         early = self.done == 0 or self.done < EARLY * self.of
         seconds = math.inf if early else (self.of - self.done) * (self.clock() - self.begun) / self.done
+        seconds = math.inf if seconds < self.clock() - self.moved else seconds  # it has passed: the rest takes longer
         seconds = min(seconds, self.until - self.clock())
         if seconds == math.inf:
             return "time left not known yet"

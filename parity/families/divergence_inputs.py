@@ -21,7 +21,9 @@ from parity.judge.values import normal, uniform
 
 SETTINGS = head.SETTINGS | {
     "beta": Setting(
-        0.5, "0 forward KL(q‖p), 1 reverse KL(p‖q), between JSD; the teacher's weight in the mixture", within="[0, 1]"
+        0.5,
+        "0 forward KL(q‖p), 1 reverse KL(p‖q), between JSD; the teacher's weight in the mixture, not that of a KL term",
+        within="[0, 1]",
     ),
     "teacher": Setting("head", "the teacher's hidden states and head, or its logits as data", ("head", "logits")),
     "teacher_H": Setting(5, "hidden size of the teacher; the student's unless gap is 'apart'", within="[1, inf)"),

@@ -36,6 +36,7 @@ PER_TOKEN = {"dpo": ("ipo", "sigmoid_norm"), "cpo": ("ipo", "simpo")}
 """Method -> loss types that are of means by definition."""
 
 SETTINGS = head.SETTINGS | {
+    "B": Setting(2, "sequences, at least 1; of pairs the first half is chosen, the second rejected", size="rows"),
     "method": Setting("dpo", "how completions are compared", tuple(LOSS_TYPES)),
     "loss_type": Setting(
         "sigmoid", "loss of a pair or a completion", tuple(dict.fromkeys(sum(LOSS_TYPES.values(), ())))
@@ -53,7 +54,7 @@ SETTINGS = head.SETTINGS | {
     "reference": Setting("head", "the reference's hidden states and head, or none: log-probs 0", ("head", "none")),
     "gap": Setting("near", "reference beside policy: independent, close, the same", ("apart", "near", "equal")),
     "labels": Setting("mixed", "KTO: which completions are desirable", ("mixed", "all", "none")),
-    "kl": Setting(0.0, "KTO: z, a constant"),
+    "kl": Setting(0.0, "KTO: z, subtracted from log-ratios; no gradient goes through it"),
     "desirable": Setting(1.0, "KTO: weight λ_D"),
     "undesirable": Setting(1.0, "KTO: weight λ_U"),
     "ignored": Setting("some", "positions with id -100, one at least of each sequence is kept", ("none", "some")),

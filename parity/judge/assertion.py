@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -64,8 +65,8 @@ def assert_parity(
             as they are, upstream gradients too; a second call gives the same "bits", seeds nothing; "accumulation": a second
             backward adds the same gradient to `.grad`; "interleaved": so does one after another forward; "repeated": values
             that are exchanged in the same tensors, in place and through `.data`, are seen, results of earlier calls stay, and
-            an upstream gradient need not be contiguous; "no_grad" changes no output, or is refused. Also: "checkpoint",
-            "reentrant checkpoint", "compile" (aot_eager).
+            an upstream gradient need not be contiguous; "no_grad" changes no output, or is refused. Also: "output dtypes" are the
+            definition's on these inputs; "checkpoint", "reentrant checkpoint", "compile" (aot_eager).
         seed: of upstream gradient and replicas.
 
     Raises:
@@ -289,6 +290,8 @@ def _in_float32(function: Any, problem: Problem, wrong: Collection[str], explain
 
 
 def _name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
     name: str = getattr(function, "__qualname__", None) or type(function).__qualname__
     return name
 

@@ -17,7 +17,16 @@ from parity.judge.protocol import Values, same_bits
 
 Tensors = dict[str, torch.Tensor]
 DEFAULT = ("inputs", "bits", "accumulation", "interleaved", "repeated", "no_grad")
-ALL = (*DEFAULT, "nan", "default dtype", "second derivative", "checkpoint", "reentrant checkpoint", "compile")
+ALL = (
+    *DEFAULT,
+    "output dtypes",
+    "nan",
+    "default dtype",
+    "second derivative",
+    "checkpoint",
+    "reentrant checkpoint",
+    "compile",
+)
 NEED_GRADIENTS = ("accumulation", "interleaved", "nan", "second derivative", "checkpoint", "reentrant checkpoint")
 REFUSALS = (RuntimeError, ValueError, AssertionError)
 CRASHES = (RecursionError, torch.OutOfMemoryError, torch.AcceleratorError)
@@ -149,6 +158,13 @@ class FunctionCalls(protocol.Calls[Tensors]):
         wanted = self.problem.dtype == "fp32" and self._defined(protocol.second_order)
         return protocol.second_order(self) if wanted else []
 
+    def _dtypes(self, first: Values) -> list[str]:
+        """Outputs come in the dtypes that the definition gives on the same inputs."""
+        asked = dataclasses.replace(self, function=self.problem.definition).forward(self.fresh())
+        pairs = [(n, first.get(n), x) for n, x in asked.items()]
+        differ = [(n, y.dtype, x.dtype) for n, y, x in pairs if x is not None and y is not None and x.dtype != y.dtype]
+        return [f"{n} came in {came}, expected {wanted}" for n, came, wanted in differ]
+
     def broken(self, names: Collection[str], first: Values) -> list[str]:
         """What of the protocol does not hold, a sentence each."""
         found: list[str] = []
@@ -158,6 +174,7 @@ class FunctionCalls(protocol.Calls[Tensors]):
             "interleaved": lambda: protocol.interleaved(self, first, FORWARDS),
             "repeated": lambda: protocol.repeated(self, first),
             "no_grad": lambda: protocol.unrecorded(self, first),
+            "output dtypes": lambda: self._dtypes(first),
             "nan": lambda: (
                 protocol.shown(self, first) if self._defined(lambda c: protocol.shown(c, c.values())) else []
             ),

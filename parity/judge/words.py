@@ -7,7 +7,7 @@ GATES = {
     "zero": "not 0 where the mask implies exactly 0",
     "norm": "the length of the whole error",
     "max": "the largest error of one entry",
-    "row": "the largest error of one row: a token, or a word of the vocabulary",
+    "row": "the largest error of one row, such as a token",
     "slope": "a common factor: all too large, or all too small",
     "relation": "two calls that must agree exactly do not",
     "protocol": "the call changed what it must leave alone",

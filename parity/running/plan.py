@@ -1,6 +1,7 @@
 """What a run does, cut into shards: what a shard's rows are depends on the shard and the seed, not on who runs it when. And what
 its workers tell of it."""
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -195,9 +196,14 @@ def check(options: Options) -> None:
             path = name.rpartition(":")[0]
             raise UsageError(f"implementation {name!r}: importing {path} ended the process ({how})") from None
     wanted = [resolved(name) for name in options.families]
+    of_user = collections.defaultdict[str, list[str]](list)
     for one in from_user(options) if wanted else ():
-        if one.family not in wanted:
-            raise UsageError(f"{one.id} is of family {one.family}, and --family names {', '.join(options.families)}")
+        of_user[one.id].append(one.family)
+    for name, its in of_user.items():  # a trainer is of two
+        if not {*its} & {*wanted}:
+            raise UsageError(
+                f"{name} is of family {' and '.join(its)}, and --family names {', '.join(options.families)}"
+            )
     for item in (*options.implementations, *(demanded(item)[0] for item in options.require)):
         select([item])
     resolve_device(options.device)

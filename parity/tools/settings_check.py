@@ -73,8 +73,11 @@ class Advice:
 
     @property
     def title(self) -> str:
-        """The run, the stack, and how many defects of it the run meets."""
-        return f"{self.run.name}: {self.run.trainers[0]}; {self.stack.named}: {self.stack.defects}"
+        """The run, the stack, and how many defects of it the run meets or may meet."""
+        certain = sum(f.certain and f.entry.severity != "convention" for f in self.findings)
+        return (
+            f"{self.run.name}: {self.run.trainers[0]}; {self.stack.named}: {self.stack.defects}, {certain} for certain"
+        )
 
 
 def known_of(trainer: Any, model: str, quantities: Collection[str]) -> list[Entry]:

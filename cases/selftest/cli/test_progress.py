@@ -48,6 +48,19 @@ def test_no_more_time_is_said_to_be_left_than_the_run_has():
     assert shown.left() == "about 6 min left", "slower than its time allows"
 
 
+def test_an_estimate_that_has_passed_is_none():
+    """The last shard of 732 took minutes, of which "about 0 s of cases left" was said."""
+    now = [0.0]
+    shown, _ = made(lambda: now[0])
+    shown([], 0, 732, "")
+    now[0] = 60.0
+    shown([], 731, 732, "lib.a on case-1")
+    assert shown.left() == "about 0 s left"
+    now[0] = 90.0
+    shown([], 731, 732, "lib.a on case-2")
+    assert shown.left() == "time left not known yet"
+
+
 def test_a_pipe_gets_lines(monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.01)
     shown, out = made(lambda: 0.0)

@@ -432,6 +432,14 @@ def test_a_function_of_another_family_than_asked_for_is_named(tmp_path):
         check(Options(implementations=(f"{tmp_path}/mine.py:f",), families=("policy",)))
 
 
+def test_a_trainer_is_asked_for_by_either_of_its_families(tmp_path):
+    (tmp_path / "mine.py").write_text("from trl import GRPOTrainer\nclass T(GRPOTrainer): pass")
+    for name in ("grpo-trainer", "policy"):
+        check(Options(implementations=(f"{tmp_path}/mine.py:T",), families=(name,)))
+    with pytest.raises(UsageError, match="T is of family grpo-trainer and policy, and --family names logprobs"):
+        check(Options(implementations=(f"{tmp_path}/mine.py:T",), families=("logprobs",)))
+
+
 def test_replay_of_a_function_that_refuses_is_no_agreement(tmp_path):
     """The reference beside it agrees: that says nothing about the function."""
     (tmp_path / "mine.py").write_text("def f(hidden, weight, ids): raise ValueError('no')")

@@ -568,7 +568,9 @@ def test_the_recipe_holds_float32_to_float32():
     inside = lambda x, weight: fused_rms_norm(x.bfloat16().float(), weight)  # noqa: E731
     parity = check_parity(inside, rms_norm, inputs)
     assert "logic; right for code that rounds so: Recipe(softmax='bf16', elementwise='bf16')" in parity.message
-    assert re.search(r"gate row, .* times the allowed error: the largest error of one row: a token", parity.message)
+    assert re.search(
+        r"gate row, .* times the allowed error: the largest error of one row, such as a token", parity.message
+    )
     assert_parity(inside, rms_norm, inputs, recipe=eval(parity.explained_by))
     mean = lambda x, weight: rms_norm(x, weight).mean()  # noqa: E731
     narrow = check_parity(lambda x, weight: mean(x.bfloat16().float(), weight), mean, inputs)
@@ -586,3 +588,15 @@ print(sorted(new - {"parity", "torch"} - set(sys.stdlib_module_names)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_dtype_of_an_output_can_be_demanded():
+    inputs = drawn(torch.bfloat16, x=(8, 32), weight=(32,))
+
+    def wide(x, weight):
+        return fused_rms_norm(x.float(), weight.float())
+
+    assert check_parity(wide, rms_norm, inputs).agrees
+    parity = check_parity(functools.partial(wide), rms_norm, inputs, protocol="output dtypes")
+    assert parity.protocol == ("output dtypes: output came in torch.float32, expected torch.bfloat16",)
+    assert parity.function.endswith("wide") and check_parity(fused_rms_norm, rms_norm, inputs, protocol="all").agrees

@@ -156,6 +156,12 @@ def test_cells_tell_new_from_known():
     assert (lines["lib.loss"], lines["lib.known"], lines["lib.huge"]) == ("85.25!", "(85.25)", ">1000!")
 
 
+def test_one_name_of_two_families_is_told_apart():
+    rows = [row(implementation="a.py:T"), row("t-1", implementation="a.py:T", family="grpo-trainer"), row()]
+    table = shown(summary(*rows)).split("error ÷ allowed, at worst")[1]
+    assert "a.py:T (policy)" in table and "a.py:T (grpo-trainer)" in table and "lib.loss (" not in table
+
+
 @pytest.fixture(scope="module")
 def large():
     """Ninety implementations, half of them idle for two reasons, forty new findings, as many known ones."""

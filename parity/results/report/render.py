@@ -249,16 +249,18 @@ def _matrix(lines: Sequence[Line]) -> list[list[str]]:
     busy = {key: found for key, found in groups.items() if not all(x.idle for x in found.values())}
     dtypes = [d for d in DTYPES if any(d in found for found in busy.values())]
     many = len({device for *_, device in busy}) > 1
+    ids = collections.Counter((name, device) for _, name, device in busy)  # a user's trainer is of two families
 
     def rank(its: dict[str, Line]) -> tuple[bool, float]:
         fresh = [headroom(x.worst) for x in its.values() if x.worst and not x.worst.known]
         return any(x.new for x in its.values()), max(fresh, default=-1.0)
 
     out = [["", *dtypes, "compared"]]
-    for (_, name, device), its in sorted(busy.items(), key=lambda pair: rank(pair[1]), reverse=True):
+    for (family, name, device), its in sorted(busy.items(), key=lambda pair: rank(pair[1]), reverse=True):
         cells = [_cell(its[d]) if d in its else "" for d in dtypes]
         compared = f"{sum(x.counts['compared'] for x in its.values()):,}"
-        out.append([f"{name} ({device})" if many else name, *cells, compared])
+        label = f"{name} ({family})" if ids[name, device] > 1 else name
+        out.append([f"{label} ({device})" if many else label, *cells, compared])
     return out
 
 
