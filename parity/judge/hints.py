@@ -46,7 +46,7 @@ def patterns(value: torch.Tensor, exact: torch.Tensor, named: Mapping[str, float
     if not bool(v.any()):
         return ["all zero where the definition is not"]
     units = o.abs() + float(o.norm()) / o.numel() ** 0.5 * SMALL + HALF_SUBNORMAL[NAMES[value.dtype]]
-    return [*_factor(v, o, named), *_places((v - o) / units)]
+    return [*_factor(v, o, named), *_places((v - o) / units, o)]
 
 
 def _sizes(tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> dict[str, float]:
@@ -83,15 +83,16 @@ def _named(factor: float, named: Mapping[str, float]) -> str:
     return ""
 
 
-def _places(e: torch.Tensor) -> Iterator[str]:
-    """Indices of a dimension, at most a quarter of it, that hold nearly all of the relative error."""
+def _places(e: torch.Tensor, o: torch.Tensor) -> Iterator[str]:
+    """Indices of a dimension, at most a quarter of those that have a value, that hold nearly all of the relative error."""
     for d in range(e.dim()):
-        energy = e.square().movedim(d, 0).reshape(e.shape[d], -1).sum(1)
-        ordered, order = energy.sort(descending=True)
+        rows, exact = (x.movedim(d, 0).reshape(x.shape[d], -1) for x in (e, o))
+        some = (rows.any(1) | exact.any(1)).nonzero().flatten()
+        ordered, order = rows[some].square().sum(1).sort(descending=True)
         few = 1 + int((ordered.cumsum(0) < NEARLY_ALL * ordered.sum()).sum())
-        if few > max(1, len(energy) // 4) or (few < len(energy) and not ordered[few - 1] > FAR * ordered[few]):
+        gaps = (ordered[few - 1 : -1] > FAR * ordered[few:]).nonzero().flatten()
+        if not len(gaps) or (few := few + int(gaps[0])) > max(1, len(some) // 4):
             continue
-        where = sorted(order[:few].tolist())
+        where = sorted(some[order[:few]].tolist())
         shown = ", ".join(map(str, where[:FEW])) + ("…" if few > FEW else "")
-        if few < len(energy):
-            yield f"{PLACE} {shown} of dimension {d}, which has {e.shape[d]}"
+        yield f"{PLACE} {shown} of dimension {d}, which has {e.shape[d]}"

@@ -9,6 +9,7 @@ from parity.case.inputs import Inputs, Setting
 from parity.compare.hint import hints
 from parity.compare.one_case import run_case
 from parity.implementations.implementation import Implementation
+from parity.judge.hints import patterns
 from parity.judge.values import normal
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
@@ -26,7 +27,7 @@ def oracle():
 def said(oracle, name, wrong):
     value = oracle.exact[name].clone().float()
     value[wrong] += torch.arange(1, value[wrong].numel() + 1).view(value[wrong].shape) % 3 + 1.0
-    return [h for h in hints(oracle, name, Outcome("ran", {name: value})) if h.startswith("only")]
+    return [h for h in hints(oracle, name, Outcome("ran", {name: value})) if h.startswith(("only where", "only from"))]
 
 
 def test_rows_and_tokens_of_an_id_that_repeats(oracle):
@@ -54,6 +55,12 @@ def test_a_token_of_each_chunk_that_a_mask_drops():
     grad = found.exact["grad_hidden"].clone().float()
     grad[:, 3::4] = 0.0
     value = {"loss": 0.93 * found.exact["loss"], "grad_hidden": grad}
+    long = torch.ones(2, 160, 4).double()
+    assert patterns(long * (torch.arange(160) % 8 < 7).view(160, 1), long, {}) == [
+        "only at index 7, 15, 23, 31, 39, 47… of dimension 1, which has 160"
+    ]
+    used = (torch.arange(160) % 8 == 7).view(160, 1)  # the only rows with a value: spread over all of these
+    assert patterns(long * used * (1 + torch.rand(2, 160, 4) / 100), long * used, {})[1:] == []
     assert hints(found, "loss", Outcome("ran", value)) == []
     assert hints(found, "grad_hidden", Outcome("ran", value)) == [
         "only at index 3, 7, 11, 15 of dimension 1, which has 16"
