@@ -56,6 +56,8 @@ def check(
     if not (version := installed(package)):
         raise UsageError(f"upgrade-check: {package} is not installed here: there is nothing to upgrade from")
     now = f"{package}=={version}"
+    if spec == now:
+        raise UsageError(f"upgrade-check: {now} is installed here: there is nothing to upgrade to")
     parts = []
     if config is not None:
         say(f"your settings in {now} and {spec}")

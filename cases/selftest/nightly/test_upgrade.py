@@ -181,6 +181,13 @@ def test_a_teams_settings_are_cases_and_so_are_their_neighbours(tmp_path):
         upgrade.own_settings("trl==1.16.0", "trl==1.15.0", tmp_path / "sft.yaml", "cpu")
 
 
+def test_there_is_no_upgrade_to_what_is_installed(tmp_path, monkeypatch):
+    """It compared a release with itself, for up to two hours."""
+    monkeypatch.setattr(upgrade, "installed", lambda package: "1.16.0")
+    with pytest.raises(UsageError, match=r"trl==1\.16\.0 is installed here: there is nothing to upgrade to"):
+        upgrade.check("trl==1.16.0", None, tmp_path, lambda line: None)
+
+
 def test_next_is_the_newest_release(monkeypatch):
     monkeypatch.setattr(upgrade.releases, "newest", lambda package: SimpleNamespace(version=f"9.{len(package)}"))
     assert upgrade.resolved("trl==NEXT") == "trl==9.3" and upgrade.resolved("trl==1.15.0") == "trl==1.15.0"
