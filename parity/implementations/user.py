@@ -112,15 +112,22 @@ def path_id(spec: str) -> str:
 
 
 def canonical(names: Collection[str]) -> dict[str, str]:
-    """Parameter -> the families' name of it; `labels` beside `ids` are KTO's."""
-    return {n: n if ALIASES.get(n) in names else ALIASES.get(n, n) for n in names}
+    """Parameter -> the families' name of it; `labels` beside `ids` are KTO's, and `completion_mask` is the mask unless
+    `tool_mask` is beside it."""
+    aliases = ALIASES if "tool_mask" in names else ALIASES | {"completion_mask": "mask"}
+    return {n: n if aliases.get(n) in names else aliases.get(n, n) for n in names}
+
+
+def _given(names: Collection[str]) -> set[str]:
+    """What a function with these parameters gets, by the families' names: two masks are their product."""
+    return {*canonical(names).values()} | ({"mask"} if {"completion_mask", "tool_mask"} <= {*names} else set())
 
 
 def family_of(signature: inspect.Signature, id: str, families: Iterable[Family]) -> Family:
     """The family that the names of parameters fit, that which needs most of them. Raises UsageError where they fit none."""
     names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     known = {f.name: (f, REQUIRED.get(f.name) or sorted(f.needed(f.build(f.case(0, "fp32", {}))))) for f in families}
-    found = {*canonical(names).values()}
+    found = _given(names)
     found |= {"teacher"} if any(n.startswith(("teacher_", "support_")) for n in found) else set()
     fits = [(f, required) for f, required in known.values() if {*required} <= found]
     if not fits:
@@ -187,7 +194,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         code = code.func
     named = code if hasattr(code, "__qualname__") else type(code)
     narrowed = (plain.TWO_DTYPES,) if chosen.name == "divergence" else ()
-    takes = frozenset({*canonical(names).values(), *fixed})
+    takes = frozenset({*_given(names), *fixed})
     made = Implementation(
         id=id,
         family=chosen.name,

@@ -47,6 +47,37 @@ def chunked(hidden, weight, ids, temperature=1.0, chunk_size=1024):
     return my_loss(hidden, weight, ids, temperature)
 
 
+def unclipped(hidden, weight, ids, advantages, old_logps, mask, length):
+    ratio = (my_loss(hidden, weight, ids) - old_logps).exp() * advantages[:, None]
+    return -((ratio * mask).sum(-1) / length.sum(-1)).mean()
+
+
+def of_one_mask(hidden, weight, ids, advantages, old_logps, completion_mask):
+    return unclipped(hidden, weight, ids, advantages, old_logps, completion_mask, completion_mask)
+
+
+def of_two_masks(hidden, weight, ids, advantages, old_logps, completion_mask, tool_mask=None):
+    mask = completion_mask * tool_mask
+    return unclipped(hidden, weight, ids, advantages, old_logps, mask, mask)
+
+
+def of_a_longer_length(hidden, weight, ids, advantages, old_logps, completion_mask, tool_mask=None):
+    mask = completion_mask * tool_mask
+    return unclipped(hidden, weight, ids, advantages, old_logps, mask, completion_mask)
+
+
+@pytest.mark.parametrize(
+    ("function", "agrees"), [(of_one_mask, True), (of_two_masks, True), (of_a_longer_length, False)]
+)
+def test_a_policy_loss_may_name_its_masks_as_trl_does(function, agrees):
+    """Alone `completion_mask` is the mask, without a tool's tokens."""
+    found = oracle_of(family("policy").case(3, "fp32", {"T": 9, "holes": True, "old": "inside"}))
+    own = from_function(function, "own")
+    outcome = execute(own, found.inputs)
+    assert (own.family, outcome.verdict) == ("policy", "ran"), outcome.message
+    assert confirmed(found, own, outcome)["loss"].agrees is agrees
+
+
 def returned(what):
     def wrong(hidden, weight, ids):
         if isinstance(what, Exception):
