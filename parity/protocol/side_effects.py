@@ -196,12 +196,20 @@ def relations(
         out["NaN"] = not found, "; ".join(found)
     moved = unused(family, inputs) if implementation.is_function or share(inputs.case, "unused") % 4 == 0 else {}
     if moved:
-        settings = SimpleNamespace(**vars(inputs.settings) | moved)
-        then = execute(implementation, dataclasses.replace(inputs, settings=settings))
-        if then.verdict == "ran":  # one that a library refuses has a meaning there
-            why = f"{', '.join(moved)} mean nothing beside the other settings"
-            out["unused settings"] = _related(first, then, {}, why)
+        holds, message = _unmoved(implementation, inputs, first, moved)
+        alone = {} if holds else {n: _unmoved(implementation, inputs, first, {n: v}) for n, v in moved.items()}
+        out["unused settings"] = next((found for found in alone.values() if not found[0]), (holds, message))
     return out
+
+
+def _unmoved(
+    implementation: Implementation, inputs: Inputs, first: Outcome, moved: Mapping[str, Any]
+) -> tuple[bool, str]:
+    """Whether these settings change nothing; one that a library refuses has a meaning there."""
+    settings = SimpleNamespace(**vars(inputs.settings) | moved)
+    then = execute(implementation, dataclasses.replace(inputs, settings=settings))
+    why = f"{', '.join(moved)} mean{'s' * (len(moved) == 1)} nothing beside the other settings"
+    return (True, "") if then.verdict != "ran" else _related(first, then, {}, why)
 
 
 def unused(family: Family, inputs: Inputs) -> dict[str, Any]:
