@@ -206,7 +206,7 @@ def _unmoved(
     implementation: Implementation, inputs: Inputs, first: Outcome, moved: Mapping[str, Any]
 ) -> tuple[bool, str]:
     """Whether these settings change nothing; one that a library refuses has a meaning there."""
-    settings = SimpleNamespace(**vars(inputs.settings) | moved)
+    settings = SimpleNamespace(**vars(inputs.settings) | {**moved})
     then = execute(implementation, dataclasses.replace(inputs, settings=settings))
     why = f"{', '.join(moved)} mean{'s' * (len(moved) == 1)} nothing beside the other settings"
     return (True, "") if then.verdict != "ran" else _related(first, then, {}, why)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from parity.rollouts.scoring import innermost
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
 from parity.trainers.checks.twin_windows import JUDGED
 from parity.trainers.checks.twins import twin
@@ -20,7 +19,7 @@ CASES: list[CheckCase] = [(trainer, {}) for trainer in JUDGED]
 def copies(call: CheckCall) -> Iterator[Quantity]:
     """The copy computes as the original did, and goes on to when the weights of the original change."""
     built = Run(call.case.family, twin(call.case.family)).built
-    original = innermost(built.model).eval()
+    original = built.model.eval()
     copied = copy.deepcopy(original)
     ids = torch.tensor([models.ids(9, "copied", 12)], device=original.device)
 
