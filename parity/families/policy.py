@@ -17,7 +17,7 @@ from parity.case.layouts import like
 from parity.families import head, policy_stored
 from parity.families import policy_inputs as inputs_of
 from parity.families import policy_settings as settings_of
-from parity.families.policy_losses import CONFIG_FIELDS, WINDOW_NORMALISED, divergence, losses
+from parity.families.policy_losses import CONFIG_FIELDS, WINDOW_NORMALISED, cap_below_clip, divergence, losses
 from parity.judge.stages import log_softmax_again
 
 KL_CAP, KL_LOG_RATIO_CAP = 10.0, 20.0
@@ -66,6 +66,7 @@ def features(case: Case) -> dict[str, Any]:
         "all masked": not any(lengths),
         "one position": s.T == 1,
         "delta active": s.delta is not None,
+        "cap below the clip": cap_below_clip(s),
         "kl": s.beta != 0.0,
         "old given": s.old != "absent",
     }

@@ -92,6 +92,11 @@ def _by_sign(condition: Tensor, yes: float, no: float) -> Tensor:
     return torch.where(condition, yes, torch.tensor(no, dtype=torch.float64))
 
 
+def cap_below_clip(s: SimpleNamespace) -> bool:
+    """Whether δ caps ratios that the clip leaves alone."""
+    return s.delta is not None and bool(s.delta <= 1 + _epsilon_high(s))
+
+
 def _epsilon_high(s: SimpleNamespace) -> float:
     return s.epsilon if s.epsilon_high is None else s.epsilon_high
 
@@ -173,8 +178,7 @@ def metrics(
     if kl is not None:
         out["kl"] = mean(kl.detach())
     high = w > 1 + _epsilon_high(s)
-    two_readings = s.delta is not None and s.delta <= 1 + _epsilon_high(s)  # of a share: with the cap or without
-    if s.loss_type in CLIPPED and not two_readings:
+    if s.loss_type in CLIPPED and not cap_below_clip(s):  # else a share has two readings: with the cap or without
         low_clip, high_clip = (w < 1 - s.epsilon) & (advantages < 0), high & (advantages > 0)
         out["clip_low"], out["clip_high"] = mean(low_clip, sequence), mean(high_clip, sequence)
         out["clip_ratio"] = mean(low_clip | high_clip, sequence)

@@ -216,12 +216,6 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         infinite = torch.isinf(o) & (unit.replicas.detach().cpu().double() == o).all(0)
         skip = ~torch.isfinite(spread).all(0) | (o.abs() > largest / 2) | ((spread + o).abs() > largest).any(0)
         skip = skip & ~infinite
-        if unit.zero is not None and v.dim() > 1:
-            zero = _as_entries(unit.zero, v)
-            lost = skip & ~finite & ~zero
-            # a sequence without a finite number of its own had an upstream gradient that overflowed: inf·0 where it is masked
-            all_lost = ((lost | zero).flatten(1).all(1) & lost.flatten(1).any(1)).view(-1, *[1] * (v.dim() - 1))
-            skip = skip | (zero & torch.isnan(v) & all_lost)
         same = (finite == torch.isfinite(o)) & (torch.isnan(v) == torch.isnan(o))
         same = torch.where(infinite, v == o, same | skip)
         if not bool(same.all()):
@@ -243,7 +237,8 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     e = v - o if skip is None else torch.where(skip, 0.0, v - o)
     safe = v if skip is None else torch.where(skip, 0.0, v)
     if unit.zero is not None:
-        leak = torch.where(_as_entries(unit.zero, v) & ~torch.isnan(v), v.abs(), 0.0).amax()
+        zero = unit.zero.reshape(unit.zero.shape + (1,) * (v.dim() - unit.zero.dim()))
+        leak = torch.where(zero & ~torch.isnan(v), v.abs(), 0.0).amax()
         gates["zero"] = 0.0 if float(leak) == 0.0 else math.inf
         if gates["zero"]:
             message = message or f"{float(leak):.3g} where the mask implies exactly 0"
@@ -281,10 +276,6 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         slope=errors.slope(e) if e.dim() > 0 and errors.top > 0 else None,
         worst=() if agrees else _worst(v, o, e, same, by_row if _tightest(gates) == "row" else None),
     )
-
-
-def _as_entries(zero: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return zero.reshape(zero.shape + (1,) * (v.dim() - zero.dim())).expand(v.shape)
 
 
 def _tensor_gates(

@@ -72,7 +72,7 @@ UNDRAWN = {"logprobs": SLOW, "policy": SCALAR, "divergence": SCALAR}
 FEATURES = {
     "logprobs": "one token, V = 1, V beyond a chunk, cap active, V off block",
     "policy": "one sequence, ragged, padding, empty row, all masked, V = 1, cap active, one position, delta active, kl, "
-    "old given",
+    "old given, cap below the clip",
     "divergence": "one token, V = 1, cap active, student excludes, teacher excludes, both exclude",
 }
 """Family -> facts of its features that must be drawn both ways."""
