@@ -95,7 +95,8 @@ class Look:
                 with model.disable_adapter():
                     return scoring.score(model, rows, self.temperature).logps
             if weights is not None:
-                moved = {n: w.to(next(model.parameters()).device) for n, w in weights.items()}
+                devices = {n: p.device for n, p in model.named_parameters()}
+                moved = {n: w.to(devices[n]) for n, w in weights.items()}
                 call = lambda **kw: torch.func.functional_call(model, moved, kwargs=kw)  # noqa: E731
             return scoring.score(model, rows, self.temperature, call=call).logps
 
@@ -117,7 +118,9 @@ class Look:
                 off = whole - (taken.logps * self.mask).sum(1)
                 out["old"] = rows.of(taken.logps + (off / self.mask.sum(1).clamp(min=1))[:, None])
         if not dropped and (self._is_reference() if self.first else self.later and self._is_like()):
-            same = (t for t in self.others if t.logps.shape == taken.logps.shape and torch.equal(t.ids, taken.ids))
+            # KTO's estimate of the KL is the policy's own, maybe of the same ids
+            others = [t for t in self.others if self.first or t.model is not self.trainer.model]
+            same = (t for t in others if t.logps.shape == taken.logps.shape and torch.equal(t.ids, taken.ids))
             by_scoring = None if taken.mask is None else next((rows.of(t.logps) for t in same), None)
             out["reference"] = by_scoring if (given := of("ref_per_token_logps")) is None else given
         return out
@@ -147,7 +150,10 @@ class Look:
         reference, args = getattr(self.trainer, "ref_model", None), self.trainer.args
         if not self.single or reference is None or getattr(args, "sync_ref_model", False):
             return False
-        mine, theirs = ({n: (p.shape, p.dtype) for n, p in m.named_parameters()} for m in (self.model, reference))
+        mine, theirs = (
+            ({n: (p.shape, p.dtype, p.device) for n, p in m.named_parameters()}, _numbers(innermost(m).config))
+            for m in (self.model, reference)
+        )
         return mine == theirs
 
     @property
@@ -192,6 +198,12 @@ class Look:
         if what != "old" and not behind:
             others |= scoring.bare_head(self.model, mine, self.rows.token_ids, self.temperature)
         return self.temperature, self.sampling if what == "sampler" else None, others, coarser
+
+
+def _numbers(config: Any) -> dict[str, Any]:
+    """What a model computes with besides its weights; token ids are of no forward pass."""
+    found = {n: v for n, v in config.to_dict().items() if isinstance(v, int | float | dict) and not isinstance(v, bool)}
+    return {n: v for n, v in found.items() if not n.endswith("_token_id")}
 
 
 def checkpointing(model: Any) -> str:

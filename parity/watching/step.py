@@ -1,6 +1,7 @@
 """A step of the optimizer: parameters that it does not have, a reference that it moves, weights that it leaves as they are."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,38 +24,55 @@ def _sample(x: Tensor) -> Tensor:
 
 def _moved(p: Tensor, before: Tensor) -> Tensor:
     """Which of the sampled elements are others now; bytes are compared, so that NaN is equal to itself."""
-    return (_sample(p).view(torch.uint8) != before.view(torch.uint8)).view(len(before), -1).any(-1)
+    differ = _sample(p).view(torch.uint8) != before.view(torch.uint8)
+    return differ.view(len(before), before.element_size()).any(-1)
 
 
 class Step:
     """What is known before a step; `faults` compares after it. Whoever keeps no gradients (DeepSpeed) has no faults here."""
 
-    def __init__(self, model: torch.nn.Module, others: Sequence[torch.nn.Module], optimizer: Any):
-        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    def __init__(
+        self, model: torch.nn.Module, others: Mapping[str, torch.nn.Module], optimizer: Any, last: Sequence[float] = ()
+    ):
+        """`others`: name -> model that no step may move; `last`: the `rates` of the step before."""
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         sloped = [(n, p) for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]
-        self._lacking = [n for n, p in sloped if id(p) not in self._groups]
-        given = [(p, self._groups[id(p)]) for _, p in sloped if id(p) in self._groups]
+        self._lacking = [n for n, p in sloped if id(p) not in groups]
+        given = [(p, _rate(groups[id(p)])) for _, p in sloped if id(p) in groups]
         self._lacking *= bool(given)  # none is known by identity where an optimizer has copies
-        self._own = [(p, g, _sample(p), _sample(p.grad) != 0) for p, g in given if p.grad is not None]
-        self._others = [(n, p, _sample(p)) for other in others for n, p in other.named_parameters()]
-        rates = [(g["lr"], g.get("initial_lr", g["lr"])) for _, g in given]
-        self.warm = all(lr is None or lr >= most > 0 for lr, most in rates)
+        self._own = [(p, rate, _sample(p), _sample(p.grad) != 0) for p, rate in given if rate and p.grad is not None]
+        self._others = [
+            (name, n, p, _sample(p)) for name, m in others.items() for n, p in m.named_parameters() if not p.is_meta
+        ]
+        self.rates = [_rate(group) for group in optimizer.param_groups]  # alike on all ranks, as gradients are not
+        risen = any(now > then for now, then in zip(self.rates, last, strict=False))
+        self.warm = bool(last) and any(self.rates) and not risen
 
-    def faults(self) -> Iterator[tuple[str, str]]:
-        """(subject of the finding, text)."""
+    def faults(self) -> Iterator[str]:
+        """A sentence each."""
         if self._lacking:
-            yield "update", f"parameters with a gradient that the optimizer does not have: {first(self._lacking)}"
-        if moved := [n for n, p, before in self._others if bool(_moved(p, before).any())]:
-            yield "reference", f"the optimizer's step moves the reference too: {first(moved)}"
+            yield f"parameters with a gradient that the optimizer does not have: {first(self._lacking)}"
+        moved: dict[str, list[str]] = {}
+        for name, n, p, before in self._others:
+            if bool(_moved(p, before).any()):
+                moved.setdefault(name, []).append(n)
+        yield from (f"the optimizer's step moves the {name} too: {first(names)}" for name, names in moved.items())
 
     def lost(self) -> str:
         """How many weights the step left as they are, if most, and the learning rate is no longer on its way up."""
-        moves = [_moved(p, before)[sloped] for p, _, before, sloped in self._own]
-        count, still = sum(map(len, moves)), sum(int((~m).sum()) for m in moves)
+        count = still = 0.0
+        for p, _, before, sloped in self._own:
+            each = p.numel() / max(len(before), 1)
+            count, still = count + each * int(sloped.sum()), still + each * int((sloped & ~_moved(p, before)).sum())
         if self.warm and still > count / 2:
             kinds = sorted({f"{p.dtype}".removeprefix("torch.") for p, *_ in self._own})
-            rates = ", ".join(f"{lr:.3g}" for lr in sorted({g["lr"] for _, g, *_ in self._own if g["lr"] is not None}))
+            rates = ", ".join(f"{rate:.3g}" for rate in sorted({rate for _, rate, *_ in self._own}))
             share = f"{still / count:.0%} of the weights that have a gradient"
             why = f"steps at lr {rates} round away in {' and '.join(kinds)}"
             return f"the optimizer's step leaves {share} as they are: {why}"
         return ""
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    """The learning rate; infinite where the optimizer finds one itself."""
+    return math.inf if group.get("lr") is None else float(group["lr"])

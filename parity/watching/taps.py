@@ -21,6 +21,7 @@ class Taken:
     entropies: Tensor | None  # (B, T)
     mask: Tensor | None  # (B, T), the tokens in the loss, where the scoring says so
     trained: bool  # whether gradients were on
+    model: Any  # that was given
     slopes: Tensor | None = None  # what the backward pass brought to the log-probs, (B, T)
 
 
@@ -94,8 +95,8 @@ def _called(seen: Any, read: Any, original: Any, *args: Any, **kwargs: Any) -> A
     return out
 
 
-def _taken(logps: Tensor, **fields: Any) -> Taken:
-    taken = Taken(logps=logps.detach(), trained=logps.requires_grad, **fields)
+def _taken(model: Any, logps: Tensor, **fields: Any) -> Taken:
+    taken = Taken(logps=logps.detach(), trained=logps.requires_grad, model=model, **fields)
     if logps.requires_grad:
         logps.register_hook(functools.partial(setattr, taken, "slopes"))
     return taken
@@ -108,14 +109,14 @@ def _method(out: Any, model: Any, input_ids: Tensor, attention_mask: Tensor, *_:
         out = out["logps"], out.get("entropies")
     logps, *more = out if isinstance(out, tuple) else (out,)
     entropies = more[0].detach() if more and torch.is_tensor(more[0]) else None
-    return _taken(logps, ids=input_ids, attention=attention_mask, entropies=entropies, mask=None)
+    return _taken(model, logps, ids=input_ids, attention=attention_mask, entropies=entropies, mask=None)
 
 
 def _online(out: Any, model: Any, prompt: Any, prompt_mask: Any, ids: Any, mask: Any, *images: Any) -> Taken | None:
     if any(x is not None for x in images):
         return None
     joined, attention = torch.cat([prompt, ids], 1), torch.cat([prompt_mask, mask], 1)
-    return _taken(out, ids=joined, attention=attention, entropies=None, mask=mask)
+    return _taken(model, out, ids=joined, attention=attention, entropies=None, mask=mask)
 
 
 def _fused(
@@ -127,4 +128,4 @@ def _fused(
     if kw.get("pixel_values") is not None or kw.get("position_ids") is not None:
         return None  # images; sequences packed into one row
     attention = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    return _taken(logps, ids=input_ids, attention=attention, entropies=None, mask=labels[:, 1:] != -100)
+    return _taken(model, logps, ids=input_ids, attention=attention, entropies=None, mask=labels[:, 1:] != -100)

@@ -31,6 +31,8 @@ SIDES = {
     "reference": "reference and policy differ at step 1",
     "later": "the reference's log-probs differ from those by its weights",
 }
+FIXED = {"ref_model": "reference", "teacher_model": "teacher"}
+"""Models of a trainer that no step of its optimizer may move."""
 ABOUT = {"trainer": {"logps"}, "reference": {"ref_logps"}, "loss": {"loss", "gradient"}}
 """What a finding is of -> quantities of the ledger's entries."""
 GIVEN = "_prepare_inputs", "_calculate_rewards_from_functions"
@@ -98,7 +100,8 @@ class Watch(TrainerCallback):
         self._old: list[tuple[int, dict[str, Tensor]]] = []
         self._sloped, self._noise = False, math.nan
         self._step_of: Step | None = None
-        self._stepped = False  # whether a whole step of the optimizer was compared
+        self._rates: list[float] = []  # of the last step that was compared
+        self._stepped = False  # whether one was whose learning rates are no longer on their way up
 
     def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         """Gradients are complete, the weights are the old ones."""
@@ -108,12 +111,13 @@ class Watch(TrainerCallback):
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """The weights are the new ones, the gradients still there."""
-        before, self._step_of = self._step_of, None
-        if before is None or self.trainer.accelerator.optimizer_step_was_skipped:
+        if self._stepped or self.trainer.accelerator.optimizer_step_was_skipped:
             return
-        self._stepped = before.warm
-        self._guarded(lambda: self._after_update(before))
-        self._settle()
+        before, self._step_of = self._step_of, None
+        if before is not None:
+            self._stepped, self._rates = before.warm, before.rates
+            self._guarded(lambda: self._after_update(before))
+        self._settle()  # also on a rank where nothing is to be compared: the others wait
 
     def undo(self) -> None:
         """Takes every hook away; a second call does nothing."""
@@ -217,8 +221,11 @@ class Watch(TrainerCallback):
     def _before_update(self, optimizer: Any) -> None:
         """The gradients of the first step; a copy of the weights where the next steps may have to know them."""
         if optimizer is not None and not self._stepped:
-            given = (getattr(self.trainer, name, None) for name in ("ref_model", "teacher_model"))
-            self._step_of = Step(self._model, [m for m in given if isinstance(m, torch.nn.Module)], optimizer)
+            given = {text: getattr(self.trainer, name, None) for name, text in FIXED.items()}
+            if given["teacher"] is self.trainer.model:
+                del given["teacher"]  # self-distillation
+            others = {text: m for text, m in given.items() if isinstance(m, torch.nn.Module)}
+            self._step_of = Step(self._model, others, optimizer, self._rates)
         alone = self.trainer.accelerator.num_processes == 1
         aged = alone and self._generated >= 0 and self._now + 2 >= (self._due or 0)
         if self._now != self._begun and not aged:
@@ -243,8 +250,9 @@ class Watch(TrainerCallback):
             self._old = [*self._old[-1:], (self._now, weights)]
 
     def _after_update(self, step: Step) -> None:
-        for what, text in step.faults():
-            self._find(what, math.nan, (), text)
+        for text in step.faults():
+            if ("update", text) not in self._said:
+                self._find("update", math.nan, (text,), text)
         if text := step.lost():
             self._say(("lost",), f"watch, step {self._now + 1}: {text}")
 

@@ -13,7 +13,8 @@ import torch
 from cases.selftest.slow import HOURS
 from cases.selftest.watching.runs import corrected, grpo, of, sampler, watched
 from parity.trainers.definitions.micro_batch import Loss
-from parity.trainers.rig import checkpointing, models
+from parity.trainers.rig import checkpointing, models, stored_window
+from parity.trainers.rig.stored_window import Sample
 from parity.upstream import trl
 from parity.watching import definition
 
@@ -350,8 +351,43 @@ def test_a_reference_that_shares_its_weights_with_the_policy(tmp_path):
     trainer = grpo(sampler, beta=0.04, max_steps=1)
     trainer.ref_model = trainer.model
     watch, _ = watched(trainer, tmp_path)
-    assert [f.what for f in watch.findings] == ["reference"]
+    assert [f.what for f in watch.findings] == ["update"]
     assert "step 1: the optimizer's step moves the reference too: model.embed_tokens.weight, " in watch.findings[0].text
+
+
+def test_a_teacher_that_is_the_model_itself_may_move(tmp_path):
+    trainer = grpo(sampler, max_steps=1)
+    trainer.teacher_model = trainer.model
+    watch, _ = watched(trainer, tmp_path)
+    assert not watch.findings
+
+
+def test_what_a_step_lacks_is_found_once_while_the_learning_rate_rises(tmp_path):
+    trainer = grpo(sampler, max_steps=5, lr_scheduler_type="constant_with_warmup", warmup_steps=4)
+    trainer.create_optimizer()
+    (lost,) = [p for n, p in trainer.model.named_parameters() if n == "model.norm.weight"]
+    for group in trainer.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p is not lost]
+    watch, _ = watched(trainer, tmp_path, every=9)
+    assert [f.what for f in watch.findings] == ["update"]
+
+
+def test_a_kl_of_the_policy_on_the_same_completions_is_no_reference(tmp_path):
+    """KTO pairs each prompt with the completion of another row; those of a classifier are often the same."""
+    same = stored_window.dataset([Sample("a question ", " yes", " no", label=True)] * 8, "labels")
+    trainer = of("kto-trainer", learning_rate=0.05, data=same)
+    watch, lines = watched(trainer, tmp_path)
+    assert not watch.findings and all("watch/reference_units" in line for line in lines)
+
+
+def test_a_reference_of_another_config_is_not_held_against_the_policys_forward(tmp_path):
+    trainer = grpo(sampler, beta=0.04)
+    trainer.ref_model.config.rms_norm_eps = 0.5
+    for module in trainer.ref_model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.5
+    watch, _ = watched(trainer, tmp_path)
+    assert [f.text[:28] for f in watch.findings] == ["watch, step 1: reference and"]
 
 
 @pytest.mark.parametrize("follows", [True, False])
@@ -368,13 +404,13 @@ def test_a_reference_that_computes_with_the_policys_weights(tmp_path, follows):
 @pytest.mark.parametrize(
     "dtype, lr, lost", [(torch.bfloat16, 1e-5, True), (torch.bfloat16, 1e-2, False), (torch.float32, 1e-5, False)]
 )
-def test_steps_that_round_away_are_said_at_the_full_learning_rate(tmp_path, said, dtype, lr, lost):
+def test_steps_that_round_away_are_said_where_the_learning_rate_no_longer_rises(tmp_path, said, dtype, lr, lost):
     """AdamW's first step is the learning rate; bfloat16 weights of 0.15 are 1e-3 apart."""
     wanted = {"optim": "adamw_torch", "lr_scheduler_type": "linear", "warmup_steps": 2, "max_grad_norm": 1.0}
     wanted |= {"learning_rate": lr, "max_steps": 4}
     watch, _ = watched(grpo(dtype=dtype, **wanted), tmp_path, every=9)
     assert not watch.findings
-    assert [line[:42] for line in said if "optimizer" in line] == ["watch, step 3: the optimizer's step leaves"] * lost
+    assert [line[:42] for line in said if "optimizer" in line] == ["watch, step 4: the optimizer's step leaves"] * lost
 
 
 @pytest.mark.slow
