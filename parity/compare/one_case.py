@@ -1,6 +1,7 @@
 """One case through every implementation: each is called, judged and explained, and becomes a row for each quantity."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,15 +70,18 @@ def skip_reason(
         others = {n: s.default for n, s in family.settings.items() if s.few and n not in implementation.takes}
         if moved := next((n for n, default in others.items() if getattr(settings, n) != default), ""):
             return f"no parameter {moved}"
-    return interpreter_limit(family, case, settings) if implementation.interpreted and device == "cpu" else None
+    if device != "cpu" or ("triton" not in sys.modules and not implementation.interpreted):
+        return None
+    from parity.implementations import interpreter  # a user's function may be a kernel, too
+
+    interpreter.completed()
+    return interpreter_limit(family, case, settings) if implementation.interpreted else None
 
 
 def interpreter_limit(family: Family, case: Case, settings: Any) -> str | None:
     """Why Triton's interpreter cannot judge a kernel on this case: probed, or too many blocks for its pace."""
     from parity.implementations import interpreter
 
-    interpreter.faster()
-    interpreter.typed_floats()
     if product_dtype(case, settings) == "bf16" and interpreter.truncates_bfloat16():
         return "Triton's interpreter truncates to bfloat16 where hardware rounds"
     rows, length = family.sizes(settings)

@@ -47,6 +47,29 @@ def truncates_bfloat16() -> bool:
     return not torch.equal(y, x.bfloat16())
 
 
+def completed() -> None:
+    """The interpreter with all of this, which is done once; without effect on what is compiled."""
+    if triton.knobs.runtime.interpret:
+        faster()
+        typed_floats()
+        without_libdevice()
+
+
+@functools.cache
+def without_libdevice() -> None:
+    """Have a function of libdevice fail where a kernel calls it: its stub gives None, at which the kernel fails further on,
+    as if it were wrong."""
+    from triton.language.extra import libdevice
+
+    for stub in vars(libdevice).values():
+        if inspect.isfunction(stub) and stub.__module__ == libdevice.__name__:
+            stub.__code__ = _absent.__code__  # kernels have imported it by name
+
+
+def _absent(*_: Any, **__: Any) -> None:
+    raise NotImplementedError("Triton's interpreter has no libdevice")
+
+
 @functools.cache
 def faster() -> None:
     """Have the interpreter leave out what changes no result.

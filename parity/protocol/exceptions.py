@@ -89,6 +89,10 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     module = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if ours and not theirs and module and module.partition(".")[0] == implementation.library.replace("-", "_"):
         return Outcome("unsupported", message=f"no {module} in the installed version")
+    interpreted = implementation.interpreted or type(error).__name__ == "InterpreterError"  # in a trainer's fused path
+    in_triton = interpreted and any("triton" in Path(f).parts for f in files[-4:])
+    if in_triton and os.environ.get("TRITON_INTERPRET") == "1" and (implementation.is_trainer or _lacked(error)):
+        return Outcome("unsupported", message=f"Triton's interpreter: {message}")
     if implementation.is_function:  # its adapter is the harness's for every function: what fails is the user's
         clear = raised and isinstance(error, REFUSALS) and not isinstance(error, TypeError | KeyError)
         return Outcome("refused", message=message) if clear else Outcome("crashed", message=message + _place(error))
@@ -96,10 +100,6 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     importing = [f for f in frames if f.f_code.co_name == "<module>" and is_library(f.f_code.co_filename)]
     if importing:  # as where a release imports with a GPU only
         return Outcome("unsupported", message=f"{importing[-1].f_globals['__name__']} does not import here: {message}")
-    interpreted = implementation.interpreted or type(error).__name__ == "InterpreterError"  # in a trainer's fused path
-    in_triton = interpreted and any("triton" in Path(f).parts for f in files[-4:])
-    if in_triton and os.environ.get("TRITON_INTERPRET") == "1" and (implementation.is_trainer or _lacked(error)):
-        return Outcome("unsupported", message=f"Triton's interpreter: {message}")
     if ours and (not theirs or theirs[-1] < ours[-1]) and not files[ours[-1]].startswith(PROTOCOL):
         said = f"the adapter {implementation.id} does not fit this version: {message}"
         return Outcome("unsupported", message=said, blame="harness")

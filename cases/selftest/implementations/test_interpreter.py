@@ -7,11 +7,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.runtime import interpreter
 from triton.runtime.interpreter import ReduceOps
 
 from parity.implementations.implementation import Implementation
 from parity.implementations.interpreter import faster, reducing_at_once
+from parity.implementations.user import from_function
 from parity.registry import family, run_case, select
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles: there is a GPU")
@@ -129,3 +131,28 @@ def test_a_kernel_that_fails_in_the_interpreter_has_crashed(n, lacks, verdict):
     one = Implementation("wrong", "logprobs", "candidate", call, interpreted=True)
     (row,) = run_case(family("logprobs").case(3, "fp32", {"V": 5}), [one])
     assert row.verdict == verdict and (lacks or row.message.endswith(" _needs")), row
+
+
+@triton.jit
+def _capped(x_ptr, n: tl.constexpr, cap):
+    at = tl.arange(0, n)
+    tl.store(x_ptr + at, libdevice.tanh(tl.load(x_ptr + at) / cap) * cap)
+
+
+@triton.jit
+def _scaled(x_ptr, n: tl.constexpr, scale):
+    at = tl.arange(0, n)
+    tl.store(x_ptr + at, tl.load(x_ptr + at) * scale.to(tl.float32))
+
+
+@pytest.mark.parametrize(("kernel", "verdicts"), [(_capped, {"unsupported"}), (_scaled, {"agree"})])
+def test_a_users_kernel_has_float_arguments_and_lacks_libdevice(kernel, verdicts):
+    """A stub of libdevice gives None: the kernel failed behind it, and was called crashed."""
+
+    def own(hidden, weight, ids):
+        kernel[(1,)](torch.zeros(8), 8, 0.5)
+        return (hidden @ weight.T).float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+
+    one = from_function(own, "mine.py:own", [family("logprobs")])
+    rows = run_case(family("logprobs").case(3, "fp32", {"V": 5}), [one])
+    assert {row.verdict for row in rows} == verdicts
