@@ -246,7 +246,7 @@ def _related(first: Outcome, then: Outcome, factors: Mapping[str, float], why: s
         if factor != 0.0:
             comparable &= torch.isfinite(now)
             tiny = torch.finfo(value.dtype).smallest_normal * 4 if value.is_floating_point() else 0
-            differs &= comparable & ((now.abs() > tiny) | (expected.abs() > tiny))
+            differs &= comparable & ((now.double().abs() > tiny) | (expected.double().abs() > tiny))
             if value.dtype != torch.float16:  # what a subnormal on the way lost does not double
                 differs &= (now.double() - expected.double()).abs() > torch.finfo(torch.float32).smallest_normal
             if _close_bits(torch.where(comparable, now, 0), torch.where(comparable, expected, 0)):
