@@ -45,7 +45,9 @@ def patterns(value: torch.Tensor, exact: torch.Tensor, named: Mapping[str, float
         return ["the definition is exactly zero here"] if bool(v.any()) else []
     if not bool(v.any()):
         return ["all zero where the definition is not"]
-    spacing = HALF_SUBNORMAL[NAMES.get(value.dtype, "fp64")]  # of a dtype that no value may have, such as a whole number's
+    spacing = HALF_SUBNORMAL[
+        NAMES.get(value.dtype, "fp64")
+    ]  # of a dtype that no value may have, such as a whole number's
     units = o.abs() + float(o.norm()) / o.numel() ** 0.5 * SMALL + spacing
     return [*_factor(v, o, named), *_places((v - o) / units, o)]
 

@@ -31,10 +31,8 @@ def _moved(p: Tensor, before: Tensor) -> Tensor:
 class Step:
     """What is known before a step; `faults` compares after it. Whoever keeps no gradients (DeepSpeed) has no faults here."""
 
-    def __init__(
-        self, model: torch.nn.Module, others: Mapping[str, torch.nn.Module], optimizer: Any, last: Sequence[float] = ()
-    ):
-        """`others`: name -> model that no step may move; `last`: the `rates` of the step before."""
+    def __init__(self, model: torch.nn.Module, others: Mapping[str, torch.nn.Module], optimizer: Any):
+        """`others`: name -> model that no step may move."""
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         sloped = [(n, p) for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]
         self._lacking = [n for n, p in sloped if id(p) not in groups]
@@ -44,9 +42,6 @@ class Step:
         self._others = [
             (name, n, p, _sample(p)) for name, m in others.items() for n, p in m.named_parameters() if not p.is_meta
         ]
-        self.rates = [_rate(group) for group in optimizer.param_groups]  # alike on all ranks, as gradients are not
-        risen = any(now > then for now, then in zip(self.rates, last, strict=False))
-        self.warm = bool(last) and any(self.rates) and not risen
 
     def faults(self) -> Iterator[str]:
         """A sentence each."""
@@ -59,16 +54,16 @@ class Step:
         yield from (f"the optimizer's step moves the {name} too: {first(names)}" for name, names in moved.items())
 
     def lost(self) -> str:
-        """How many weights the step left as they are, if most, and the learning rate is no longer on its way up."""
+        """How many weights the step left as they are, if most."""
         count = still = 0.0
         for p, _, before, sloped in self._own:
             each = p.numel() / max(len(before), 1)
             count, still = count + each * int(sloped.sum()), still + each * int((sloped & ~_moved(p, before)).sum())
-        if self.warm and still > count / 2:
+        if still > count / 2:
             kinds = sorted({f"{p.dtype}".removeprefix("torch.") for p, *_ in self._own})
-            rates = ", ".join(f"{rate:.3g}" for rate in sorted({rate for _, rate, *_ in self._own}))
+            at = ", ".join(f"{rate:.3g}" for rate in sorted({rate for _, rate, *_ in self._own}))
             share = f"{still / count:.0%} of the weights that have a gradient"
-            why = f"steps at lr {rates} round away in {' and '.join(kinds)}"
+            why = f"steps at lr {at} round away in {' and '.join(kinds)}"
             return f"the optimizer's step leaves {share} as they are: {why}"
         return ""
 
@@ -76,3 +71,13 @@ class Step:
 def _rate(group: Mapping[str, Any]) -> float:
     """The learning rate; infinite where the optimizer finds one itself."""
     return math.inf if group.get("lr") is None else float(group["lr"])
+
+
+def rates(optimizer: Any) -> list[float]:
+    """The learning rates of its groups, which are alike on all ranks, as gradients are not."""
+    return [_rate(group) for group in optimizer.param_groups]
+
+
+def up(now: Sequence[float], last: Sequence[float]) -> bool:
+    """Whether the learning rates are no longer on their way up; `last`: those of the step before."""
+    return bool(last) and any(now) and not any(a > b for a, b in zip(now, last, strict=False))

@@ -20,7 +20,7 @@ from parity.rollouts.scoring import Difference, agrees, farthest, innermost, rms
 from parity.trainers.definitions.micro_batch import defined, known, loss_mask
 from parity.watching import causes, definition
 from parity.watching.look import Look, checkpointing
-from parity.watching.step import Step, first
+from parity.watching.step import Step, first, rates, up
 from parity.watching.taps import Taken, Taps
 
 logger = logging.getLogger("parity.watch")
@@ -100,7 +100,7 @@ class Watch(TrainerCallback):
         self._old: list[tuple[int, dict[str, Tensor]]] = []
         self._sloped, self._noise = False, math.nan
         self._step_of: Step | None = None
-        self._rates: list[float] = []  # of the last step that was compared
+        self._rates: list[float] = []  # of the last step
         self._stepped = False  # whether one was whose learning rates are no longer on their way up
 
     def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
@@ -109,14 +109,11 @@ class Watch(TrainerCallback):
         if self._now == self._begun:
             self._settle()
 
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+    def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         """The weights are the new ones, the gradients still there."""
         if self._stepped or self.trainer.accelerator.optimizer_step_was_skipped:
             return
-        before, self._step_of = self._step_of, None
-        if before is not None:
-            self._stepped, self._rates = before.warm, before.rates
-            self._guarded(lambda: self._after_update(before))
+        self._guarded(lambda: self._after_update(kwargs.get("optimizer")))
         self._settle()  # also on a rank where nothing is to be compared: the others wait
 
     def undo(self) -> None:
@@ -220,12 +217,16 @@ class Watch(TrainerCallback):
 
     def _before_update(self, optimizer: Any) -> None:
         """The gradients of the first step; a copy of the weights where the next steps may have to know them."""
-        if optimizer is not None and not self._stepped:
+        here = [] if self._stepped or optimizer is None else rates(optimizer)
+        self._step_of = None
+        if here and (
+            not any(self._rates) or up(here, self._rates)
+        ):  # the first that moves weights, the first at the top
             given = {text: getattr(self.trainer, name, None) for name, text in FIXED.items()}
             if given["teacher"] is self.trainer.model:
                 del given["teacher"]  # self-distillation
             others = {text: m for text, m in given.items() if isinstance(m, torch.nn.Module)}
-            self._step_of = Step(self._model, others, optimizer, self._rates)
+            self._step_of = Step(self._model, others, optimizer)
         alone = self.trainer.accelerator.num_processes == 1
         aged = alone and self._generated >= 0 and self._now + 2 >= (self._due or 0)
         if self._now != self._begun and not aged:
@@ -249,11 +250,14 @@ class Watch(TrainerCallback):
             weights = {n: p.detach().to("cpu", copy=True) for n, p in named.items()}
             self._old = [*self._old[-1:], (self._now, weights)]
 
-    def _after_update(self, step: Step) -> None:
-        for text in step.faults():
+    def _after_update(self, optimizer: Any) -> None:
+        step, self._step_of = self._step_of, None
+        here = [] if optimizer is None else rates(optimizer)
+        self._stepped, self._rates = up(here, self._rates), here
+        for text in step.faults() if step is not None else ():
             if ("update", text) not in self._said:
                 self._find("update", math.nan, (text,), text)
-        if text := step.lost():
+        if self._stepped and step is not None and (text := step.lost()):
             self._say(("lost",), f"watch, step {self._now + 1}: {text}")
 
     @property

@@ -17,6 +17,7 @@ from parity.trainers.rig import checkpointing, models, stored_window
 from parity.trainers.rig.stored_window import Sample
 from parity.upstream import trl
 from parity.watching import definition
+from parity.watching.step import Step
 
 
 def found(watch):
@@ -362,14 +363,17 @@ def test_a_teacher_that_is_the_model_itself_may_move(tmp_path):
     assert not watch.findings
 
 
-def test_what_a_step_lacks_is_found_once_while_the_learning_rate_rises(tmp_path):
-    trainer = grpo(sampler, max_steps=5, lr_scheduler_type="constant_with_warmup", warmup_steps=4)
+def test_what_a_step_lacks_is_found_once_while_the_learning_rate_rises(tmp_path, monkeypatch):
+    trainer = grpo(sampler, max_steps=6, lr_scheduler_type="constant_with_warmup", warmup_steps=4)
     trainer.create_optimizer()
     (lost,) = [p for n, p in trainer.model.named_parameters() if n == "model.norm.weight"]
     for group in trainer.optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p is not lost]
+    made = []
+    monkeypatch.setattr(Step, "faults", lambda self, faults=Step.faults: made.append(self) or faults(self))
     watch, _ = watched(trainer, tmp_path, every=9)
     assert [f.what for f in watch.findings] == ["update"]
+    assert len(made) == 3  # at 0, at the first rate above, at the last
 
 
 def test_a_kl_of_the_policy_on_the_same_completions_is_no_reference(tmp_path):
