@@ -6,20 +6,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from parity.case.inputs import Setting
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
 from parity.trainers.checks.twin_windows import JUDGED
 from parity.trainers.checks.twins import twin
 from parity.trainers.rig import models
 from parity.trainers.rig.twin_runs import Run
 
-CASES: list[CheckCase] = [(trainer, {}) for trainer in JUDGED]
+SETTINGS = {"restored": Setting(False, "the model gets its own forward back before the copy", (False, True))}
+CASES: list[CheckCase] = [(trainer, settings) for trainer in JUDGED for settings in ({}, {"restored": True})]
 
 
-@check("copies", JUDGED, {}, lambda seed: CASES, pr=[("dpo-trainer", {})], paths=("released",))
+@check("copies", JUDGED, SETTINGS, lambda seed: CASES, pr=CASES[:2], paths=("released",))
 def copies(call: CheckCall) -> Iterator[Quantity]:
     """The copy computes as the original did, and goes on to when the weights of the original change."""
     built = Run(call.case.family, twin(call.case.family)).built
     original = built.model.eval()
+    if call.settings.restored:
+        vars(original).pop("forward", None)
     copied = copy.deepcopy(original)
     ids = torch.tensor([models.ids(9, "copied", 12)], device=original.device)
 
