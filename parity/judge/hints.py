@@ -10,6 +10,7 @@ import torch
 from parity.judge.recipe import HALF_SUBNORMAL, NAMES
 
 PLACE = "only at index"
+"""How a sentence on few indices begins."""
 FEW = 6
 """Indices that a hint names."""
 NEARLY_ALL, FAR = 0.9, 10.0
@@ -45,9 +46,7 @@ def patterns(value: torch.Tensor, exact: torch.Tensor, named: Mapping[str, float
         return ["the definition is exactly zero here"] if bool(v.any()) else []
     if not bool(v.any()):
         return ["all zero where the definition is not"]
-    spacing = HALF_SUBNORMAL[
-        NAMES.get(value.dtype, "fp64")
-    ]  # of a dtype that no value may have, such as a whole number's
+    spacing = HALF_SUBNORMAL[NAMES.get(value.dtype, "fp64")]  # the value may be of a dtype that none should have
     units = o.abs() + float(o.norm()) / o.numel() ** 0.5 * SMALL + spacing
     return [*_factor(v, o, named), *_places((v - o) / units, o)]
 
@@ -63,9 +62,8 @@ def _factor(v: torch.Tensor, o: torch.Tensor, named: Mapping[str, float]) -> Ite
     """A factor that leaves a tenth of the error, and all that it may be. A single number is a factor of any other: that is said
     only where it is one of those."""
     factor = float((v * o).sum() / o.square().sum())
-    if not float((v - factor * o).norm()) < 0.1 * float((v - o).norm()) or (
-        v.numel() == 1 and abs(factor - 1) < ROUNDED
-    ):
+    rounded = v.numel() == 1 and abs(factor - 1) < ROUNDED
+    if rounded or not float((v - factor * o).norm()) < 0.1 * float((v - o).norm()):
         return
     label = _named(factor, named)
     if label or v.numel() > 1:

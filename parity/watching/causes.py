@@ -85,7 +85,8 @@ def _candidates(
     if sampling is None:
         return
     seen = torch.zeros_like(own.logits, dtype=torch.bool)
-    before = [row[:at].cpu() for row, places in zip(rows.ids, rows.places, strict=True) for at in places.tolist()]
+    here = [row.cpu() for row in rows.ids]
+    before = [row[:at] for row, places in zip(here, rows.places, strict=True) for at in places.tolist()]
     for there, n in zip(seen, own.sample.tolist(), strict=True):
         there[before[n]] = True
 

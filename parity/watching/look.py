@@ -55,11 +55,15 @@ class Look:
         mine = self.mine
         return mine is not None and not all(agrees(self.difference(what).units()) for what in self.sides)
 
+    def behind(self, what: str) -> bool:
+        """Whether it is a reference's side behind an update: the policy has other weights by then."""
+        return what == "reference" and not self.first
+
     def difference(self, what: str) -> Difference:
         """Of one of the `sides`, from the model's own log-probs; behind an update a reference's are by its own weights."""
         assert self.mine is not None
-        mine = self.mine if what != "reference" or self.first else dataclasses.replace(self.mine, logps=self._reference)
-        return Difference(self.sides[what], mine)
+        own = dataclasses.replace(self.mine, logps=self._reference) if self.behind(what) else self.mine
+        return Difference(self.sides[what], own)
 
     @functools.cached_property
     def _reference(self) -> Tensor:
@@ -174,7 +178,6 @@ class Look:
         """What may explain a difference of this run, as `causes.explanations` wants it; `old`: weights, the last first."""
         others: dict[str, Callable[[], Tensor]] = {}
         policy = mine.logps if self.mine is None else self.mine.logps
-        behind = what == "reference" and not self.first
         coarser: dict[str, Callable[[], Scores]] = {}
         if self.single:
             by = functools.partial(self._by, self.rows)
@@ -186,7 +189,7 @@ class Look:
             for n in {n for s in sources for name in LIMITS if isinstance(n := getattr(s, name, None), int)}:
                 if 0 < n < self.rows.prompt:
                     others[f"prompts are cut to their last {n} tokens"] = functools.partial(self._by, self.rows.cut(n))
-            if behind:
+            if self.behind(what):
                 others["it computes with the policy's weights"] = lambda: policy
             if what == "trainer":
                 how = f" (activations checkpointed by {name})" if (name := checkpointing(self.model)) else ""
@@ -195,7 +198,7 @@ class Look:
                     others["padding at the left changes what the model computes"] = self._padded
             for dtype in (torch.float16, torch.bfloat16) if what == "sampler" else ():
                 coarser[str(dtype).removeprefix("torch.")] = functools.partial(self._own, self.rows, dtype)
-        if what != "old" and not behind:
+        if what != "old" and not self.behind(what):
             others |= scoring.bare_head(self.model, mine, self.rows.token_ids, self.temperature)
         return self.temperature, self.sampling if what == "sampler" else None, others, coarser
 

@@ -78,6 +78,6 @@ def rates(optimizer: Any) -> list[float]:
     return [_rate(group) for group in optimizer.param_groups]
 
 
-def up(now: Sequence[float], last: Sequence[float]) -> bool:
+def at_top(now: Sequence[float], last: Sequence[float]) -> bool:
     """Whether the learning rates are no longer on their way up; `last`: those of the step before."""
     return bool(last) and any(now) and not any(a > b for a, b in zip(now, last, strict=False))

@@ -20,7 +20,7 @@ from parity.rollouts.scoring import Difference, agrees, farthest, innermost, rms
 from parity.trainers.definitions.micro_batch import defined, known, loss_mask
 from parity.watching import causes, definition
 from parity.watching.look import Look, checkpointing
-from parity.watching.step import Step, first, rates, up
+from parity.watching.step import Step, at_top, first, rates
 from parity.watching.taps import Taken, Taps
 
 logger = logging.getLogger("parity.watch")
@@ -182,7 +182,7 @@ class Watch(TrainerCallback):
             self._metrics = {}
         return original(logs, *args, **kwargs)
 
-    def _guarded(self, do: Callable[[], Any]) -> None:
+    def _guarded(self, do: Callable[[], None]) -> None:
         """An error of the watch itself ends it, never the run: alone at once, with other ranks where all `_settle`."""
         begun, before = time.perf_counter(), len(self.findings)
         try:
@@ -219,9 +219,8 @@ class Watch(TrainerCallback):
         """The gradients of the first step; a copy of the weights where the next steps may have to know them."""
         here = [] if self._stepped or optimizer is None else rates(optimizer)
         self._step_of = None
-        if here and (
-            not any(self._rates) or up(here, self._rates)
-        ):  # the first that moves weights, the first at the top
+        # the first that moves weights, and the first at the top
+        if here and (not any(self._rates) or at_top(here, self._rates)):
             given = {text: getattr(self.trainer, name, None) for name, text in FIXED.items()}
             if given["teacher"] is self.trainer.model:
                 del given["teacher"]  # self-distillation
@@ -253,7 +252,7 @@ class Watch(TrainerCallback):
     def _after_update(self, optimizer: Any) -> None:
         step, self._step_of = self._step_of, None
         here = [] if optimizer is None else rates(optimizer)
-        self._stepped, self._rates = up(here, self._rates), here
+        self._stepped, self._rates = at_top(here, self._rates), here
         for text in step.faults() if step is not None else ():
             if ("update", text) not in self._said:
                 self._find("update", math.nan, (text,), text)
@@ -311,7 +310,7 @@ class Watch(TrainerCallback):
             d = (found.own.logps if trainer is None else trainer) - found.values
             measured = mismatch(d[found.values.isfinite()]) | at.kept_mass()
             self._measured |= {f"sampling/{name}": value for name, value in measured.items()}
-        behind = what == "reference" and not at.first
+        behind = at.behind(what)
         with_it = what != "trainer" and trainer is not None
         if with_it:  # the trainer's finding, if it has one, is theirs
             with_it = not agrees(at.difference("trainer").units()) if behind else agrees(found.units(trainer))

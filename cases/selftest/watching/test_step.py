@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parity.watching.step import Step, rates, up
+from parity.watching.step import Step, at_top, rates
 
 
 def model(*tensors):
@@ -53,7 +53,7 @@ def test_a_learning_rate_is_up_where_it_did_not_rise(lrs, warm):
     optimizer, last, found = torch.optim.SGD([torch.ones(1)], lr=1.0), [], []
     for lr in lrs:
         optimizer.param_groups[0]["lr"] = lr
-        found.append(up(rates(optimizer), last))
+        found.append(at_top(rates(optimizer), last))
         last = rates(optimizer)
     assert found == warm
 
