@@ -56,7 +56,8 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out |= {n: SETTINGS[n].default for n in ("softcap", "logit_scale", "bias", "ignored")}
         if out["grad"] == "bias":
             out["grad"] = "weight"
-    if out["bias"] == "banned" and out["chunk_size"] == 1000:  # which says little: often no other token is left
+    one_chunk = out["chunk_size"] == 1000 >= out["V"]
+    if one_chunk and out["bias"] == "banned":  # a size that says nothing: often no other token is left
         out |= {n: SETTINGS[n].default for n in ("temperature", "softcap", "logit_scale", "ignored")}
         out |= {"B": 1, "T": 1, "V": 2}
     out["cotangent"] = pick(*["random"] * 3, *["fine"] * 2, "ones", "zero", "scaled", "small", "sparse")
