@@ -17,6 +17,7 @@ from parity.upstream import trl
 
 SEED = number("SEED", 3407)
 """Of what is generated and of the order of the data."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def sampler(prompts, trainer, change=lambda logps: logps, temperature=None, raw=False, model=None, cut=0, **support):
@@ -28,7 +29,7 @@ def sampler(prompts, trainer, change=lambda logps: logps, temperature=None, raw=
     modes, found = policy.training, {"prompt_ids": [], "completion_ids": [], "logprobs": []}
     policy.eval()
     for prompt in prompts:
-        ids = trainer.processing_class(prompt, return_tensors="pt")["input_ids"]
+        ids = trainer.processing_class(prompt, return_tensors="pt")["input_ids"].to(policy.device)
         with torch.no_grad():
             out = policy.generate(
                 ids[:, -cut:],
@@ -45,7 +46,7 @@ def sampler(prompts, trainer, change=lambda logps: logps, temperature=None, raw=
         rows = torch.stack([z[0].float() for z in (out.logits if raw else out.scores)]).log_softmax(-1)
         found["prompt_ids"].append(ids[0].tolist())
         found["completion_ids"].append(tokens.tolist())
-        found["logprobs"].append(change(rows.gather(1, tokens[:, None])[:, 0]).tolist())
+        found["logprobs"].append(change(rows.gather(1, tokens[:, None])[:, 0].cpu()).tolist())
     policy.train(modes)
     return found
 
@@ -67,7 +68,7 @@ def grpo(rollout=None, model="llama", dtype=torch.float32, policy=None, peft=Non
     prompts = [Sample(f"{models.words(7, f'prompt {i}', 2 + 3 * (i % 3))} ", "", "", label=True) for i in range(8)]
     more["train_dataset"] = stored_window.dataset(prompts, "prompts")
     policy = models.model(model, dtype) if policy is None else policy
-    return drive.build("GRPOTrainer", policy, settings, "cpu", peft, **more)
+    return drive.build("GRPOTrainer", policy, settings, DEVICE, peft, **more)
 
 
 def corrected(rollout, **wanted):
@@ -102,4 +103,4 @@ def of(trainer, peft=None, model="llama", dtype=torch.float32, data=None, **want
     more = {"teacher_model": models.model("llama")} if spec.given == "teacher_model" else {}
     more |= {} if data is None else {"train_dataset": data}
     settings = {"seed": SEED, "max_steps": 2, "max_length": 256, "gradient_checkpointing": False, **wanted}
-    return drive.build(spec.upstream, models.model(model, dtype), settings, "cpu", peft, **more)
+    return drive.build(spec.upstream, models.model(model, dtype), settings, DEVICE, peft, **more)

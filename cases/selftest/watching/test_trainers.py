@@ -22,7 +22,7 @@ def test_a_clean_run_is_silent(tmp_path, trainer):
 def test_what_the_trainers_head_passes_over_is_named(tmp_path, trainer):
     made = of(trainer)
     by = torch.linspace(-1, 1, made.model.config.vocab_size)
-    made.model.lm_head.register_forward_hook(lambda module, args, out: out + by.to(out.dtype))
+    made.model.lm_head.register_forward_hook(lambda module, args, out: out + by.to(out))
     watch, _ = watched(made, tmp_path)
     if trainer == "online-dpo-trainer":  # it scores by the model's own logits; the reference has no such hook
         assert [f.what for f in watch.findings] == ["reference"] * 2
@@ -104,7 +104,7 @@ def test_online_dpos_own_defect_is_named_with_its_fix(tmp_path):
 @pytest.mark.parametrize("model", ["llama", "gemma2"])
 def test_a_float32_head_moves_log_probs_by_what_is_measured(tmp_path, model):
     made = of("sft-trainer", model=model, dtype=torch.bfloat16, max_steps=1)
-    ids, policy = torch.arange(3, 40)[None], made.model.eval()
+    ids, policy = torch.arange(3, 40, device=made.model.device)[None], made.model.eval()
     seen = []
     hook = policy.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     with torch.no_grad():

@@ -219,7 +219,8 @@ def test_a_copy_of_a_watched_model_goes_without_the_trainer(tmp_path):
 
     trainer = subclassed(of("sft-trainer", max_steps=1), __deepcopy__=refused)
     watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
-    assert copy.deepcopy(trainer.model)(input_ids=torch.arange(3, 9)[None]).logits.shape[1] == 6
+    ids = torch.arange(3, 9, device=trainer.model.device)[None]
+    assert copy.deepcopy(trainer.model)(input_ids=ids).logits.shape[1] == 6
     run(trainer)
     assert "watch/trainer_units" in watch._looked[0]
 

@@ -56,7 +56,7 @@ def _eight_bits_faked(head: Any) -> Any:
     from torch.ao.quantization import QConfig, default_fake_quant, default_weight_fake_quant
 
     head.qconfig = QConfig(activation=default_fake_quant, weight=default_weight_fake_quant)
-    out = Linear.from_float(head)
+    out = Linear.from_float(head).to(head.weight.device)
     # The grid of these weights, kept: a step must not move it. A little wider than they are, because the largest would sit at
     # 127.5 steps, where rounding decides whether it is clipped and has no gradient.
     out.weight_fake_quant(1.05 * out.weight)

@@ -199,7 +199,7 @@ def policy(architecture: str, dtype: torch.dtype = torch.float32, seed: int = MO
 
 def _move(parameter: Tensor, seed: int, name: str, nudge: float) -> None:
     """By a share of itself, the same bits in every dtype."""
-    share = 1 + nudge * normal(seed, name, parameter.shape)
+    share = (1 + nudge * normal(seed, name, parameter.shape)).to(parameter.device)
     parameter.copy_((parameter.float() * share.float()).to(parameter.dtype))
 
 
