@@ -16,8 +16,6 @@ The head is walked in tiles of `chunk_size` vocabulary entries times a block of 
 tile that `memory_budget` has no room for. Besides gradients and these tiles, memory is a few numbers per token.
 """
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -36,11 +34,9 @@ def selective_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     entropy: bool = False,
-    backend: str = "chunked",
     chunk_size: int | None = None,
     token_chunk_size: int | None = None,
     ignore_index: int = -100,
-    filter_eps: float | str | None = None,
     memory_budget: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`logp = z[id] - logsumexp(z)` with `z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`.
@@ -53,19 +49,11 @@ def selective_log_probs(
     Dtypes: hidden, weight and bias may be float16, bfloat16, float32 or float64, mixed (they are promoted; under
     autocast rounded to its dtype first). Results are float32, or float64 if an input is.
 
-    Rounding (backend "chunked"): products of the rounded operands are accumulated in float32; logits, softmax and
+    Rounding: products of the rounded operands are accumulated in float32; logits, softmax and
     dlogits are float32, never stored in less, except that on CUDA with 16-bit operands dlogits are rounded to the
     operand dtype (float16 after scaling by a power of two, so that they do not underflow); sums over tiles float32;
     per-token statistics float64. Gradients are rounded to the input's dtype once, at the end. Everything is float64
     for float64 inputs.
-
-    backend:
-        "chunked": the torch path described above, on every device.
-        "cce": `cut_cross_entropy.linear_cross_entropy`, for float16 and bfloat16 where Triton runs, with gradient
-            filtering off unless `filter_eps` asks for it (a number, or the kernel's own "auto" and "high"). See
-            `_cce_log_probs` for what it rounds. It has no bias, no entropy, and loses the gradient of tokens of
-            probability above 1 - 6e-8. It sums gradients in the input dtype, in an order that differs from run to run.
-            Old and new log-probs of different backends give importance ratios that are not 1 where they must be.
 
     `chunk_size` is the number of vocabulary entries in a tile and `token_chunk_size` the number of tokens; the
     defaults suit the device. They change rounding order only.
@@ -79,8 +67,7 @@ def selective_log_probs(
     ZeRO-3 gather the head around the call.
 
     Raises ValueError for what is no tensor, shapes that do not fit, ids outside [0, V), a temperature, softcap, or
-    logit_scale that is not positive and finite or whose ratio is beyond 2**64, an empty vocabulary, and a backend that
-    cannot honour the settings.
+    logit_scale that is not positive and finite or whose ratio is beyond 2**64, and an empty vocabulary.
 
     Source: the softmax identities above; interface after TRL 1.16.0 `selective_log_softmax` and
     `ChunkedLogProbFunction`.
@@ -93,14 +80,6 @@ def selective_log_probs(
     check_count("chunk_size", chunk_size)
     check_count("token_chunk_size", token_chunk_size)
     check_count("memory_budget", memory_budget)
-    if backend not in ("cce", "chunked"):
-        raise ValueError(f"backend={backend!r}: choose 'cce' or 'chunked'")
-    if filter_eps is not None and backend != "cce":
-        raise ValueError(f"filter_eps={filter_eps!r}: only backend='cce' filters gradients")
-    if backend == "cce" and ids.numel():
-        if bias is not None or entropy:
-            raise ValueError(f"backend='cce': {'bias' if bias is not None else 'entropy'} needs backend='chunked'")
-        return _cce_log_probs(hidden, weight, ids, temperature, softcap, logit_scale, ignore_index, filter_eps)
     logps, entropies = chunked_log_probs(
         hidden,
         weight,
@@ -195,65 +174,3 @@ def _scored(ids: Tensor, vocab: int, ignore_index: int) -> tuple[Tensor, Tensor 
     if bool(outside.any()):
         raise ValueError(f"ids: {int(flat[outside][0])} is outside [0, {vocab}); mask it with ignore_index")
     return flat, None if bool(valid.all()) else valid
-
-
-# The widest vocabulary block among the kernel's autotuning configurations.
-_CCE_VOCAB_BLOCK = 256
-
-
-def _cce_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-    ignore_index: int,
-    filter_eps: float | str | None,
-) -> Tensor:
-    """Log-probs by cut-cross-entropy's kernel, with temperature, logit scale and softcap all honoured.
-
-    The kernel knows a softcap but neither temperature nor scale, so they are folded into the hidden states and the
-    cap: with `e' = e * logit_scale / temperature` and `cap' = softcap / temperature`,
-    `cap' * tanh((e' @ c) / cap') = softcap * tanh(logit_scale * (e @ c) / softcap) / temperature` exactly. (Scaling
-    the hidden states alone, as is done for models without a cap, moves the knee of the cap.)
-
-    Rounding: `e'` is rounded to the input dtype, which is exact where `logit_scale / temperature` is a power of two
-    and otherwise one more rounding of the hidden states, and of their gradient; the chosen token's logit is a float32
-    sum of products rounded to the input dtype, the other logits and the softmax are float32; dlogits and every partial
-    sum of the gradients are in the input dtype.
-    """
-    flat, valid = _scored(ids, weight.shape[0], ignore_index)
-    hidden = hidden.reshape(flat.numel(), hidden.shape[-1])
-    if hidden.dtype not in (torch.float16, torch.bfloat16) or weight.dtype != hidden.dtype:
-        raise ValueError(
-            f"backend='cce': hidden {hidden.dtype} and weight {weight.dtype} must both be float16 or both bfloat16; "
-            "use backend='chunked'"
-        )
-    if softcap is not None and weight.shape[0] % _CCE_VOCAB_BLOCK:
-        raise ValueError(
-            f"backend='cce': softcap={softcap} with a vocabulary of {weight.shape[0]}, not a multiple of "
-            f"{_CCE_VOCAB_BLOCK}: the kernel adds exp(-softcap) for each entry that fills its last block; use 'chunked'"
-        )
-    factor = logit_scale / temperature
-    scaled = hidden if factor == 1.0 else (hidden.float() * factor).to(hidden.dtype)
-    if factor > 1.0 and not bool(scaled.isfinite().all()) and bool(hidden.isfinite().all()):
-        raise ValueError(
-            f"backend='cce': hidden * {factor} (logit_scale / temperature) overflows {hidden.dtype}; use 'chunked'"
-        )
-    if not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"backend='cce' on {hidden.device}: Triton does not run there; use backend='chunked'")
-    from cut_cross_entropy import linear_cross_entropy
-
-    # The kernel takes -100 for "ignore" and leaves 0 there.
-    nll = linear_cross_entropy(
-        scaled,
-        weight.contiguous(),
-        flat if valid is None else torch.where(valid, flat, -100),
-        softcap=None if softcap is None else softcap / temperature,
-        reduction="none",
-        filter_eps=filter_eps,
-        impl="cce",
-    )
-    logps = -nll.float() if valid is None else torch.where(valid, -nll.float(), 0.0)
-    return logps.reshape(ids.shape)

@@ -6,8 +6,8 @@ from typing import Any
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.families.policy_losses import OF_LOSS
-from parity.implementations import cce, plain
-from parity.implementations.implementation import EVERY_CONTEXT, ONE_DTYPE, Outputs, implementation, only
+from parity.implementations import plain
+from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation, only
 from parity.implementations.trl_trainer import METRICS
 from parity.judge.recipe import Recipe
 
@@ -21,14 +21,14 @@ def _chunked(x: Inputs) -> Recipe:
     return Recipe(dlogits=dlogits, dinputs="fp32" if x.autocast else None)
 
 
-def _log_probs(x: Inputs, backend: str = "chunked", memory_budget: int | None = None) -> Outputs:
-    """`parity.fixes.selective_log_probs`; by "cce" the unfiltered kernel, temperature and softcap together."""
+def _log_probs(x: Inputs, memory_budget: int | None = None) -> Outputs:
+    """`parity.fixes.selective_log_probs`."""
     from parity.fixes import selective_log_probs as function
 
     s = x.settings
     options = {name: getattr(s, name) for name in ("temperature", "softcap", "logit_scale", "chunk_size")}
     options |= {"ignore_index": IGNORE_INDEX, "memory_budget": memory_budget, "entropy": s.entropy != "none"}
-    found = function(x.hidden, x.weight, x.ids, bias=x.bias, backend=backend, **options)
+    found = function(x.hidden, x.weight, x.ids, bias=x.bias, **options)
     return {"logps": found[0], "entropy": found[1]} if isinstance(found, tuple) else {"logps": found}
 
 
@@ -40,19 +40,8 @@ LOG_PROBS: dict[str, Any] = {
     "contexts": EVERY_CONTEXT,
     "sources": ("parity.fixes.selective_log_probs",),
 }
-BY_CCE: dict[str, Any] = {
-    "every": 24,
-    "limits": (
-        *cce.RUNS_HERE,
-        ONE_DTYPE,
-        only("the cce backend has no bias", lambda s: s.bias == "none"),
-        only("the cce backend has no entropy", lambda s: s.entropy == "none"),
-    ),
-    "rejects": (only("a softcap with such a vocabulary is refused", lambda s: s.softcap is None or s.V % 256 == 0),),
-}
 implementation("fixes.selective_log_probs", **LOG_PROBS)(_log_probs)
 implementation("fixes.selective_log_probs.kept", every=4, **LOG_PROBS)(functools.partial(_log_probs, **KEPT))
-implementation("fixes.selective_log_probs.cce", **cce.KERNEL | BY_CCE)(functools.partial(_log_probs, backend="cce"))
 
 
 def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:
