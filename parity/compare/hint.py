@@ -1,7 +1,7 @@
 """Hints at a cause: patterns in an error, and the recipe that an author may have meant and did not declare."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -21,8 +21,8 @@ EXPLAINED = 8.0
 """An error is tf32's where it is this many times smaller against the definition with operands on tf32's grid."""
 
 
-def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
-    """Sentences about one failing quantity; empty where no pattern has a name."""
+def hints(oracle: CaseOracle, name: str, outcome: Outcome, worst: Sequence[int] = ()) -> list[str]:
+    """Sentences about one failing quantity, `worst` the index of its worst entry; empty where no pattern has a name."""
     value, truth = outcome.quantities.get(name), oracle.exact.get(name)
     if value is None or truth is None or value.shape != truth.shape:
         return []
@@ -33,7 +33,7 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
         if name.startswith("grad_") and loss is not None and bool(torch.isfinite(loss).all()):
             out.append("the value is finite, but its gradient is not")
         return out
-    out += patterns(value.detach().cpu(), truth.double(), _factors(oracle.inputs)) if o.numel() else []
+    out += patterns(value.detach().cpu(), truth.double(), _factors(oracle.inputs), worst) if o.numel() else []
     out += _tf32(oracle, name, v, o) + _through(oracle, name, outcome)
     mask = oracle.inputs.tensors.get("mask")
     if mask is not None and v.dim() >= 2 and v.shape[:2] == mask.shape:

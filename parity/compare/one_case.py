@@ -120,7 +120,8 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
         base.recipe_measured = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()
     for name, j in found.judged.items():
         row = judged_row(base, found.oracle, name, j, found.outcome)
-        looks = [] if why is None or j.agrees or why.recipes else hint.hints(found.oracle, name, found.outcome)
+        named = why is None or j.agrees or why.recipes
+        looks = [] if named else hint.hints(found.oracle, name, found.outcome, j.place)
         yield row if why is None or j.agrees else why.told(row, looks)
     if thorough:
         leaks += _repeated_calls(found)

@@ -133,7 +133,10 @@ def check_parity(
     looks: dict[str, list[str]] = {}
     if wrong:
         explained = _explained(problem, values, recipe, quantities)
-        looks = {n: hints(v, problem.oracle.exact[n], problem.tensors, problem.inputs) for n, v in wrong.items()}
+        looks = {
+            n: hints(v, problem.oracle.exact[n], problem.tensors, problem.inputs, quantities[n].place)
+            for n, v in wrong.items()
+        }
         if any(looks.values()):
             explained = None  # coarser rounding is spread over all entries, is no factor, and is more than float32's
         kind = "precision" if _in_float32(function, problem, wrong, explained) else "logic"

@@ -162,6 +162,11 @@ class Judgement:
         return math.inf if math.isnan(value) else value
 
     @property
+    def place(self) -> tuple[int, ...]:
+        """The index of the worst entry; () where it agrees, or is a single number."""
+        return tuple(self.worst[0][0]) if self.worst else ()
+
+    @property
     def open(self) -> bool:
         """Whether more replicas could change it: its tightest gate is neither infinite nor a count that float32 decides."""
         return (self.gate != "exact" or self.rounded) and math.isfinite(self.headroom)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,11 @@ ROUNDING = 2.0**-20
 
 
 def hints(
-    value: torch.Tensor | None, exact: torch.Tensor, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]
+    value: torch.Tensor | None,
+    exact: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Any],
+    worst: Sequence[int] = (),
 ) -> list[str]:
     """Short sentences on value - exact: `patterns`, and whether it is of rounding's size; nothing where shapes differ."""
     if value is None or value.shape != exact.shape or not exact.numel() or not exact.is_floating_point():
@@ -33,14 +37,17 @@ def hints(
     v, o = value.detach().to(exact), exact
     if not bool(torch.isfinite(v).all()):
         return ["not finite"]
-    found = patterns(value.detach(), exact, _sizes(tensors, inputs))
+    found = patterns(value.detach(), exact, _sizes(tensors, inputs), worst)
     if 0 < (share := float((v - o).abs().amax() / o.abs().amax().clamp(min=1e-300))) < ROUNDING:
         found.append(f"at most {share:.1g} of the largest entry: is it another correct formula? also=(…) takes one")
     return found
 
 
-def patterns(value: torch.Tensor, exact: torch.Tensor, named: Mapping[str, float]) -> list[str]:
-    """Sentences on a finite value: zero everywhere, a factor with all of `named` that it may be, or few indices."""
+def patterns(
+    value: torch.Tensor, exact: torch.Tensor, named: Mapping[str, float], worst: Sequence[int] = ()
+) -> list[str]:
+    """Sentences on a finite value: zero everywhere, a factor with all of `named` that it may be, or few indices, where the
+    entry `worst` of the judgement, if told, has one of them."""
     v, o = value.to(exact), exact
     if not bool(o.any()):
         return ["the definition is exactly zero here"] if bool(v.any()) else []
@@ -48,7 +55,7 @@ def patterns(value: torch.Tensor, exact: torch.Tensor, named: Mapping[str, float
         return ["all zero where the definition is not"]
     spacing = HALF_SUBNORMAL[NAMES.get(value.dtype, "fp64")]  # the value may be of a dtype that none should have
     units = o.abs() + float(o.norm()) / o.numel() ** 0.5 * SMALL + spacing
-    return [*_factor(v, o, named), *_places((v - o) / units, o)]
+    return [*_factor(v, o, named), *_places((v - o) / units, o, worst)]
 
 
 def _sizes(tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> dict[str, float]:
@@ -84,7 +91,7 @@ def _named(factor: float, named: Mapping[str, float]) -> str:
     return ""
 
 
-def _places(e: torch.Tensor, o: torch.Tensor) -> Iterator[str]:
+def _places(e: torch.Tensor, o: torch.Tensor, worst: Sequence[int]) -> Iterator[str]:
     """Indices of a dimension, at most a quarter of those that have a value, that hold nearly all of the relative error."""
     for d in range(e.dim()):
         rows, exact = (x.movedim(d, 0).reshape(x.shape[d], -1) for x in (e, o))
@@ -95,5 +102,7 @@ def _places(e: torch.Tensor, o: torch.Tensor) -> Iterator[str]:
         if not len(gaps) or (few := few + int(gaps[0])) > max(1, len(some) // 4):
             continue
         where = sorted(some[order[:few]].tolist())
+        if worst and worst[d] not in where:  # its error is large, and so is that of correct code there
+            continue
         shown = ", ".join(map(str, where[:FEW])) + ("…" if few > FEW else "")
         yield f"{PLACE} {shown} of dimension {d}, which has {e.shape[d]}"

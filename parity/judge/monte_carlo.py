@@ -257,7 +257,14 @@ class MonteCarlo(TorchDispatchMode):
         """A result as rounded to `dtype` (none: the recipe's for elementwise operations) on its grid, and off by η·ξ."""
         dtype = self.elementwise if dtype is None else dtype
         given = out if _finite(out) else out.clamp(-_HUGE, _HUGE)
-        noisy = self._grid(given, dtype).add_(self.noise.like(out), alpha=self.eta)
+        stored = self._grid(given, dtype)
+        if self.backward and self.largest is not None and UNIT_ROUNDOFF[self.softmax] <= NARROW:
+            # a kernel with a float32 log-softmax stores nothing on the way to the logits' gradient: half flush nothing
+            whole = (given.abs() < torch.finfo(torch.float16).smallest_normal) & (
+                self.noise.constant(self.largest, out) > 0
+            )
+            stored = torch.where(whole, given, stored)
+        noisy = stored.add_(self.noise.like(out), alpha=self.eta)
         if given is not out:
             noisy += out - given  # nothing, but for infinities
         return noisy if self.largest is None else _overflowing(noisy, self.largest)

@@ -116,6 +116,11 @@ def finish(x: Inputs, z: torch.Tensor) -> torch.Tensor:
     return cooled(x, capped(x, scaled(x, z)))
 
 
+def within(x: Inputs, z: torch.Tensor) -> torch.Tensor:
+    """`finish` with the division in float32, as a kernel has it that takes logits and a temperature."""
+    return cooled(x, capped(x, scaled(x, z)).float())
+
+
 def targets(x: Inputs) -> torch.Tensor:
     """Token ids with the ignored ones at 0."""
     return x.ids.long().clamp(min=0)
@@ -365,6 +370,9 @@ HEADS = {
     "again": Head(again, ieee),
     "apart": Head(apart, ieee),
     "along rows": Head(Steps(pair=along_rows).head, ieee),
+    "within": Head(
+        Steps(states=plain.states, product=narrow_product, finish=within, pair=by_softmax).head, plain.stored
+    ),
     "narrow": Head(dataclasses.replace(ALL_NARROW, pair=by_softmax).head, narrow),
     "gathered": Head(dataclasses.replace(ALL_NARROW, pair=by_log_sum_exp).head, gathered),
 }
