@@ -106,7 +106,11 @@ def named(rows):
     [
         (wide, NARROW, "logits='input'"),
         (narrow, NARROW, "softmax='input'"),
-        (gathered, NARROW, "log_sum_exp='input'"),
+        (
+            gathered,
+            [Case("logprobs", 3, "bf16", size | {"peak": 20.0}) for size in (SHORT, LONG)],
+            "log_sum_exp='input'",
+        ),
         (cast, CASES, "inputs='bf16'"),
         (kernel("logits"), CASES, "(logits)='bf16'"),
         (kernel("dlogits"), CASES, "dlogits='bf16'"),

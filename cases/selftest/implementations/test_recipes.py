@@ -10,6 +10,7 @@ from parity.implementations import liger
 from parity.implementations.implementation import found_at
 from parity.registry import loss_family, run_case, select
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIVERGENCE = {"B": 1, "T": 2, "V": 32769, "H": 1, "peak": 0.05, "targets": "likely", "softcap": 10.5, "logit_scale": 0.3,
               "bias": "random", "head_dtype": "fp32", "beta": 1.0, "teacher_H": 13, "gap": "near", "teacher_peak": 4.0,
               "teacher_softcap": 3.0, "teacher_logit_scale": 2.5, "num_items": "given"}  # fmt: skip
@@ -71,8 +72,7 @@ def test_a_float32_bias_added_to_logits_of_autocast_keeps_gradients_that_float16
 @pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo"])
 def test_a_batch_without_a_scored_token_has_a_loss_of_0(kind):
     settings = {"B": 2, "T": 1, "V": 9, "H": 4, "lengths": [0, 0], "loss_type": kind}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = list(run_case(Case("policy", 0, "fp32", settings), select(["liger.triton_grpo_loss.unreduced"]), device))
+    rows = list(run_case(Case("policy", 0, "fp32", settings), select(["liger.triton_grpo_loss.unreduced"]), DEVICE))
     assert [r.verdict for r in rows if r.quantity == "loss"] == ["agree"]
 
 
