@@ -116,7 +116,7 @@ def played(monkeypatch):
 
 @pytest.mark.parametrize(("narrowed", "kept"), [([], 1), (["--family", "logprobs"], 0), (["--dtype", "fp32"], 0)])
 def test_a_whole_run_is_kept_for_later_ones(tmp_path, played, narrowed, kept):
-    words = ["run", "--profile", "quick", *narrowed, "--reports", str(tmp_path)]
+    words = ["run", "--profile", "quick", "--device", "cpu", *narrowed, "--reports", str(tmp_path)]
     done = CliRunner().invoke(commands.main, words)
     known = Stack.here(Ledger.load(data.ledger_file())).defects
     assert done.exit_code == 0 and f"{known}, 0 new" in " ".join(done.stdout.split())

@@ -53,7 +53,7 @@ def run(tmp_path_factory):
     (folder / "ledger.toml").write_text(LEDGER)
     frozen = Case("rms_norm", 5, "fp32", {"eps": 0.3})
     (folder / "case.json").write_text(json.dumps(frozen.to_json()))
-    options = ["--profile", "quick", "--dtype", "fp32", "--workers", "1", "--reports", str(folder)]
+    options = ["--profile", "quick", "--dtype", "fp32", "--device", "cpu", "--workers", "1", "--reports", str(folder)]
     command = [sys.executable, "-m", "parity", "run", *options, "--ledger", str(folder / "ledger.toml"), *NAMED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return folder, done, read(folder / "results.ndjson")[1]

@@ -28,9 +28,8 @@ PLAYED = Path(supervisor.__file__).parents[2] / "fixtures" / "played_worker.py"
 def options(tmp_path, monkeypatch):
     """Options of a small run whose workers only pretend: 7 shards, 93 cases, in a tenth of a second."""
     monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", str(PLAYED)])
-    return Options(
-        profile="quick", families=("logprobs",), implementations=("fixes",), reports=tmp_path / "a", workers=2
-    )
+    small = {"profile": "quick", "families": ("logprobs",), "implementations": ("fixes",), "device": "cpu"}
+    return Options(**small, reports=tmp_path / "a", workers=2)
 
 
 def execute(options):
