@@ -13,7 +13,7 @@ from parity.registry import loss_family
 from parity.running import supervisor
 from parity.running.plan import Judged, Lost, Shard
 from parity.running.shard_queue import ShardQueue
-from parity.sampling.capabilities import refusal
+from parity.sampling.capabilities import refusal, second_pass
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -43,6 +43,7 @@ def test_a_fault_is_one_verdict_and_the_run_goes_on(name, verdict, said, tmp_pat
     assert all(re.search(said, r.message) for r in failed), [r.message for r in failed]
     right = [r for r in rows if r.implementation.endswith(":right")]
     drawn = draws(cases(loss_family("logprobs"), ["fp32"], "quick"), f"{SEED}/logprobs/0", CASES)
-    taken = {case.id for case in drawn if refusal(RIGHT, case, DEVICE) is None}
+    asked = (one for case in drawn for one in (case, *second_pass(case, DEVICE)))
+    taken = {case.id for case in asked if refusal(RIGHT, case, DEVICE) is None}
     assert {r.verdict for r in right} == {"agree"} and {r.case for r in right} == taken and len(taken) > 1
     assert not [e for e in events if isinstance(e, Lost)]

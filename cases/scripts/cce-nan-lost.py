@@ -1,5 +1,5 @@
-# cut-cross-entropy 25.1.1: a NaN in the LM head is lost from the log-probs, and every gradient of hidden states is NaN
-# tl_logaddexp adds the blocks of the vocabulary by tl.minimum and tl.maximum, which drop a NaN: log 2 stands for its block.
+# cut-cross-entropy 25.1.1: a NaN in the LM head is lost from the log-probs, and the gradient of every hidden state is NaN
+# tl_logaddexp adds the blocks of the vocabulary by tl.minimum and tl.maximum, which drop a NaN: log 2 stands for a block.
 from setup_cce import device, linear_cross_entropy, torch
 
 hidden = torch.randn(2, 32, device=device).half().requires_grad_()

@@ -150,17 +150,19 @@ class FunctionCalls(protocol.Calls[Tensors]):
         found = [f"{n} has other bits in a second call" for n in first if not same_bits(again.get(n), first[n])]
         return found + ["the call seeds torch's random numbers"] * seeds
 
-    def _defined(self, part: Callable[[FunctionCalls], list[str]]) -> bool:
-        """Whether the definition holds a part: `where(x > 0, x, 0)` hides a NaN, a stop-gradient a derivative."""
-        return not part(dataclasses.replace(self, function=self.problem.definition, changed=[]))
+    @property
+    def _definition(self) -> FunctionCalls:
+        """Calls of the definition in place of the function."""
+        return dataclasses.replace(self, function=self.problem.definition, changed=[])
 
     def _twice(self) -> list[str]:
-        wanted = self.problem.dtype == "fp32" and self._defined(protocol.second_order)
+        """Where the definition has a second derivative: behind a stop-gradient it has none."""
+        wanted = self.problem.dtype == "fp32" and not protocol.second_order(self._definition)
         return protocol.second_order(self) if wanted else []
 
     def _dtypes(self, first: Values) -> list[str]:
         """Outputs come in the dtypes that the definition gives on the same inputs."""
-        asked = dataclasses.replace(self, function=self.problem.definition).forward(self.fresh())
+        asked = self._definition.forward(self.fresh())
         pairs = [(n, first.get(n), x) for n, x in asked.items()]
         differ = [(n, y.dtype, x.dtype) for n, y, x in pairs if x is not None and y is not None and x.dtype != y.dtype]
         return [f"{n} came in {came}, expected {wanted}" for n, came, wanted in differ]
@@ -175,9 +177,7 @@ class FunctionCalls(protocol.Calls[Tensors]):
             "repeated": lambda: protocol.repeated(self, first),
             "no_grad": lambda: protocol.unrecorded(self, first),
             "output dtypes": lambda: self._dtypes(first),
-            "nan": lambda: (
-                protocol.shown(self, first) if self._defined(lambda c: protocol.shown(c, c.values())) else []
-            ),
+            "nan": lambda: protocol.shown(self, first, self._definition),
             "default dtype": lambda: protocol.other_default(self, first),
             "second derivative": self._twice,
             "checkpoint": lambda: protocol.recomputed(self, first),

@@ -247,6 +247,8 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         gates["zero"] = 0.0 if float(leak) == 0.0 else math.inf
         if gates["zero"]:
             message = message or f"{float(leak):.3g} where the mask implies exactly 0"
+        if gates["zero"]:
+            same = ~(zero & (v != 0)) & (torch.ones_like(finite) if same is None else same)
     by_row = None
     top = float(e.abs().amax())
     if unit.counted:

@@ -208,9 +208,13 @@ def _differ(
     return [f"{n} {how}" for n in calls.differ({n: values.get(n) for n in first}, first)]
 
 
-def shown(calls: Calls[X], first: Values) -> list[str]:
-    """A NaN shows: where the entry of the first input with the largest gradient, or that of any with the least but 0, is NaN,
-    some output is not finite, or the call fails.
+LEAVES = 6
+"""Inputs in which a NaN is tried."""
+
+
+def shown(calls: Calls[X], first: Values, definition: Calls[X] | None = None) -> list[str]:
+    """A NaN shows: where the entry of the first input with the largest gradient, or that of one with the least but 0, is NaN,
+    some output is not finite, or the call fails. An entry whose NaN the `definition` hides says nothing (`where(x > 0, x, 0)`).
 
     A kernel that goes through a vocabulary in blocks meets the target's NaN apart, and the others' where blocks are added.
     Infinities say nothing: log-softmax makes a NaN of an infinite logit, z - logsumexp(z) -inf, whose ratio is 0; both are
@@ -221,19 +225,26 @@ def shown(calls: Calls[X], first: Values) -> list[str]:
     gradients = {n: first.get(gradient_name(n)) for n in calls.leaves(calls.fresh())}
     sizes = {n: g.abs() for n, g in gradients.items() if g is not None and bool(g.any())}
     places = [(n, size.argmax()) for n, size in sizes.items()][:1]
-    places += [(n, torch.where(size > 0, size, torch.inf).argmin()) for n, size in sizes.items()]
-    for name, place in places:
-        x = calls.fresh(other=True)
-        calls.write(x, False)
-        with torch.no_grad():
-            calls.leaves(x)[name].detach()[torch.unravel_index(place, sizes[name].shape)] = torch.nan
-        try:
-            outputs = calls.forward(x)
-        except Exception:
-            continue
-        if all(bool(torch.isfinite(v).all()) for v in outputs.values()):
-            return [f"a NaN in {name} is not seen in {', '.join(outputs)}"]
+    places += [(n, torch.where(size > 0, size, torch.inf).argmin()) for n, size in sizes.items()][:LEAVES]
+    for name, flat in places:
+        place = torch.unravel_index(flat, sizes[name].shape)
+        hidden = _hidden(calls, name, place)
+        if hidden and not (definition and _hidden(definition, name, place)):
+            return [f"a NaN in {name} is not seen in {', '.join(hidden)}"]
     return []
+
+
+def _hidden(calls: Calls[X], name: str, place: tuple[torch.Tensor, ...]) -> list[str]:
+    """The outputs, where all are finite although this entry of an input is NaN."""
+    x = calls.fresh(other=True)
+    calls.write(x, False)
+    with torch.no_grad():
+        calls.leaves(x)[name].detach()[place] = torch.nan
+    try:
+        outputs = calls.forward(x)
+    except Exception:
+        return []
+    return [*outputs] if all(bool(torch.isfinite(v).all()) for v in outputs.values()) else []
 
 
 STEPS = (1e-2, 5e-3)

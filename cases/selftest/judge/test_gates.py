@@ -67,6 +67,16 @@ def test_an_outlier_is_for_the_max_gate():
     assert found.worst[0][0] == (0, 7)
 
 
+def test_the_worst_entry_of_what_must_be_zero_is_one_that_leaks():
+    exact = torch.full((40, 3), 100.0, dtype=torch.float64)
+    exact[20] = 0.0
+    zero = torch.arange(40) == 20
+    value = (exact * (1 + 1e-6)).float()
+    value[20, 1] = 1e-4
+    found = judge(value, Unit(exact, exact.expand(12, 40, 3), zero=zero), torch.float32)
+    assert found.gate == "zero" and found.place == (20, 1)
+
+
 def test_a_zeroed_row_fails_where_the_norm_does_not():
     """The smallest of many rows: nothing in norm or maximum, everything against its own unit."""
     u = unit(rows=64)

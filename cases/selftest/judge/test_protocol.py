@@ -264,6 +264,17 @@ def test_a_fault_is_named(name):
     assert check_parity(make(), definition, X, protocol="none").agrees
 
 
+def test_a_nan_that_the_definition_hides_in_one_input_shows_in_the_others():
+    def masked(x, w):
+        return x.sin() * torch.where(w > 0, w, 0.0)
+
+    def hides(x, w):
+        return x.nan_to_num(0.0).sin() * torch.where(w > 0, w, 0.0)
+
+    assert check_parity(masked, masked, X, protocol=("nan",)).agrees
+    assert "a NaN in x is not seen" in check_parity(hides, masked, X, protocol=("nan",)).message
+
+
 def test_what_is_kept_by_address_shows_wherever_an_allocator_puts_the_next_call():
     """A quarter of these calls passed, whose tensors lay where an earlier call on the same values had left its own."""
     sizes = range(203, 400, 7)
