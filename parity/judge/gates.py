@@ -213,7 +213,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     if o.numel() == 0:
         return Judgement({"structure": 0.0})
     gates = {"structure": 0.0}
-    message, overflows, same, skip = "", False, None, None
+    message, overflows, same, skip, leaks = "", False, None, None, None
     finite = torch.isfinite(v)
     if not (unit.reach <= largest / 2 and bool(finite.all())):  # a NaN is no small number
         spread = errors.each
@@ -243,12 +243,11 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     safe = v if skip is None else torch.where(skip, 0.0, v)
     if unit.zero is not None:
         zero = unit.zero.reshape(unit.zero.shape + (1,) * (v.dim() - unit.zero.dim()))
-        leak = torch.where(zero & ~torch.isnan(v), v.abs(), 0.0).amax()
-        gates["zero"] = 0.0 if float(leak) == 0.0 else math.inf
+        leaks = torch.where(zero & ~torch.isnan(v), v.abs(), 0.0)
+        leak = float(leaks.amax())
+        gates["zero"] = 0.0 if leak == 0.0 else math.inf
         if gates["zero"]:
-            message = message or f"{float(leak):.3g} where the mask implies exactly 0"
-        if gates["zero"]:
-            same = ~(zero & (v != 0)) & (torch.ones_like(finite) if same is None else same)
+            message = message or f"{leak:.3g} where the mask implies exactly 0"
     by_row = None
     top = float(e.abs().amax())
     if unit.counted:
@@ -268,6 +267,10 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
     rtol = 6 * u
     agrees = all(g <= 1.0 for g in gates.values())
     coarse = unit.scalar and UNIT_ROUNDOFF[NAMES[value.dtype]] > UNIT_ROUNDOFF[name] and not agrees
+    entries: tuple[Any, ...] = ()
+    if not agrees:
+        by = {"row": lambda: e.abs() / by_row, "zero": lambda: leaks}.get(_tightest(gates), e.abs)
+        entries = _worst(v, o, e, same, by())
     return Judgement(
         gates=gates,
         message=message or (f"came in {NAMES[value.dtype]}, expected {name}" if coarse else ""),
@@ -281,7 +284,7 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         rtol=rtol,
         allclose=bool(torch.allclose(safe, errors.o, atol=allowed, rtol=rtol)) and (same is None or bool(same.all())),
         slope=errors.slope(e) if e.dim() > 0 and errors.top > 0 else None,
-        worst=() if agrees else _worst(v, o, e, same, by_row if _tightest(gates) == "row" else None),
+        worst=entries,
     )
 
 
@@ -332,14 +335,10 @@ def _rms_max(x: torch.Tensor) -> tuple[float, float]:
 
 
 def _worst(
-    v: torch.Tensor, o: torch.Tensor, e: torch.Tensor, same: torch.Tensor | None, allowed: torch.Tensor | None
+    v: torch.Tensor, o: torch.Tensor, e: torch.Tensor, same: torch.Tensor | None, size: torch.Tensor
 ) -> tuple[tuple[tuple[int, ...], float, float, float], ...]:
-    """Up to five entries (index, value, oracle, error): structural mismatches, then by error ÷ what its row is allowed.
-
-    Without `allowed` (another gate than row is the tightest) simply by error.
-    """
-    order = e.abs() if allowed is None else e.abs() / allowed
-    order = (order if same is None else torch.where(same, order, torch.inf)).flatten()
+    """Up to five entries (index, value, oracle, error): structural mismatches, then by `size`."""
+    order = (size if same is None else torch.where(same, size, torch.inf)).flatten()
     first = order.topk(min(5, order.numel())).indices
     places = torch.stack(torch.unravel_index(first, v.shape), -1).tolist() if v.dim() else [()]
     values = torch.stack([x.flatten()[first] for x in (v, o, v - o)], -1).tolist()

@@ -258,12 +258,13 @@ class MonteCarlo(TorchDispatchMode):
         dtype = self.elementwise if dtype is None else dtype
         given = out if _finite(out) else out.clamp(-_HUGE, _HUGE)
         stored = self._grid(given, dtype)
-        if self.backward and self.largest is not None and UNIT_ROUNDOFF[self.softmax] <= NARROW:
+        if self.backward and dtype == "fp16" and UNIT_ROUNDOFF[self.softmax] <= NARROW:
             # a kernel with a float32 log-softmax stores nothing on the way to the logits' gradient: half flush nothing
-            whole = (given.abs() < torch.finfo(torch.float16).smallest_normal) & (
-                self.noise.constant(self.largest, out) > 0
+            tiny, wide = (
+                given.abs() < torch.finfo(torch.float16).smallest_normal,
+                self.noise.constant(LARGEST[dtype], out) > 0,
             )
-            stored = torch.where(whole, given, stored)
+            stored = torch.where(tiny & wide, given, stored)
         noisy = stored.add_(self.noise.like(out), alpha=self.eta)
         if given is not out:
             noisy += out - given  # nothing, but for infinities

@@ -119,8 +119,13 @@ def hides_nan():
 
 
 def hides_a_small_nan():
-    """As where the parts of a sum are added by functions that drop a NaN: only what is largest shows its own."""
-    return lambda x, w: torch.where(x.isnan() & (w.abs() < w.abs().max()), 0.0, x).sin() * w
+    """As where the parts of a sum are added by functions that drop a NaN: only where the gradient is large does it show."""
+    slope = (X["x"].cos() * X["w"]).abs()
+    return lambda x, w: torch.where(x.isnan() & (slope < 0.5 * slope.max()).to(x.device), 0.0, x).sin() * w
+
+
+def hides_nan_in_w():
+    return lambda x, w: x.sin() * w.nan_to_num(0.0)
 
 
 def of_default_dtype():
@@ -237,6 +242,7 @@ FAULTS = {
     "ring": (ring_of_three, "output that an earlier call returned is changed by a later one"),
     "nan": (hides_nan, "nan: a NaN in x is not seen in output"),
     "small nan": (hides_a_small_nan, "nan: a NaN in x is not seen in output"),
+    "second nan": (hides_nan_in_w, "nan: a NaN in w is not seen in output"),
     "default dtype": (
         of_default_dtype,
         "default dtype: the call fails, RuntimeError: expected m1 and m2 to have the same",
@@ -256,7 +262,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named(name):
     make, said = FAULTS[name]
-    part = name.removeprefix("small ")
+    part = "nan" if name.endswith("nan") else name
     asked = (part,) if part in ("nan", "default dtype", "second derivative") else "default"
     parity = check_parity(make(), definition, X, protocol=asked)
     assert any(said in line for line in parity.protocol), parity.protocol
