@@ -43,7 +43,7 @@ def steps() -> dict[str, tuple[str, ...]]:
         words = ("run", "--profile", "quick", "--device", "cuda", "--family", name, *WORKERS)
         out[f"quick {name}"] = (*words, "--reports", str(REPORTS / name))
     pytest = ("pytest", "-v", *PLAIN)
-    for name in ("soak", "large vocabularies", "large beyond", "large lock", "contexts", "faults"):
+    for name in ("soak", "large vocabularies", "large beyond", "large lock", "contexts", "training", "faults"):
         file, _, word = name.partition(" ")
         out[name] = (*pytest, f"cases/cuda/test_{file}.py", *(("-k", word) if word else ()))
     out["faults"] += ("-x",)

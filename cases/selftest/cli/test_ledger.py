@@ -35,19 +35,7 @@ def red(tmp_path_factory, warm_workers):
 
 
 def run(folder):
-    words = [
-        "run",
-        "--profile",
-        "quick",
-        "--dtype",
-        "fp32",
-        "--device",
-        "cpu",
-        "--family",
-        f"{NORM}:FAMILY",
-        "--workers",
-        "1",
-    ]
+    words = "run --profile quick --dtype fp32 --device cpu --workers 1".split() + ["--family", f"{NORM}:FAMILY"]
     words += ["--implementation", f"{folder}/kernel.py:norm", "--ledger", f"{folder}/mine/ledger.toml"]
     return CliRunner().invoke(main, [*words, "--reports", f"{folder}/reports"])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import parity
-from cases.selftest.tools.test_capture import batch, policy_loss, verdicts
+from cases.cuda import test_training as on_a_device
 from fixtures.pretended_cuda import pretended
 from parity.case.case import Case
 from parity.fixes import apply
@@ -75,11 +75,7 @@ def test_the_fixes_of_a_trainer(device, tf32):
 
 
 def test_a_loss_under_autocast(tmp_path, device):
-    there = {n: x.detach().cuda().requires_grad_(x.requires_grad) for n, x in batch().items() if torch.is_tensor(x)}
-    with parity.capture(policy_loss, to=tmp_path / "c.json") as loss, torch.autocast("cuda", torch.bfloat16):
-        loss(**there, temperature=0.7).backward()
-    case = Case.load(tmp_path / "c.json")
-    assert case.settings["context"] == "autocast" and set(verdicts(case, policy_loss).values()) == {"agree"}
+    on_a_device.test_a_captured_loss_under_autocast(tmp_path)
 
 
 def test_the_probe_of_products_where_tf32_is_allowed_by_the_newer_switch(device, tf32):
