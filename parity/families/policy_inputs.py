@@ -188,6 +188,8 @@ def target_log_ratios(
     target = torch.zeros(shape, dtype=torch.float64)
     done = torch.zeros(shape, dtype=torch.bool)
     for offset in range(count):  # the chosen region, else the next one that leaves room for the margin
+        if bool(done.all()):
+            break
         for i, (low, high) in enumerate(regions):
             lower, upper = low + margin, high - margin
             if low == -math.inf:

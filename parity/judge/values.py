@@ -60,6 +60,8 @@ def integers(seed: int, name: str, shape: Sequence[int], bound: int) -> torch.Te
     mask = (1 << max(1, math.ceil(math.log2(bound)))) - 1 if bound > 1 else 1
     out = torch.full(tuple(shape), -1, dtype=torch.int64, device="cpu")
     for attempt in range(12):
+        if bool((out >= 0).all()):
+            break
         candidate = hashes(seed, f"{name}#{attempt}", shape) & mask
         out = torch.where((out < 0) & (candidate < bound), candidate, out)
     return out.clamp(min=0)
