@@ -54,14 +54,21 @@ def _blocks(rows: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(i, i + step), slice(j, j + BLOCK)
 
 
-def on_grid(x: Tensor, dtype: str, stretch: Tensor) -> Tensor:
-    """x rounded to the bits of `dtype`, subnormals to its quantum, on a grid stretched by (R, 1, …) or a 0-dim factor."""
+def on_grid(
+    x: Tensor, dtype: str, stretch: Tensor, noise: Tensor | None = None, flushed: tuple[float, float] = (0.0, 0.0)
+) -> Tensor:
+    """x rounded to the bits of `dtype`, subnormals to its quantum, on a grid stretched by (R, 1, …) or a 0-dim factor; and off
+    by `noise` times |x|, as far as that lies within `flushed`."""
     if x.numel() <= BLOCK or x.device.type != "cpu":
-        return _on_grid(x * stretch, dtype).div_(stretch)
+        rounded = _on_grid(x * stretch, dtype).div_(stretch)
+        return rounded if noise is None else rounded.addcmul_(noise, x.abs().clamp_(*flushed))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, given, factors = x.reshape(len(x), -1), out.view(len(x), -1), stretch.reshape(-1, 1)
+    beside = None if noise is None else noise.reshape(len(x), -1)
     for block in _blocks(rows):
-        torch.div(_on_grid(rows[block] * factors[block[0]], dtype), factors[block[0]], out=given[block])
+        rounded = torch.div(_on_grid(rows[block] * factors[block[0]], dtype), factors[block[0]], out=given[block])
+        if beside is not None:
+            rounded.addcmul_(beside[block], rows[block].abs().clamp_(*flushed))
     return out
 
 

@@ -231,9 +231,10 @@ def elsewhere(x: torch.Tensor) -> torch.Tensor:
 
 
 def other_values(x: torch.Tensor) -> torch.Tensor:
-    """Other values that a function takes as well: the same, rolled along the first dimension in which that changes them."""
+    """Other values that a function takes as well: the same, rolled along the first dimension in which that changes them.
+    Integers, which may be offsets, stay."""
     out = laid_out(x)
-    if not is_floating(x) or out.layout != torch.strided:
+    if not (is_floating(x) or x.dtype == torch.bool) or out.layout != torch.strided:
         return out
     view = out[tuple(slice(0, 1) if step == 0 else slice(None) for step in out.stride())]  # expanded: one for all
     for dim in range(view.dim()):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from parity.judge.recipe import DTYPES
+
 if TYPE_CHECKING:
     from parity.judge.monte_carlo import MonteCarlo
 
@@ -100,7 +102,10 @@ class Stored(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.mode.store(grad, ctx.dtype, 1 / ctx.factor), None, None, None, None
+        stored = ctx.mode.store(grad, ctx.dtype, 1 / ctx.factor)
+        if stored is not grad and ctx.factor == 1.0:  # what the dtype holds is not rounded
+            stored = torch.where(grad.to(DTYPES[ctx.dtype]).to(grad) == grad, grad, stored)
+        return stored, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, *how: Any) -> Any:

@@ -37,6 +37,11 @@ _EXACT = frozenset(
     expand_copy arange rand tril triu diagonal diagonal_backward""".split()
 )
 
+_COMPARING = frozenset(
+    "gt ge lt le eq ne logical_not logical_and logical_or logical_xor count_nonzero nonzero any all".split()
+)
+_ZERO = 2.0**-1000
+"""What an exact zero is off by: ties of zeros are undecided, and no float32 computation comes to a number as small."""
 
 ONE_SIDED = 0.5
 """Mean error of an exponential, at most, in u: a library's is off by an ulp, and by more on one side than on the other. On an
@@ -69,7 +74,8 @@ class MonteCarlo(TorchDispatchMode):
     that grid, stretched too), a sum of n terms max(2, √n/2)·u·Σ|x|·ξ, a log-softmax or log-sum-exp its row's
     u·(2|logsumexp| + 1)·ξ and the drift of its float32 sum (`long_sums`). A value decides its ξ in ±1 (`Noise.shaken`), so
     that equal tokens are off alike, as they are in real code; so does a constant, τ or the softcap.
-    Results that no rounding touches are left unchanged. An exponential beyond the range of the elementwise dtype is infinite.
+    Results that no rounding touches are left unchanged, and a comparison sees an exact zero as 0. An exponential beyond the
+    range of the elementwise dtype is infinite.
     """
 
     vectorised = True
@@ -107,7 +113,11 @@ class MonteCarlo(TorchDispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.operation(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        compares = name_of(func) in _COMPARING or kwargs.get("dtype") is torch.bool
+        if compares and not (self.quiet or self.backward):
+            args = [_zero_as_such(a) for a in args]
+        return self.operation(func, args, kwargs)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of one operation as the recipe rounds it."""
@@ -254,18 +264,15 @@ class MonteCarlo(TorchDispatchMode):
         return torch.where(finite, self.noise.shaken(*inside), out)
 
     def rounded(self, out: torch.Tensor, dtype: str | None = None) -> torch.Tensor:
-        """A result as rounded to `dtype` (none: the recipe's for elementwise operations) on its grid, and off by η·ξ."""
+        """A result x as rounded to `dtype` (none: the recipe's for elementwise operations) on its grid, and off by min(|x|, η)·ξ,
+        as far as flushing it to 0 goes."""
         dtype = self.elementwise if dtype is None else dtype
         given = out if _finite(out) else out.clamp(-_HUGE, _HUGE)
-        stored = self._grid(given, dtype)
+        noisy = on_grid(given, dtype, self._stretch(given), self.noise.like(given), (_ZERO, self.eta))
         if self.backward and dtype == "fp16" and UNIT_ROUNDOFF[self.softmax] <= NARROW:
             # a kernel with a float32 log-softmax stores nothing on the way to the logits' gradient: half flush nothing
-            tiny, wide = (
-                given.abs() < torch.finfo(torch.float16).smallest_normal,
-                self.noise.constant(LARGEST[dtype], out) > 0,
-            )
-            stored = torch.where(tiny & wide, given, stored)
-        noisy = stored.add_(self.noise.like(out), alpha=self.eta)
+            tiny = given.abs() < torch.finfo(torch.float16).smallest_normal
+            noisy = torch.where(tiny & (self.noise.constant(LARGEST[dtype], out) > 0), given, noisy)
         if given is not out:
             noisy += out - given  # nothing, but for infinities
         return noisy if self.largest is None else _overflowing(noisy, self.largest)
@@ -486,6 +493,11 @@ def name_of(func: Any) -> str:
 def rounds_nothing(func: Any) -> bool:
     name = name_of(func)
     return name in _EXACT or name[-1] == "_"
+
+
+def _zero_as_such(x: Any) -> Any:
+    """x, where it is a tensor, with 0 for what stands for an exact zero."""
+    return x.masked_fill(x.abs() < _ZERO**0.5, 0.0) if torch.is_tensor(x) and x.is_floating_point() else x
 
 
 def _is_rounded(factor: Any) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -58,16 +59,20 @@ def cotangent(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
     return (g if like.dim() else torch.where(g < 0, -1.0, 1.0) * g.abs().clamp(min=0.5)).to(like.device)
 
 
-UPSTREAM = ("random", "ones", "zeros", "scaled")
+UPSTREAM = ("random", "fine", "ones", "zeros", "scaled")
 SCALED, SCALED_FP16 = 65536.0, 1024.0
 """Loss scales; beyond the second random gradients overflow float16 at once."""
 
 
 def upstream(kind: str, name: str, like: torch.Tensor, seed: int, dtype: str) -> torch.Tensor:
-    """An upstream gradient of one of the kinds in `UPSTREAM`: ones and zeros are expanded, as `.sum().backward()` sends them."""
+    """An upstream gradient of one of the kinds in `UPSTREAM`: ones and zeros are expanded, as `.sum().backward()` sends them;
+    fine ones have all bits of the dtype, so that no sum of a few is exact."""
     if kind in ("ones", "zeros"):
         return torch.full((), float(kind == "ones"), device=like.device).expand(like.shape)
-    return cotangent(name, like, seed) * (1 if kind == "random" else SCALED_FP16 if dtype == "fp16" else SCALED)
+    random = cotangent(name, like, seed)
+    if kind == "fine":
+        return (random * math.pi).to(DTYPES[dtype]).double()
+    return random * (1 if kind == "random" else SCALED_FP16 if dtype == "fp16" else SCALED)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

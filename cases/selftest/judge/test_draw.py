@@ -41,7 +41,7 @@ def test_a_few_dozen_cases_cover_what_breaks_kernels():
     assert {c.layouts.get("x", "contiguous") for c in cases} == set(LAYOUTS)
     assert {c.values.get("x", "plain") for c in cases} == set(VALUES)
     assert {c.dtype for c in cases} == {"fp32", "bf16", "fp16"}
-    assert {c.upstream for c in cases} == {"random", "ones", "zeros", "scaled"}
+    assert {c.upstream for c in cases} == {"random", "fine", "ones", "zeros", "scaled"}
     assert {c.grad for c in cases} == {"all", "x", "weight", "none"}
     assert {c.options["eps"] for c in cases} == {1e-6, 1e-5}
     ids = [c for c in TABLE.cases(60) if c.values.get("ids") == "repeated"]

@@ -7,6 +7,7 @@ from cases.selftest.judge.arithmetic import under
 from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.recipe import Recipe
 from parity.judge.stages import of_teacher, stored
+from parity.testing import check_parity
 
 
 def test_a_teacher_rounds_in_its_own_dtype():
@@ -98,3 +99,23 @@ def test_a_stored_float16_overflows():
     assert product[0] == torch.inf
     wide = under(Recipe(elementwise="bf16"), "bf16", lambda v: v * 2, torch.tensor([4e4], dtype=torch.float64))
     assert torch.isfinite(wide[0])
+
+
+def test_a_gradient_that_a_dtype_holds_is_not_rounded_to_it():
+    """A bias gradient summed in bf16 is wrong behind a cast too: what comes to the cast came in bf16."""
+
+    class Narrow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, bias):
+            return (x + bias).bfloat16()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, g.sum(0, dtype=torch.bfloat16).float()
+
+    inputs = {"x": torch.linspace(-3, 2, 240).view(30, 8).bfloat16(), "bias": torch.linspace(0, 1, 8)}
+    for function, right in ((lambda x, bias: (x + bias).bfloat16(), True), (Narrow.apply, False)):
+        found = check_parity(
+            function, lambda x, bias: (x + bias).to(x.dtype), inputs, cotangent="fine", protocol="none"
+        )
+        assert found.agrees == right

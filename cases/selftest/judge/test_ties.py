@@ -9,6 +9,7 @@ from cases.selftest.judge.arithmetic import under
 from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.recipe import UNIT_ROUNDOFF, Recipe
 from parity.judge.stages import stored
+from parity.testing import check_parity
 
 
 def test_equal_values_round_equally_in_a_narrow_dtype():
@@ -109,3 +110,25 @@ def test_a_constant_is_rounded_once_in_a_replica():
         if rounds:
             beside = (g * constant - 1).mean(1)  # one rounding of a common value is on top
             assert float((beside - shares).abs().max()) < 1.1 * 2.0**-24 < 4 * float(shares.abs().max())
+
+
+def test_zeros_tie_and_are_zero_to_a_comparison():
+    """Of equal zeros any may be the largest; how many numbers are not zero is no matter of rounding."""
+    x = torch.linspace(1, 2, 12, dtype=torch.float64).repeat(24, 1)
+    largest = under(Recipe(), "fp32", lambda v: (v * 0.0).argmax(-1), x)
+    counts = under(
+        Recipe(), "fp32", lambda v: [(v * 0.0 != 0).sum(), (v * 0.0 > 0).any(), (3e9 * (v - v)).bool().sum()], x
+    )
+    assert len(largest.unique()) > 6 and not any(counts)
+
+
+def test_a_count_of_what_is_not_zero_is_judged():
+    """Beside replicas in which a masked entry is 1e-38, a mean of all entries had 0.2 times the allowed error."""
+    x, mask = torch.linspace(-3, 2, 48).view(6, 8), (torch.arange(48).view(6, 8) % 5 < 2).float()
+
+    def masked_mean(x, mask):
+        return (x * mask).sum(-1) / ((x * mask).detach() != 0).sum(-1).clamp(min=1)
+
+    inputs = {"x": x, "mask": mask}
+    assert check_parity(masked_mean, masked_mean, inputs, grad=("x",)).agrees
+    assert not check_parity(lambda x, mask: (x * mask).mean(-1), masked_mean, inputs, grad=("x",)).agrees
