@@ -19,7 +19,7 @@ from parity.case.layouts import arranged
 from parity.errors import UsageError
 from parity.families import head, stored_tensors
 from parity.families.head import IGNORE_INDEX
-from parity.families.preference_losses import DIVERGENCES, DPO, SCORED, Pairs, cpo, log_odds, unpaired
+from parity.families.preference_losses import CDPO, DIVERGENCES, DPO, SCORED, Pairs, cpo, log_odds, unpaired
 from parity.judge.recipe import DTYPES
 from parity.judge.stages import of_teacher
 from parity.judge.values import normal, uniform
@@ -31,7 +31,7 @@ LOSS_TYPES = {
     "kto": ("kto", "apo_zero_unpaired"),
 }
 """Method -> its loss types."""
-SMOOTHED = {"dpo": ("exo_pair", "robust", "aot", "aot_unpaired"), "cpo": ("sigmoid", "simpo")}
+SMOOTHED = {"dpo": ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired"), "cpo": ("sigmoid", "simpo")}
 PER_TOKEN = {"dpo": ("ipo", "sigmoid_norm"), "cpo": ("ipo", "simpo")}
 """Method -> loss types that are of means by definition."""
 
@@ -216,7 +216,7 @@ def oracle(x: Inputs) -> dict[str, torch.Tensor]:
         return [of[..., :half], of[..., half:]]
 
     if s.method == "dpo":
-        pairs = DPO[s.loss_type](Pairs(s, sides(value), sides(ref), sides(counts), nll))
+        pairs = CDPO[s.loss_type](Pairs(s, sides(value), sides(ref), sides(counts), nll))
     elif s.method == "cpo":
         value = per_token if s.loss_type in PER_TOKEN["cpo"] else value
         pairs = cpo(sides(value), SimpleNamespace(**vars(s), power=0.0), s.loss_type)

@@ -115,6 +115,8 @@ DPO: Mapping[str, Callable[[Pairs], Tensor]] = {
     "sigmoid_norm": lambda p: -logsigmoid(p.s.beta * p.averaged),  # per token, as SimPO's margin
 }
 """Loss type of DPO -> loss of each pair, (…, N)."""
+CDPO = {**DPO, "sigmoid": lambda p: p.smoothed(p.d) if p.s.smoothing else DPO["sigmoid"](p)}
+"""With conservative DPO's smoothing (Mitchell 2023, A note on DPO with noisy preferences), which TRL's trainers do not have."""
 SCORED = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
 """DPO's losses that f-divergences are defined for."""
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")

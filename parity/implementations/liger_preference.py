@@ -21,6 +21,7 @@ from parity.implementations.implementation import (
 )
 from parity.implementations.liger import NO_SCALE, NO_SOFTCAP
 from parity.implementations.liger_grpo import NEEDED
+from parity.implementations.trl_preference import UNSMOOTHED
 from parity.judge.recipe import Recipe
 
 MODULE = "liger_kernel.chunked_loss"
@@ -97,6 +98,7 @@ _offer(
         }
     ),
     _method("dpo"),
+    UNSMOOTHED,
     only("no such loss type", lambda s: s.loss_type not in ("ipo", "aot", "aot_unpaired", "sigmoid_norm")),
     only("no f-divergence", lambda s: s.divergence == "reverse_kl"),
     only("no ld_alpha", lambda s: s.ld_alpha == 1.0),

@@ -18,6 +18,7 @@ from parity.upstream import trl
 FIELDS: dict[str, Any] = {"family": "preference", "role": "reference", "library": "trl"}
 PLAIN: dict[str, Any] = FIELDS | {"recipe": plain.narrow, "contexts": EVERY_CONTEXT}
 NO_NLL = only("the likelihood is the trainer's", lambda s: s.nll == 0.0)
+UNSMOOTHED = only("DPO's sigmoid is not smoothed", lambda s: not (s.loss_type == "sigmoid" and s.smoothing))
 NO_TEMPERATURE = only("no temperature parameter", lambda s: s.temperature == 1.0)
 
 
@@ -130,7 +131,7 @@ NO_MEAN = only("no mean of log-probs", lambda s: not s.average)
 @implementation(
     "trl.DPOTrainer",
     sources=("trl.trainer.dpo_trainer.DPOTrainer._compute_loss",),
-    limits=(only("dpo only", lambda s: s.method == "dpo"), NO_MEAN, NO_TEMPERATURE, _fused("DPOTrainer")),
+    limits=(only("dpo only", lambda s: s.method == "dpo"), NO_MEAN, NO_TEMPERATURE, UNSMOOTHED, _fused("DPOTrainer")),
     rejects=(
         only(
             "hinge and the likelihood have no weights",

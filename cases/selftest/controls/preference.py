@@ -120,7 +120,7 @@ def dpo(c: Work) -> torch.Tensor:
     e, one = s.smoothing, torch.ones_like(z)
     p = torch.sigmoid(z)
     return {
-        "sigmoid": lambda: sure(z, 0.0),
+        "sigmoid": lambda: sure(z, e),
         "hinge": lambda: (1 - z).clamp(min=0),
         "ipo": lambda: (each - 0.5 / s.beta).square(),
         "exo_pair": lambda: p * (-softplus(-z) - (one - e).log()) - (1 - p) * (softplus(z) + (one * e).log()),

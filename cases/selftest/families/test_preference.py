@@ -49,6 +49,28 @@ def test_frozen_cases_of_dpo_s_own_loss_away_from_log_2(name):
         assert {r.verdict for r in rows if r.quantity in ("loss", "grad_hidden")} == {verdict}
 
 
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_dpo_s_own_loss_may_be_smoothed(share):
+    """Conservative DPO was called wrong, "smoothing means nothing beside the other settings". TRL and Liger do not smooth it."""
+
+    def cdpo(hidden, weight, ids, ref_hidden, ref_weight, beta, smoothing=0.0):
+        def summed(h, w):
+            table = (h.float() @ w.float().T).log_softmax(-1)
+            return (table.gather(-1, ids.clamp(min=0)[..., None])[..., 0] * (ids != IGNORE_INDEX)).sum(-1)
+
+        chosen, rejected = (summed(hidden, weight) - summed(ref_hidden, ref_weight).detach()).chunk(2)
+        z, e = beta * (chosen - rejected), share * smoothing
+        return (-(1 - e) * torch.nn.functional.logsigmoid(z) - e * torch.nn.functional.logsigmoid(-z)).mean()
+
+    mine = user.from_function(cdpo, "my.py:cdpo", [FAMILY])
+    for smoothing in (0.0, 0.3):
+        case = Case("preference", 4, "fp32", {"B": 4, "smoothing": smoothing})
+        rows = run_case(case, [mine], thorough=share == 1.0)
+        assert any(r.failing for r in rows) == (share * smoothing != smoothing)
+    every = [i for i in load().values() if i.family == "preference" and i.library]
+    assert {r.verdict for r in run_case(case, every, thorough=False)} == {"unsupported"}
+
+
 @pytest.mark.parametrize("name", KTO_PARTS)
 def test_each_sum_of_kto_is_judged(name):
     """They are what its trainer logs; the loss alone was looked at."""
