@@ -176,7 +176,7 @@ def tolerance(
             continue
         rtol = 6 * UNIT_ROUNDOFF[NAMES[dtype]]
         errors = (problem.oracle.replicas(recipe, CONFIRMATION)[name] - exact).abs() - rtol * exact.abs()
-        beyond = errors.clamp(min=0.0).flatten(1).amax(1) if exact.numel() else torch.zeros(1)
+        beyond = errors.clamp(min=0.0).reshape(len(errors), -1).amax(1) if exact.numel() else torch.zeros(1)
         atol = max(
             MAX * float(beyond.square().mean().sqrt()), WORST * float(beyond.max()), 2 * HALF_SUBNORMAL[NAMES[dtype]]
         )

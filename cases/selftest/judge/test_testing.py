@@ -366,6 +366,13 @@ def test_tolerances_let_right_code_pass_and_wrong_code_not():
             torch.testing.assert_close(wrong, exact, atol=atol, rtol=rtol)
 
 
+def test_a_tolerance_of_a_scalar():
+    """A loss had none: a dimension was asked of it that it has not."""
+    x = drawn(torch.float32, x=X)["x"]
+    (atol, rtol), (of_x, _) = (tolerance(lambda x: x.square().mean(), {"x": x})[n] for n in ("output", "grad_x"))
+    assert 0 < atol < 1e-5 and 0 < of_x < 1e-5 and rtol == 6 * 2.0**-24
+
+
 @pytest.mark.parametrize(
     ("definition", "said"),
     [
