@@ -241,7 +241,10 @@ def _judge(
     else:  # no coarser than the recipe says
         asked, came = DTYPES.get(recipe.output, value.dtype), value.dtype
         dtype = asked if came in NAMES and UNIT_ROUNDOFF[NAMES[came]] > UNIT_ROUNDOFF[NAMES[asked]] else came
-    return judge(value, problem.oracle.unit(name, recipe, count, finer), dtype)
+    found = judge(value, problem.oracle.unit(name, recipe, count, finer), dtype)
+    if found.agrees or name.startswith("grad_") or dtype == value.dtype or value.dtype != DTYPES[problem.dtype]:
+        return found
+    return dataclasses.replace(found, message=f"{found.message}; Recipe(…, output='input') allows it")
 
 
 def _judge_exact(problem: Problem, name: str, value: torch.Tensor, recipe: Recipe, count: int) -> Judgement:

@@ -366,6 +366,18 @@ def test_tolerances_let_right_code_pass_and_wrong_code_not():
             torch.testing.assert_close(wrong, exact, atol=atol, rtol=rtol)
 
 
+def test_a_recipe_whose_results_are_float32_says_how_to_allow_others():
+    """The recipe that docs/testing.md names for `tl.dot`, declared for a kernel with bf16 results."""
+    inputs = drawn(torch.bfloat16, x=X, w=(96, 4))
+
+    def product(x, w):
+        return (x.float() @ w.float()).to(x.dtype)
+
+    found = check_parity(product, lambda x, w: x @ w, inputs, recipe=Recipe(matmul="tf32-truncated"))
+    assert found.wrong["output"].message == "dtype bf16, expected fp32; Recipe(…, output='input') allows it"
+    assert_parity(product, lambda x, w: x @ w, inputs, recipe=Recipe(matmul="tf32-truncated", output="input"))
+
+
 def test_a_tolerance_of_a_scalar():
     """A loss had none: a dimension was asked of it that it has not."""
     x = drawn(torch.float32, x=X)["x"]
