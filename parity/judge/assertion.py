@@ -103,6 +103,25 @@ def check_parity(
     seed: int = 0,
 ) -> Parity:
     """The record of the same judgement as `assert_parity`, which has the arguments; nothing is raised for a disagreement."""
+    _, explained = verdict(**locals())
+    return explained()
+
+
+def verdict(
+    function: Any = None,
+    definition: Any = None,
+    inputs: Any = None,
+    *,
+    actual: Any = None,
+    grad: Any = None,
+    also: Sequence[Any] = (),
+    in_place: Any = (),
+    recipe: Recipe | None = None,
+    cotangent: Any = None,
+    protocol: str | Collection[str] = "default",
+    seed: int = 0,
+) -> tuple[Parity, Callable[[], Parity]]:
+    """The record without what explains a disagreement, which costs many times the verdict, and what makes the whole one."""
     began = time.perf_counter()
     if definition is None or inputs is None:
         raise ValueError("assert_parity needs a definition and inputs: assert_parity(kernel, definition=f, inputs={…})")
@@ -129,28 +148,33 @@ def check_parity(
         broken = dataclasses.replace(calls, agrees=agrees).broken(asked, values)
         if "repeated" in asked and not broken:
             broken = _later(calls, values, recipe)
-    kind = explained = None
-    looks: dict[str, list[str]] = {}
-    if wrong:
-        explained = _explained(problem, values, recipe, quantities)
-        looks = {
-            n: hints(v, problem.oracle.exact[n], problem.tensors, problem.inputs, quantities[n].place)
-            for n, v in wrong.items()
-        }
-        if any(looks.values()):
-            explained = None  # coarser rounding is spread over all entries, is no factor, and is more than float32's
-        kind = "precision" if _in_float32(function, problem, wrong, explained) else "logic"
-    return Parity(
+    parity = Parity(
         function=_name(function) if function is not None else "actual",
         quantities=quantities,
-        kind=kind,
-        explained_by=explained,
-        hints=looks,
+        kind=None,
+        explained_by=None,
+        hints={},
         protocol=(*(calls.changed if "inputs" in asked else ()), *broken),
         recipe=recipe.describe(),
         inputs=_described(problem),
         seconds=time.perf_counter() - began,
     )
+
+    def explained() -> Parity:
+        if not wrong:
+            return parity
+        by = _explained(problem, values, recipe, quantities)
+        looks = {
+            n: hints(v, problem.oracle.exact[n], problem.tensors, problem.inputs, quantities[n].place)
+            for n, v in wrong.items()
+        }
+        if any(looks.values()):
+            by = None  # coarser rounding is spread over all entries, is no factor, and is more than float32's
+        kind = "precision" if _in_float32(function, problem, wrong, by) else "logic"
+        seconds = time.perf_counter() - began
+        return dataclasses.replace(parity, kind=kind, explained_by=by, hints=looks, seconds=seconds)
+
+    return parity, explained
 
 
 def tolerance(

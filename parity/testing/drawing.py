@@ -9,6 +9,7 @@ def test_rms_norm(case):
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from parity.judge.assertion import Parity, check_parity, raise_unless
+from parity.judge.assertion import Parity, raise_unless, verdict
 from parity.judge.problem import UPSTREAM
 from parity.judge.recipe import DTYPES
 from parity.judge.values import integers, normal, uniform
@@ -203,43 +204,44 @@ class Case:
 
     def check_parity(self, function: Any, definition: Any, **more: Any) -> Parity:
         """The record of the judgement on this case; arguments as of `parity.testing.check_parity`."""
+        return self._verdict(function, definition, more)[1]()
+
+    def _verdict(self, function: Any, definition: Any, more: Any) -> tuple[Parity, Callable[[], Parity]]:
         leaves = None if self.grad == "all" else () if self.grad == "none" else (self.grad,)
         given = {"grad": leaves, "cotangent": self.upstream, "seed": self.seed} | more
-        return check_parity(function, definition, self.inputs, **given)
+        return verdict(function, definition, self.inputs, **given)
 
     def assert_parity(self, function: Any, definition: Any, **more: Any) -> None:
         """Raise `ParityError` of the smallest case that fails in the same way, with its id; a crash has the id as a note."""
         __tracebackhide__ = True
-        parity, crash = self._tried(function, definition, more)
-        if crash is not None:
+        try:
+            parity, explained = self._verdict(function, definition, more)
+        except Exception as crash:
             crash.add_note(f"case {self}")
-            raise crash
-        assert parity is not None
+            raise
         smallest, hypothesis = self, sys.modules.get("hypothesis")
         if not parity.agrees and not (hypothesis and hypothesis.currently_in_test_context()):  # which shrinks by itself
-            smallest, parity = self._smallest(function, definition, more, parity)
-        raise_unless(dataclasses.replace(parity, case=str(smallest)))
+            smallest, explained = self._smallest(function, definition, more, parity.failing, explained)
+        raise_unless(dataclasses.replace(explained(), case=str(smallest)))
 
-    def _tried(self, function: Any, definition: Any, more: Any) -> tuple[Parity | None, Exception | None]:
-        try:
-            return self.check_parity(function, definition, **more), None
-        except Exception as error:
-            return None, error
-
-    def _smallest(self, function: Any, definition: Any, more: Any, parity: Parity) -> tuple[Case, Parity]:
-        """A case that is simpler in every respect and fails in the same quantity or the same part of the protocol."""
-        case, seen, wanted, going = self, {str(self)}, parity.failing, True
+    def _smallest(
+        self, function: Any, definition: Any, more: Any, wanted: set[str], explained: Callable[[], Parity]
+    ) -> tuple[Case, Callable[[], Parity]]:
+        """A case that is simpler in every respect and fails in the same quantity or the same part of the protocol; what
+        explains it."""
+        case, seen, going = self, {str(self)}, True
         while going:
             going = False
             for other in case._simpler():
                 if str(other) in seen or len(seen) > TRIES:
                     continue
                 seen.add(str(other))
-                found, _ = other._tried(function, definition, more)
-                if found is not None and wanted & found.failing:
-                    case, parity, going = other, found, True
-                    break
-        return case, parity
+                with contextlib.suppress(Exception):  # a crash is another failure
+                    found, why = other._verdict(function, definition, more)
+                    if wanted & found.failing:
+                        case, explained, going = other, why, True
+                        break
+        return case, explained
 
     def _simpler(self) -> Iterator[Case]:
         for name, size in self.sizes.items():

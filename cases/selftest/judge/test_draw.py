@@ -7,6 +7,7 @@ import torch
 from cases.selftest.judge.operations import OPERATIONS, hand_rms
 from cases.selftest.mutants.steps import through
 from fixtures import warm
+from parity.judge import assertion
 from parity.testing import ParityError, draw, index, tensor
 from parity.testing import definitions as D
 from parity.testing.drawing import LAYOUTS, REPEATS, VALUES
@@ -145,6 +146,20 @@ def test_a_fault_is_found_and_shrunk_to_an_id(fault):
     assert not smallest.check_parity(fault, D.rms_norm, protocol="none").agrees
     simpler = [c for c in map(str, smallest._simpler()) if c != str(smallest)]
     assert all(RMS.case(c).check_parity(fault, D.rms_norm, protocol="none").agrees for c in simpler)
+
+
+def test_a_failure_is_explained_once(monkeypatch):
+    """An explanation costs many times the verdict; every smaller case that failed had one."""
+    asked = []
+    monkeypatch.setattr(assertion, "_explained", lambda *a, of=assertion._explained: asked.append(a) or of(*a))
+    case = RMS.case("bf16/N:7/H:17/eps:1e-06/x:plain+sliced/upstream:random/grad:all/seed:3")
+    with pytest.raises(ParityError) as failure:
+        case.assert_parity(loses_a_tail, D.rms_norm)
+    assert len(asked) == 1
+    found = failure.value.parity
+    whole = RMS.case(found.case).check_parity(loses_a_tail, D.rms_norm)
+    assert whole.kind == "logic" and f"  case     {found.case}\n" in found.message
+    assert whole.message == found.message.replace(f"  case     {found.case}\n", "")
 
 
 def test_a_repeated_index_and_a_crash():
