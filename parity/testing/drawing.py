@@ -84,7 +84,7 @@ class Tensor:
 
 _STYLES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
     "plain": lambda x, seed, name: x,
-    "offset": lambda x, seed, name: x + 30,
+    "offset": lambda x, seed, name: x + math.copysign(30, float(uniform(seed, name + "o", (1,))) - 0.5),
     "ties": lambda x, seed, name: (x * 2).round() / 2,
     "wide": lambda x, seed, name: (
         x * 2.0 ** (12 * uniform(seed, name + "w", x.shape[:1]).view(-1, *[1] * (x.dim() - 1)) - 8) if x.dim() else x
@@ -110,8 +110,8 @@ def tensor(
         dims: names of dimensions, or sizes.
         around: what is added to its values, which are bell-shaped around 0.
         scale: their standard deviation.
-        values: which of `VALUES` are drawn; ("extreme",) for the ends of the exponent.
-        layouts: which of `LAYOUTS` are drawn; ("contiguous",) for a kernel that takes no others.
+        values: which of `VALUES` are drawn besides "plain"; ("extreme",) for the ends of the exponent.
+        layouts: which of `LAYOUTS` are drawn, "contiguous" always; that alone for a kernel that takes no others.
         dtype: "fp32" where it is in float32 whatever the case's dtype.
         then: (float64 tensor) -> tensor, such as `lambda x: x.log_softmax(-1)`.
     """
@@ -135,7 +135,7 @@ def index(
 def _of(given: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     if odd := [name for name in given if name not in known]:
         raise ValueError(f"{odd[0]!r} is not among {', '.join(known)}")
-    return tuple(given)
+    return tuple(dict.fromkeys((known[0], *given)))
 
 
 def laid(x: torch.Tensor, layout: str | None) -> torch.Tensor:
@@ -224,24 +224,17 @@ class Case:
             smallest, explained = self._smallest(function, definition, more, parity.failing, explained)
         raise_unless(dataclasses.replace(explained(), case=str(smallest)))
 
-    def _smallest(
-        self, function: Any, definition: Any, more: Any, wanted: set[str], explained: Callable[[], Parity]
-    ) -> tuple[Case, Callable[[], Parity]]:
-        """A case that is simpler in every respect and fails in the same quantity or the same part of the protocol; what
-        explains it."""
-        case, seen, going = self, {str(self)}, True
-        while going:
-            going = False
-            for other in case._simpler():
-                if str(other) in seen or len(seen) > TRIES:
-                    continue
+    def _smallest(self, function: Any, definition: Any, more: Any, wanted: set[str], why: Any) -> tuple[Case, Any]:
+        """A simpler case that fails in the same quantity or the same part of the protocol, and what explains it."""
+        case, seen, others = self, {str(self)}, self._simpler()
+        while (other := next(others, None)) is not None and len(seen) <= TRIES:
+            if str(other) not in seen:
                 seen.add(str(other))
                 with contextlib.suppress(Exception):  # a crash is another failure
-                    found, why = other._verdict(function, definition, more)
+                    found, explained = other._verdict(function, definition, more)
                     if wanted & found.failing:
-                        case, explained, going = other, why, True
-                        break
-        return case, explained
+                        case, why, others = other, explained, other._simpler()
+        return case, why
 
     def _simpler(self) -> Iterator[Case]:
         for name, size in self.sizes.items():
@@ -278,7 +271,7 @@ class Description:
         return [word if re.fullmatch(r"[\w.+-]+", word) else f"[{i}]" for i, word in enumerate(words)]
 
     def cases(self, count: int = 24) -> list[Case]:
-        """`count` cases, the same each time; each dimension's sizes, values and layouts are dealt like cards."""
+        """`count` cases, the same each time; sizes, layouts, and values within each dtype, are dealt like cards."""
         return [self._dealt(i, functools.partial(_in_turn, self.seed, i)) for i in range(count)]
 
     def parametrize(self, count: int = 24, also: Sequence[str] = ()) -> Any:
@@ -301,7 +294,7 @@ class Description:
 
         @st.composite
         def cases(draw: Any) -> Case:
-            return self._dealt(draw(st.integers(0, 1 << 16)), lambda _, choices: draw(st.sampled_from([*choices])))
+            return self._dealt(draw(st.integers(0, 1 << 16)), lambda _, some, each=1: draw(st.sampled_from([*some])))
 
         return cases()
 
@@ -329,36 +322,41 @@ class Description:
         except (KeyError, ValueError, IndexError) as error:
             raise ValueError(f"{id!r} is no id of this description: {error}") from error
 
-    def _dealt(self, seed: int, pick: Callable[[str, Sequence[Any]], Any]) -> Case:
-        """`pick`: (name of a dimension, its choices) -> one of them."""
-        sizes = {
-            n: pick(n, [s for s in (low, *SIZES, high) if low <= s <= high]) for n, (low, high) in self.sizes.items()
-        }
+    def _dealt(self, seed: int, pick: Callable[..., Any]) -> Case:
+        """`pick`: (name of a dimension, its choices, of how many cases in turn each has one) -> one of them."""
+        # of 24 cases two have a size of 1, once beside others above it, and two one of 0
+        ones = {n: 1 for n, (low, high) in self.sizes.items() if low <= 1 < high}
+        edges = [ones, *({n: 1} for n in ones), *2 * [{n: 0} for n, (low, _) in self.sizes.items() if low == 0]]
+        edge, dtype = pick("edge", edges + [{}] * max(24 - len(edges), len(edges))), pick("dtype", self.dtypes)
+        sizes = {}
+        for n, (low, high) in self.sizes.items():
+            sizes[n] = edge.get(n, pick(n, [s for s in (low, *SIZES, high) if max(low, 2) <= s <= high] or [high]))
         for name in sorted(sizes, key=lambda n: -sizes[n])[1:]:  # the longest stays
             while any(math.prod(t.shape(sizes)) > LARGEST for t in self.tensors.values()) and sizes[name] > 1:
                 sizes[name] = max(1, sizes[name] // 2)
-        floating = [n for n, t in self.tensors.items() if t.below is None]
-        values = {n: pick(f"{n} values", ("plain", *t.values)) for n, t in self.tensors.items()}
-        layouts = {n: pick(f"{n} layout", ("contiguous", *t.layouts)) for n, t in self.tensors.items()}
+        floating, each = [n for n, t in self.tensors.items() if t.below is None], len(self.dtypes)
+        values = {n: pick(f"{n} values {dtype}", t.values, each) for n, t in self.tensors.items()}
+        layouts = {n: pick(f"{n} layout", t.layouts) for n, t in self.tensors.items()}
+        asked = [("random", n) for n in ("all", *floating)] + [(u, "all") for u in UPSTREAM] + [("ones", "none")]
+        asked = [("random", "all")] if 1 in edge.values() else asked
+        upstream, grad = pick(f"upstream {dtype}", asked, each)
         return Case(
             self,
-            pick("dtype", self.dtypes),
+            dtype,
             sizes,
             {n: pick(n, v) for n, v in self.options.items()},
             {n: v for n, v in values.items() if v != "plain"},
             {n: v for n, v in layouts.items() if v != "contiguous"},
-            pick("upstream", ("random", *UPSTREAM)),
-            pick("grad", ("all", "all", *floating, "none")),
+            upstream,
+            grad,
             seed,
         )
 
 
-def _in_turn(seed: int, number: int, name: str, choices: Sequence[Any]) -> Any:
+def _in_turn(seed: int, number: int, name: str, choices: Sequence[Any], each: int = 1) -> Any:
     """The choice of this number: all come, in an order of their own, before one comes again."""
-    round_, place = divmod(number, len(choices))
-    order = list(range(len(choices)))
-    random.Random(f"{seed}/{name}/{round_}").shuffle(order)
-    return choices[order[place]]
+    round_, place = divmod(number // each, len(choices))
+    return random.Random(f"{seed}/{name}/{round_}").sample(choices, len(choices))[place]
 
 
 def draw(

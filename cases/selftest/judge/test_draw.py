@@ -1,5 +1,7 @@
 """Drawn inputs: what a description covers, ids that hold a case, and failures that shrink to the smallest one."""
 
+import dataclasses
+
 import hypothesis
 import pytest
 import torch
@@ -55,6 +57,29 @@ def test_a_few_dozen_cases_cover_what_breaks_kernels():
     assert all(t.numel() <= 1 << 16 for c in cases for t in (c.inputs["x"], c.inputs["weight"]))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_twenty_four_cases_meet_each_other(seed):
+    """Dtype, values, sizes and gradients were dealt without each other: a third of the values never came in a dtype, and the one
+    row of one had no gradient."""
+    cases = dataclasses.replace(RMS, seed=seed).cases()
+    assert len({(c.dtype, c.values.get("x", "plain")) for c in cases}) == 24
+    moved = [c for c in cases if c.grad in ("all", "x") and c.upstream != "zeros" and c.sizes["N"]]
+    assert len(moved) >= 13 and len({(c.dtype, c.upstream) for c in moved}) >= 7
+    assert sum(not c.sizes["N"] for c in cases) == 2
+    for name, other in ("NH", "HN"):
+        ones = [c for c in cases if c.sizes[name] == 1]
+        assert len(ones) == 2 and any(c.sizes[other] > 1 for c in ones)
+        assert all((c.upstream, c.grad) == ("random", "all") for c in ones)
+    short = draw(x=tensor("N", "H"), sizes={"N": (0, 3), "H": (1, 4)}, seed=seed).cases()
+    assert sum(not c.sizes["N"] for c in short) == 2
+
+
+def test_values_far_from_zero_are_low_ones_too():
+    """A largest value that begins at 0 is right of high ones."""
+    far = [c.inputs["x"].float().mean() for c in RMS.cases(60) if c.values.get("x") == "offset" and c.sizes["N"]]
+    assert min(far) < -20 and max(far) > 20
+
+
 def test_drawn_ids_may_be_changed():
     """A cross entropy that divides by all rows agrees until some targets are ignored."""
     ignored = {"then": lambda ids: ids.where(ids % 5 > 0, -100)}
@@ -63,7 +88,7 @@ def test_drawn_ids_may_be_changed():
         return torch.nn.functional.cross_entropy(logits.float(), target, reduction="sum") / max(1, len(target))
 
     for more, agree in (({}, True), (ignored, False)):
-        sizes = {"N": (5, 64), "V": (5, 64)}
+        sizes = {"N": (15, 64), "V": (5, 64)}
         drawn = draw(logits=tensor("N", "V"), target=index("N", below="V", values=("plain",), **more), sizes=sizes)
         found = [case.check_parity(by_all_rows, D.cross_entropy, protocol="none") for case in drawn.cases(3)]
         assert all(parity.agrees == agree for parity in found)
@@ -99,7 +124,8 @@ def test_values_at_the_ends_of_the_exponent(dtype):
 
 
 def ignores_strides(x, weight, eps):
-    memory = torch.as_strided(x, x.shape, (x.shape[-1], 1), x.storage_offset()) if x.numel() else x
+    dense = x.numel() and 0 not in x.stride()
+    memory = torch.as_strided(x, x.shape, (x.shape[-1], 1), x.storage_offset()) if dense else x
     return hand_rms(memory, weight, eps)
 
 
