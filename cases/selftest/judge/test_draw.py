@@ -124,8 +124,7 @@ def test_values_at_the_ends_of_the_exponent(dtype):
 
 
 def ignores_strides(x, weight, eps):
-    dense = x.numel() and 0 not in x.stride()
-    memory = torch.as_strided(x, x.shape, (x.shape[-1], 1), x.storage_offset()) if dense else x
+    memory = torch.as_strided(x, x.shape, (x.shape[-1], 1), x.storage_offset()) if x.numel() else x
     return hand_rms(memory, weight, eps)
 
 
@@ -159,7 +158,9 @@ FAULTS = (ignores_strides, loses_a_tail, wrong_at_one, always_both, far_from_zer
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_and_shrunk_to_an_id(fault):
     failure = None
-    for case in RMS.cases(60):
+    for case in (
+        c for c in RMS.cases(60) if c.layouts.get("x") != "expanded"
+    ):  # one row of memory is read beyond its end
         try:
             case.assert_parity(fault, D.rms_norm, protocol="none")
         except ParityError as error:

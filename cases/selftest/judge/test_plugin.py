@@ -21,7 +21,7 @@ from parity.testing import assert_parity, definitions as D
 def test_right(case):
     case.assert_parity(hand_rms, D.rms_norm)
 
-@RMS.parametrize(6)
+@RMS.parametrize(5, also=["fp32/N:5/H:7/eps:1e-06/x:plain+sliced/upstream:random/grad:all/seed:3"])
 def test_wrong(case):
     case.assert_parity(ignores_strides, D.rms_norm, protocol="none")
 
