@@ -42,13 +42,22 @@ SETTINGS = head.SETTINGS | {
         "sigmoid", "loss of a pair or a completion", tuple(dict.fromkeys(sum(LOSS_TYPES.values(), ())))
     ),
     "beta": Setting(0.1, "β, times log-ratios; ORPO: times the odds ratio's loss", within="(0, inf)"),
-    "average": Setting(False, "log-probs of a completion: the mean of its tokens, not their sum", (False, True)),
+    "average": Setting(
+        False,
+        "log-probs of a completion: the mean of its tokens, not their sum; of DPO but ipo and sigmoid_norm, of CPO's sigmoid and "
+        "hinge, and of KTO; the others are of means",
+        (False, True),
+    ),
     "nll": Setting(0.0, "weight of the chosen tokens' negative log-likelihood"),
-    "smoothing": Setting(0.0, "share of labels taken to be wrong", within="[0, 0.5)"),
+    "smoothing": Setting(
+        0.0, "share ε of labels taken to be wrong; TRL and Liger have none in DPO's sigmoid", within="[0, 0.5)"
+    ),
     "gamma": Setting(0.5, "margin of SimPO"),
     "tau": Setting(0.05, "temperature of discopop", within="(0, inf)"),
     "divergence": Setting("reverse_kl", "DPO: f of f-DPO", DIVERGENCES),
-    "alpha": Setting(0.5, "exponent of alpha_divergence", within="(0, inf)"),
+    "alpha": Setting(
+        0.5, "α of alpha_divergence, (1 - u^-α)/α as in f-DPO's paper; TRL 1.16's is 1 - α", within="(0, inf)"
+    ),
     "ld_alpha": Setting(1.0, "DPO: weight of the tokens behind the shorter completion's length (LD-DPO)"),
     "weighting": Setting(False, "DPO: a pair times its WPO weight", (False, True)),
     "reference": Setting("head", "the reference's hidden states and head, or none: log-probs 0", ("head", "none")),
