@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +42,10 @@ def hints(
     found = patterns(value.detach(), exact, _sizes(tensors, inputs), worst)
     if 0 < (share := float((v - o).abs().amax() / o.abs().amax().clamp(min=1e-300))) < ROUNDING:
         found.append(f"at most {share:.1g} of the largest entry: is it another correct formula? also=(…) takes one")
+    short = o.abs() - v.abs()  # a truncation takes up to a unit, and never adds
+    cut = value.dtype == torch.bfloat16 and float(((short >= 0) & (short <= ROUNDED * o.abs())).double().mean())
+    if cut > NEARLY_ALL and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        found.append("Triton's interpreter truncates to bfloat16 where hardware rounds: judge bfloat16 on a GPU")
     return found
 
 

@@ -378,6 +378,18 @@ def test_a_recipe_whose_results_are_float32_says_how_to_allow_others():
     assert_parity(product, lambda x, w: x @ w, inputs, recipe=Recipe(matmul="tf32-truncated", output="input"))
 
 
+@pytest.mark.parametrize(("interprets", "factor", "told"), [("1", 1.0, True), ("0", 1.0, False), ("1", 1.1, False)])
+def test_a_result_that_triton_s_interpreter_may_have_truncated(monkeypatch, interprets, factor, told):
+    monkeypatch.setenv("TRITON_INTERPRET", interprets)
+    monkeypatch.setitem(sys.modules, "triton", sys)
+
+    def truncated(x):
+        return ((x.float().exp() * factor).view(torch.int32) & -0x10000).view(torch.float32).bfloat16()
+
+    found = check_parity(truncated, torch.exp, drawn(torch.bfloat16, x=(32, 96)), grad=(), protocol="none")
+    assert not found.agrees and any("truncates" in hint for hint in found.hints["output"]) == told
+
+
 def test_a_tolerance_of_a_scalar():
     """A loss had none: a dimension was asked of it that it has not."""
     x = drawn(torch.float32, x=X)["x"]
