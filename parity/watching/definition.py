@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.judge.shaken import Shaken, unit
+from parity.judge.shaken import Rounded, Shaken, unit
 from parity.rollouts.scoring import CHUNK, LIMIT, drops, rows_of, tables, undisturbed
 from parity.testing.definitions import jsd, kl
 from parity.trainers.definitions.micro_batch import Define, Loss, accumulation, loss_mask
@@ -21,6 +21,9 @@ OPERATIONS, CANCELLED = 64, 8
 """Roundings that a gradient may be off by: of its own size in the log-probs' dtype; of the largest's in float32, of terms that
 cancel. In 16 bits the shaken log-probs move such terms further than the second would, and rows of other lengths are smaller."""
 DRAWS = 4  # shaken evaluations of a definition
+BETWEEN = 8
+"""By which what float32 makes of a definition's own operations is multiplied: a saturated 1 - σ is off by σ's rounding, however
+small its slope. Torch's functions are off by up to two ulps, 4u; of 4 numbers uniform in ±u one is beyond u/2, but once in 16."""
 
 
 def slopes(of: Define, logps: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,19 +37,27 @@ def slopes(of: Define, logps: Tensor) -> tuple[Tensor, Tensor]:
 
 def faults(trainer: Any, loss: Loss, logps: Tensor, found: Tensor, value: float | None) -> tuple[str, list[str]] | None:
     """Where the gradients `found` (B, T) of the log-probs, or the loss, are not the definition's: which, and what they are, if
-    that is known. Allowed is what rounding of log-probs, `OPERATIONS` times their unit, makes of them."""
+    that is known. Allowed is what rounding of log-probs, `OPERATIONS` times their unit, and of operations between makes of
+    them, and that each term is flushed to 0 below float32's smallest normal number."""
     lp, u = logps.double().cpu(), OPERATIONS * unit(logps.dtype)
     exact, slope = slopes(loss.of, lp)
     random = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (DRAWS, *lp.shape), generator=random).double() * 2 - 1
     near = [slopes(loss.of, lp + u * (1 + lp.abs()) * sign) for sign in signs]
-    own = u * slope.abs() + CANCELLED * unit(torch.float32) * slope.abs().amax() + 1e-30
+    between = []
+    for seed in range(DRAWS):
+        with Rounded(seed):
+            between.append(slopes(loss.of, lp))
+    flushed = torch.finfo(torch.float32).smallest_normal * lp.numel()
+    own = u * slope.abs() + CANCELLED * unit(torch.float32) * slope.abs().amax() + flushed
+    own = own + BETWEEN * torch.stack([(x - slope).abs() for _, x in between]).amax()
     bound = torch.stack([(x - slope).abs() for _, x in near]).amax(0) + own
     if bool(((found - slope).abs() > bound).any()):
         return f"gradients of the log-probs are not those of {loss.name}", _named(
             trainer, loss, lp, found, slope, bound
         )
     allowed = max(float((x - exact).abs()) for x, _ in near) + u * float(exact.abs() + slope.abs().sum() + loss.size)
+    allowed += flushed + BETWEEN * max(float((x - exact).abs()) for x, _ in between)
     if value is None or not loss.valued or abs(value - float(exact)) <= allowed:
         return None
     return f"the loss that is logged is {value:.6g}", [f"{_times(value, float(exact))}; gradients are right"]

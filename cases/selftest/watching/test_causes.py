@@ -190,6 +190,27 @@ def test_clipped_terms_that_cancel_are_rounded_at_their_size(size, silent):
     assert (definition.faults(None, loss, still, still.double(), 5e-4 + 5e-9) is None) == silent
 
 
+@pytest.mark.parametrize("margin", [5.0, 12.0, 16.0, 25.0, 100.0])
+def test_a_saturated_loss_is_off_by_the_rounding_of_its_own_operations(margin):
+    """KTO's 1 - sigmoid in float32."""
+    counted = SimpleNamespace(gradient_accumulation_steps=1), SimpleNamespace(num_processes=1)
+    trainer = SimpleNamespace(args=counted[0], accelerator=counted[1])
+    logps = -torch.tensor([[1.1, 2.2, 2.7], [1.0, 2.0, 3.1]])
+    ref = torch.tensor([-2 * margin - 6, -2 * margin - 5])
+    loss = Loss("kto", lambda lp: (1 - (0.5 * (lp.sum(1) - ref)).sigmoid()).mean(), torch.ones(2, 3))
+    value, slope = definition.slopes(loss.of, logps)
+    assert definition.faults(trainer, loss, logps, slope.double(), float(value)) is None
+    doubled = definition.faults(trainer, loss, logps, 2 * slope.double(), None)
+    assert (doubled is None) == (margin > 14)  # slopes below the rounding
+
+
+def test_what_float32_flushes_to_0_is_no_other_loss():
+    logps = torch.zeros(1, 3)
+    loss = Loss("forward_kl", lambda lp: (lp - 720).exp().sum(), torch.ones(1, 3))
+    assert definition.faults(None, loss, logps, logps.double(), 0.0) is None
+    assert definition.faults(None, loss, logps, logps.double(), 1e-30) is not None
+
+
 def test_stale_weights_are_told_by_their_age(tmp_path):
     first = models.model("llama")
     watch, _ = watched(grpo(functools.partial(sampler, model=first), learning_rate=0.1), tmp_path)
