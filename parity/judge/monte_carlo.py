@@ -34,7 +34,7 @@ _EXACT = frozenset(
     new_empty ones zeros full full_like scalar_tensor empty_like empty amax amin max min cat stack split
     split_with_sizes unbind as_strided index_put embedding embedding_dense_backward sort topk
     nan_to_num flip roll round floor ceil heaviside unfold constant_pad_nd value_selecting_reduction_backward repeat
-    expand_copy arange rand tril triu diagonal diagonal_backward""".split()
+    expand_copy arange rand tril triu diagonal diagonal_backward histc bincount""".split()
 )
 
 _COMPARING = frozenset(

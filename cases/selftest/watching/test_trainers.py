@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cases.selftest.watching.runs import of, watched
+from parity.judge.shaken import Shaken
 from parity.rollouts import scoring
 
 SCORED = ("rloo-trainer", "online-dpo-trainer", "dpo-trainer", "kto-trainer", "sft-trainer")
@@ -128,3 +129,10 @@ def test_terms_of_a_gradient_that_cancel_are_rounded_at_their_size(tmp_path):
     """β(σ'(βΔ) - σ'(βd)) of apo_down's chosen completions: near 0 after one update, each term rounded in float32."""
     watch, _ = watched(of("dpo-trainer", loss_type=["apo_down"], dtype=torch.bfloat16), tmp_path)
     assert not watch.findings
+
+
+def test_how_many_tokens_an_expert_has_is_exact():
+    experts = torch.tensor([0.0, 3.0, 3.0, 1.0] * 50)
+    with Shaken(0):
+        counted = torch.histc(experts, 4, 0, 3), experts.long().bincount()
+    assert [x.tolist() for x in counted] == [[50, 50, 0, 100]] * 2
