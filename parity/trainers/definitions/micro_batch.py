@@ -4,6 +4,7 @@ Masks, advantages, references and settings are the trainer's own; what the losse
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -41,18 +42,22 @@ def _exact(x: Any) -> Any:
     return x.detach().double().cpu() if torch.is_tensor(x) else None
 
 
+def _setting(trainer: Any, name: str, absent: Any = None) -> Any:
+    """The trainer's own, which may change as it trains, or the config's."""
+    return getattr(trainer, name, getattr(trainer.args, name, absent))
+
+
 def _grpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, items: Any) -> Loss:
     """`parity.families.policy_losses.losses`."""
     args = trainer.args
     absent = {"importance_sampling_level": "token", "use_bias_correction_kl": False, "max_completion_length": 1}
-    s = SimpleNamespace(**{n: getattr(args, n, absent.get(n)) for n in CONFIG_FIELDS})
+    s = SimpleNamespace(**{n: _setting(trainer, n, absent.get(n)) for n in CONFIG_FIELDS})
+    s.epsilon = _setting(trainer, "epsilon_low", s.epsilon)
     valued = not s.entropy_coef and not getattr(trainer, "aux_loss_enabled", False)
-    s.beta, s.entropy_coef, s.mode = trainer.beta, 0.0, "train"  # the bonus reaches the entropies alone
+    s.entropy_coef, s.mode = 0.0, "train"  # the bonus reaches the entropies alone
     s.accumulation = accumulation(trainer)
     s.steps_per_generation = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
-    if args.loss_type == "dr_grpo":
-        s.max_completion_length = trainer.max_completion_length
-    count, quantile = inputs.get("num_items_in_batch"), getattr(args, "top_entropy_quantile", 1.0)
+    count, quantile = inputs.get("num_items_in_batch"), _setting(trainer, "top_entropy_quantile", 1.0)
     x = SimpleNamespace(
         mask=mask,
         advantages=_exact(inputs["advantages"]),
@@ -93,27 +98,29 @@ def _rloo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, item
 
 def _dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
     """`parity.families.preference_losses.DPO`, its types weighted."""
-    args = trainer.args
-    if args.ld_alpha not in (None, 1.0) or args.use_weighting or args.f_divergence_type == "alpha_divergence":
+    of = functools.partial(_setting, trainer)
+    divergence = of("f_divergence_type")
+    if of("ld_alpha") not in (None, 1.0) or of("use_weighting") or divergence == "alpha_divergence":
         return None
     same = next((_exact(t.logps) for t in others if torch.equal(t.ids, taken.ids)), None)
     ref = [inputs.get(f"ref_{side}_logps") for side in ("chosen", "rejected")] if same is None else []
     ref = [_exact(r) for r in ref] if same is None else list((same * mask).sum(1).chunk(2))
     if any(r is None for r in ref):
         return None
-    s = SimpleNamespace(beta=args.beta, smoothing=args.label_smoothing, tau=args.discopop_tau, alpha=0.0)
-    s.divergence = getattr(args.f_divergence_type, "value", args.f_divergence_type)
-    types = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
-    weights = dict(zip(types, getattr(args, "loss_weights", None) or [1.0] * len(types), strict=True))
+    s = SimpleNamespace(beta=of("beta"), smoothing=of("label_smoothing"), tau=trainer.args.discopop_tau, alpha=0.0)
+    s.divergence = getattr(divergence, "value", divergence)
+    types = of("loss_types", trainer.args.loss_type)
+    types = [types] if isinstance(types, str) else list(types)
+    weights = dict(zip(types, of("loss_weights") or [1.0] * len(types), strict=True))
 
-    def of(lp: Tensor) -> Tensor:
+    def total(lp: Tensor) -> Tensor:
         chosen = mask.chunk(2)[0]
         nll = -(lp.chunk(2)[0] * chosen).sum() / chosen.sum()
         pairs = Pairs(s, (lp * mask).sum(1).chunk(2), ref, mask.sum(1).clamp(min=1).chunk(2), nll)
-        total = sum((w * DPO[name](pairs).mean() for name, w in weights.items()), lp.new_zeros(()))
-        return total / accumulation(trainer)
+        terms = (w * DPO[name](pairs).mean() for name, w in weights.items())
+        return sum(terms, lp.new_zeros(())) / accumulation(trainer)
 
-    return Loss("+".join(types), of, mask, valued=not trainer.aux_loss_enabled)
+    return Loss("+".join(types), total, mask, valued=not trainer.aux_loss_enabled)
 
 
 def _online_dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
@@ -142,7 +149,7 @@ def _online_dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Seq
 
 def _kto(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
     """`parity.families.preference_losses.unpaired`; z of the completions beside other prompts, policy first."""
-    args, ref = trainer.args, inputs.get("ref_logps")
+    of, ref = functools.partial(_setting, trainer), inputs.get("ref_logps")
     same = next(
         (t.logps * (t.mask if t.mask is not None else 1) for t in others if torch.equal(t.ids, taken.ids)), None
     )
@@ -151,13 +158,14 @@ def _kto(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[A
     ]
     beside += [_exact(inputs[n]) for n in ("ref_KL_logps",) if torch.is_tensor(inputs.get(n))]
     ref = _exact(same.sum(1) if same is not None else ref)
-    if ref is None or (args.loss_type == "kto" and (len(beside) != 2 or trainer.accelerator.num_processes > 1)):
+    loss = of("loss_type")
+    if ref is None or (loss == "kto" and (len(beside) != 2 or trainer.accelerator.num_processes > 1)):
         return None
-    z = (beside[0] - beside[1]).mean().clamp(min=0) if args.loss_type == "kto" else None
-    s = SimpleNamespace(beta=args.beta, desirable=args.desirable_weight, undesirable=args.undesirable_weight)
+    z = (beside[0] - beside[1]).mean().clamp(min=0) if loss == "kto" else None
+    s = SimpleNamespace(beta=of("beta"), desirable=of("desirable_weight"), undesirable=of("undesirable_weight"))
     labels = torch.as_tensor(inputs["label"]).bool().cpu()
     return Loss(
-        args.loss_type,
+        loss,
         lambda lp: unpaired((lp * mask).sum(1) - ref, labels, s, z).mean() / accumulation(trainer),
         mask,
         valued=not trainer.aux_loss_enabled,
