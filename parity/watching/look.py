@@ -34,6 +34,7 @@ class Look:
     stale: bool  # whether they are known to be earlier ones'
     first: bool  # whether no update has been
     later: bool  # whether the reference is to be held against its own weights, behind an update
+    random: bool  # whether the log-probs of the model in training are
     # by `score`: log-probs (n,) of the trainer and whoever else has them, and the model's own
     sides: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     mine: Scores | None = None
@@ -90,11 +91,20 @@ class Look:
             return scoring.noise(self.model, rows, self.temperature, mine, dtype) if noisy else mine
 
     def _by(
-        self, rows: Rows, weights: Any = None, adapted: bool = True, training: bool = False, call: Any = None
+        self,
+        rows: Rows,
+        weights: Any = None,
+        adapted: bool = True,
+        training: bool = False,
+        call: Any = None,
+        seed: int | None = None,
     ) -> Tensor:
         """Log-probs by the model with these weights in place of its own, without its adapter, or in training mode."""
         model = self.model
-        with undisturbed(model, training), self.trainer.accelerator.autocast():
+        graded = training and self.single  # as in training; a shard's backward pass would be waited for
+        with undisturbed(model, training), self.trainer.accelerator.autocast(), torch.set_grad_enabled(graded):
+            if seed is not None:
+                torch.manual_seed(seed)
             if not adapted:
                 with model.disable_adapter():
                     return scoring.score(model, rows, self.temperature).logps
@@ -102,11 +112,18 @@ class Look:
                 devices = {n: p.device for n, p in model.named_parameters()}
                 moved = {n: w.to(devices[n]) for n, w in weights.items()}
                 call = lambda **kw: torch.func.functional_call(model, moved, kwargs=kw)  # noqa: E731
-            return scoring.score(model, rows, self.temperature, call=call).logps
+            return scoring.score(model, rows, self.temperature, call=call).logps.detach()
+
+    def drop_random(self) -> None:
+        """Leaves the sampler's side alone if in training the model computes by random numbers, as `scoring.drops` does not see."""
+        a, b = (self._by(self.rows, training=True, seed=seed) for seed in (0, 1))
+        self.random = self.mine is not None and not agrees(Difference(a, self.mine).units(b))
+        if self.random:
+            self.sides = {name: x for name, x in self.sides.items() if name == "sampler"}
 
     def _sides(self) -> dict[str, Tensor | None]:
-        """Log-probs of the tokens by the trainer and whoever else has them; under dropout the sampler's alone."""
-        rows, taken, dropped = self.rows, self.taken, scoring.drops(self.trainer.model)
+        """Log-probs of the tokens by the trainer and whoever else has them; if random the sampler's alone."""
+        rows, taken, dropped = self.rows, self.taken, self.random
 
         def of(name: str) -> Tensor | None:
             value = self.inputs.get(name)

@@ -16,7 +16,7 @@ from parity.judge.calls import told
 from parity.results import watched
 from parity.results.watched import Finding
 from parity.rollouts.judge import mismatch
-from parity.rollouts.scoring import Difference, agrees, farthest, innermost, rms, rows_of
+from parity.rollouts.scoring import Difference, agrees, drops, farthest, innermost, rms, rows_of
 from parity.trainers.definitions.micro_batch import defined, known, loss_mask
 from parity.watching import causes, definition
 from parity.watching.look import Look, checkpointing
@@ -99,6 +99,7 @@ class Watch(TrainerCallback):
         self._taps.hooked()
         self._old: list[tuple[int, dict[str, Tensor]]] = []
         self._sloped, self._noise = False, math.nan
+        self._random = False  # whether the model in training computes by random numbers that are no dropout
         self._step_of: Step | None = None
         self._rates: list[float] = []  # of the last step
         self._stepped = False  # whether one was whose learning rates are no longer on their way up
@@ -142,6 +143,8 @@ class Watch(TrainerCallback):
             self._guarded(lambda: at.score(self._noise, self.budget))
             if self._any(at.far):  # the noise may have grown with the weights
                 self._guarded(lambda: at.score(math.nan))
+                self._guarded(at.drop_random)
+                self._random = at.random
             self._noise = self._noise if at.mine is None else at.mine.noise
             self._guarded(lambda: self._look(at, items, float(out)))
         elif not looks and self._error is None and known(self.trainer) == "distillation":
@@ -286,9 +289,9 @@ class Watch(TrainerCallback):
         rows = rows_of(taken.ids, taken.attention, mask, self.rows)
         others = [t for t in self._taken or () if not t.trained]
         now = self._generated == self._now, self._stale, self._now == self._begun == 0, self._now > self._begun
-        return [Look(self.trainer, self._model, self._inputs, taken, others, mask, rows, *now)] * bool(
-            rows.picked.any()
-        )
+        random = self._random or drops(self.trainer.model)
+        look = Look(self.trainer, self._model, self._inputs, taken, others, mask, rows, *now, random)
+        return [look] * bool(rows.picked.any())
 
     def _look(self, at: Look, items: Any, value: float) -> None:
         """Everything about it; its backward pass is done, the optimizer has not stepped."""
@@ -296,7 +299,8 @@ class Watch(TrainerCallback):
             return
         self._measured = at.measured
         if "trainer" not in at.sides:
-            self._say(("dropout",), "watch: under dropout log-probs are random: those of the trainer are not compared")
+            why = "dropout or other noise makes log-probs in training random"
+            self._say(("random",), f"watch: {why}: those of the trainer are not compared")
         for what in at.sides:
             self._judge(what, at.difference(what), at)
         if at.taken.slopes is not None:

@@ -281,5 +281,42 @@ def test_dropout_is_said_once_and_the_loss_is_looked_at(tmp_path, said):
     original = trainer._compute_loss
     trainer._compute_loss = lambda *args: original(*args) * 2
     watch, _ = watched(trainer, tmp_path)
-    assert said[0].startswith("watch: under dropout") and len(said) == 2
+    assert said[0].startswith("watch: dropout or other noise") and len(said) == 2
     assert {f.what for f in watch.findings} == {"loss"}
+
+
+@pytest.mark.parametrize(
+    "name, wanted, changed",
+    [
+        ("grpo", {"num_iterations": 2, "learning_rate": 0.1}, {"epsilon_low": 0.01, "epsilon_high": 0.02}),
+        ("grpo", {"num_iterations": 2, "learning_rate": 0.1, "beta": 0.04}, {"beta": 0.5, "loss_type": "bnpo"}),
+        ("dpo-trainer", {}, {"beta": 0.9, "label_smoothing": 0.2}),
+        ("dpo-trainer", {}, {"loss_types": ["ipo", "sigmoid"], "loss_weights": [0.3, 0.2]}),
+        ("kto-trainer", {}, {"beta": 0.9, "undesirable_weight": 2.0}),
+    ],
+)
+def test_settings_that_change_as_it_trains_are_the_trainers_own(tmp_path, name, wanted, changed):
+    trainer = grpo(**wanted) if name == "grpo" else of(name, **wanted)
+    vars(trainer).update(changed)
+    watch, lines = watched(trainer, tmp_path)
+    assert not watch.findings and len(lines) == 2
+
+
+def test_noise_that_is_no_dropout_is_said_and_not_found(tmp_path, said):
+    trainer = of("sft-trainer", neftune_noise_alpha=5.0)
+    watch, lines = watched(trainer, tmp_path)
+    assert [line.partition(":")[2] for line in said] == [
+        " dropout or other noise makes log-probs in training random: those of the trainer are not compared"
+    ]
+    assert not watch.findings and not any("watch/trainer_units" in line for line in lines)
+
+
+def test_a_run_whose_forward_is_random_ends_in_the_same_bits(tmp_path):
+    def ended(watch):
+        trainer = of("sft-trainer", neftune_noise_alpha=5.0, max_steps=3)
+        if watch:
+            parity.watch(trainer, every=1, to=tmp_path / "watch.ndjson")
+        run(trainer)
+        return [*trainer.model.parameters(), torch.get_rng_state()]
+
+    assert all(torch.equal(a, b) for a, b in zip(ended(False), ended(True), strict=True))
