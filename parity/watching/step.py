@@ -37,7 +37,9 @@ class Step:
         sloped = [(n, p) for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]
         self._lacking = [n for n, p in sloped if id(p) not in groups]
         given = [(p, _rate(groups[id(p)])) for _, p in sloped if id(p) in groups]
-        self._lacking *= bool(given)  # none is known by identity where an optimizer has copies
+        # an optimizer that has none by identity may have copies
+        self._none = [] if given or not any(rates(optimizer)) else [(p, _sample(p)) for _, p in sloped]
+        self._lacking *= bool(given)
         self._own = [(p, rate, _sample(p), _sample(p.grad) != 0) for p, rate in given if rate and p.grad is not None]
         self._others = [
             (name, n, p, _sample(p)) for name, m in others.items() for n, p in m.named_parameters() if not p.is_meta
@@ -47,6 +49,8 @@ class Step:
         """A sentence each."""
         if self._lacking:
             yield f"parameters with a gradient that the optimizer does not have: {first(self._lacking)}"
+        if self._none and not any(bool(_moved(p, before).any()) for p, before in self._none):
+            yield "the optimizer has none of the model's parameters, and its step moves none of them"
         moved: dict[str, list[str]] = {}
         for name, n, p, before in self._others:
             if bool(_moved(p, before).any()):
@@ -55,13 +59,16 @@ class Step:
 
     def lost(self) -> str:
         """How many weights the step left as they are, if most."""
-        count = still = 0.0
+        counts: dict[torch.dtype, list[float]] = {}
         for p, _, before, sloped in self._own:
-            each = p.numel() / max(len(before), 1)
-            count, still = count + each * int(sloped.sum()), still + each * int((sloped & ~_moved(p, before)).sum())
+            each, of = p.numel() / max(len(before), 1), counts.setdefault(p.dtype, [0.0, 0.0])
+            of[0] += each * int(sloped.sum())
+            of[1] += each * int((sloped & ~_moved(p, before)).sum())
+        count, still = (sum(both) for both in zip(*counts.values(), strict=True)) if counts else (0.0, 0.0)
         if still > count / 2:
-            kinds = sorted({f"{p.dtype}".removeprefix("torch.") for p, *_ in self._own})
-            at = ", ".join(f"{rate:.3g}" for rate in sorted({rate for _, rate, *_ in self._own}))
+            lost = {dtype for dtype, (all, stay) in counts.items() if stay > all / 2}
+            kinds = sorted(f"{dtype}".removeprefix("torch.") for dtype in lost)
+            at = ", ".join(f"{rate:.3g}" for rate in sorted({rate for p, rate, *_ in self._own if p.dtype in lost}))
             share = f"{still / count:.0%} of the weights that have a gradient"
             why = f"steps at lr {at} round away in {' and '.join(kinds)}"
             return f"the optimizer's step leaves {share} as they are: {why}"

@@ -1,5 +1,7 @@
 """A step of the optimizer, by itself: parameters of every kind, learning rates of every schedule."""
 
+import copy
+
 import pytest
 import torch
 
@@ -63,3 +65,25 @@ def test_a_weight_counts_as_often_as_its_parameter_has_such():
     sizes, stay, move = ((8192,), (100, 8192)), torch.tensor(1.0).bfloat16(), torch.tensor(1e-3).bfloat16()
     assert not lost(stay.expand(sizes[0]).clone(), move.expand(sizes[1]).clone())
     assert "99% of the weights" in lost(move.expand(sizes[0]).clone(), stay.expand(sizes[1]).clone())
+
+
+def test_only_dtypes_whose_weights_stay_are_said():
+    stays, moves = torch.ones(300).bfloat16(), torch.ones(100)
+    assert lost(stays, moves).endswith(
+        "75% of the weights that have a gradient as they are: steps at lr 0.0001 round away in bfloat16"
+    )
+
+
+@pytest.mark.parametrize("lr, synced, found", [(0.1, False, True), (0.1, True, False), (0.0, False, False)])
+def test_an_optimizer_that_has_none_of_the_parameters(lr, synced, found):
+    """A copy's; one that has float32 copies puts them back."""
+    policy = model(torch.ones(3))
+    other = copy.deepcopy(policy)
+    policy[0].grad, other[0].grad = torch.ones(3), torch.ones(3)
+    optimizer = torch.optim.SGD(other.parameters(), lr=lr)
+    step = Step(policy, {}, optimizer)
+    optimizer.step()
+    if synced:
+        policy.load_state_dict(other.state_dict())
+    text = "the optimizer has none of the model's parameters, and its step moves none of them"
+    assert list(step.faults()) == [text] * found
