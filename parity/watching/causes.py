@@ -46,9 +46,13 @@ def explanations(
         if len(left) > 1 and agrees(left) and rms(left) <= REDUCED * before:
             fits.append((rms(left), text, size))
     if not fits:
+        values = found.values[found.values.isfinite()]
+        rounded = bool(
+            (values == values.bfloat16()).all()
+        )  # a log-softmax alone is less than the arithmetic of a model
         for name, score in coarser.items():
             other = Difference(found.values, score()).units()
-            if agrees(other) and 0.1 < rms(other) <= 1:
+            if agrees(other) and rms(other) <= 1 and (name == "bfloat16" if rounded else rms(other) > 0.1):
                 return [f"as far apart as the arithmetic of {name}"]
         return []
     least, out = min(left for left, *_ in fits), dict[str, list[str]]()

@@ -93,9 +93,10 @@ def _counts(trainer: Any) -> Iterator[tuple[str, float]]:
         "ranks": trainer.accelerator.num_processes,
         "micro-batches of a generation batch": getattr(trainer.args, "steps_per_generation", None) or 1,
     }
-    for name, n in counts.items():
-        yield f"{n} times too large: not divided by the {name}", n
-        yield f"{n} times too small: divided by the {name} once too often", 1 / n
+    for n in sorted({*counts.values()}):
+        of = " or the ".join(name for name, count in counts.items() if count == n)
+        yield f"{n} times too large: not divided by the {of}", n
+        yield f"{n} times too small: divided by the {of} once too often", 1 / n
 
 
 def distilled(trainer: Any, model: Any, inputs: Any, value: float) -> tuple[str, list[str]] | None:

@@ -115,7 +115,7 @@ class Look:
             return scoring.score(model, rows, self.temperature, call=call).logps.detach()
 
     def drop_random(self) -> None:
-        """Leaves the sampler's side alone if in training the model computes by random numbers, as `scoring.drops` does not see."""
+        """Leaves the sampler's side alone if in training the model is random by more than the dropout that shows."""
         a, b = (self._by(self.rows, training=True, seed=seed) for seed in (0, 1))
         self.random = self.mine is not None and not agrees(Difference(a, self.mine).units(b))
         if self.random:

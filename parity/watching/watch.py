@@ -139,7 +139,11 @@ class Watch(TrainerCallback):
         self._guarded(lambda: looks.extend(self._ready()))
         if not self._any(not looks or self._error is not None):
             at, self._again = looks[0], not self._stale
-            self._due = self._due if self._stale else self._now + self.every
+            if not self._stale:
+                # a sync that fails shows behind the first update that moves weights
+                sampled = "sampling_per_token_logps" in self._inputs and self._now - self._begun < 2
+                after = self.every - (self._now - self._begun) % self.every
+                self._due = self._now + (1 if sampled and not any(self._rates) else after)
             self._guarded(lambda: at.score(self._noise, self.budget))
             if self._any(at.far):  # the noise may have grown with the weights
                 self._guarded(lambda: at.score(math.nan))
@@ -277,10 +281,11 @@ class Watch(TrainerCallback):
 
     def _ready(self) -> list[Look]:
         """The micro-batch just scored, if there is anything to look at."""
-        if not self._taken and known(self.trainer) != "distillation":
-            name = type(self.trainer).__name__
-            self._say(("nothing",), f"watch: {name} hands out no log-probs: gradients alone are watched")
         taken = next((t for t in self._taken or () if t.trained), None)
+        if taken is None and known(self.trainer) != "distillation":
+            why = "a loss of its own, packed rows, images or prompt tuning"
+            what = "its loss is not watched, only whether gradients are finite, and the optimizer's first step"
+            self._say(("nothing",), f"watch: {type(self.trainer).__name__} shows no log-probs ({why}): {what}")
         if not self._stale and self._now < (self._due or 0):
             self._again = False  # there are new ones
         if taken is None or not (self._again if self._stale else self._now >= (self._due or 0)):

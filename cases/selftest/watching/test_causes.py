@@ -60,7 +60,8 @@ def test_each_loss_is_its_definition_until_a_count_is_forgotten(tmp_path, loss_t
     replaced(trainer, "_compute_loss", lambda self, loss: loss * 2)
     wrong, _ = watched(trainer, tmp_path)
     ((what, *causes),) = found(wrong)
-    assert what == "loss" and "2 times too large: not divided by the micro-batches of an optimizer step" in causes
+    both = "the micro-batches of an optimizer step or the micro-batches of a generation batch"
+    assert what == "loss" and f"2 times too large: not divided by {both}" in causes
 
 
 def test_padding_in_the_normaliser(tmp_path):
@@ -156,8 +157,10 @@ def test_a_model_that_left_padding_changes(tmp_path):
     assert found(watch) == [("trainer", "padding at the left changes what the model computes")]
 
 
-def test_a_sampler_in_bfloat16(tmp_path):
-    rollout = functools.partial(sampler, model=models.model("llama", torch.bfloat16))
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_sampler_in_bfloat16_or_its_log_softmax_alone(tmp_path, whole):
+    planted = {"model": models.model("llama", torch.bfloat16)} if whole else {"change": lambda x: x.bfloat16().float()}
+    rollout = functools.partial(sampler, **planted)
     watch, _ = watched(grpo(rollout, max_steps=1), tmp_path)
     assert found(watch) == [("sampler", "as far apart as the arithmetic of bfloat16")]
 
@@ -219,6 +222,17 @@ def test_stale_weights_are_told_by_their_age(tmp_path):
     assert found(watch) == [("sampler", "weights 2 updates old")]
 
 
+@pytest.mark.parametrize("warm", [0, 1])
+def test_a_sync_that_fails_shows_behind_the_first_update_that_moves_weights(tmp_path, warm):
+    """A warmup's first update has the learning rate 0."""
+    rollout = functools.partial(sampler, model=models.model("llama"))
+    wanted = {"learning_rate": 0.1, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": warm, "max_steps": 7}
+    watch, lines = watched(grpo(rollout, **wanted), tmp_path, every=5)
+    assert [f.text.partition(":")[0] for f in watch.findings] == [f"watch, step {2 + warm}", "watch, step 6"]
+    assert "weights 1 update old" in watch.findings[0].causes
+    assert [line["step"] for line in lines] == [1, 2, *[3] * warm, 6]
+
+
 def test_an_adapter_that_the_sampler_lacks(tmp_path):
     base = models.model("llama")
     trainer = grpo(functools.partial(sampler, model=base), peft=trl.lora(), learning_rate=5.0)
@@ -274,7 +288,7 @@ def test_a_loss_that_is_not_divided_and_one_that_is_logged_wrong(tmp_path, name,
     if float(change(torch.tensor(0.0))):
         assert "the loss that is logged is " in watch.findings[0].text and causes[0].endswith("gradients are right")
     else:
-        assert "2 times too large: not divided by the micro-batches of an optimizer step" in causes
+        assert causes[0].startswith("2 times too large: not divided by the micro-batches of an optimizer step")
 
 
 @pytest.mark.parametrize(

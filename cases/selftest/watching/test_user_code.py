@@ -62,6 +62,21 @@ def test_of_a_loss_of_the_users_own_nothing_is_known(tmp_path, methods):
     assert not watch.findings and len(lines) == 2
 
 
+def by_logits(self, model, inputs, *args, **kwargs):
+    with torch.no_grad():  # for a metric
+        super(type(self), self).compute_loss(model, dict(inputs), *args, **kwargs)
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+
+def test_a_loss_by_logits_beside_a_metric_of_log_probs_is_said_not_to_be_watched(tmp_path, said):
+    watch, _ = watched(subclassed(of("sft-trainer"), compute_loss=by_logits), tmp_path)
+    assert not watch.findings and [line.partition(" (")[0] for line in said] == ["watch: Users shows no log-probs"]
+    assert said[0].endswith(
+        "its loss is not watched, only whether gradients are finite, and the optimizer's first step"
+    )
+
+
 def test_a_cause_that_cannot_be_asked_hides_no_finding(tmp_path, monkeypatch):
     def broken(*args):
         raise RuntimeError("no such head")
