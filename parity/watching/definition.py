@@ -35,10 +35,12 @@ def slopes(of: Define, logps: Tensor) -> tuple[Tensor, Tensor]:
     return loss.detach(), found
 
 
-def faults(trainer: Any, loss: Loss, logps: Tensor, found: Tensor, value: float | None) -> tuple[str, list[str]] | None:
+def faults(
+    trainer: Any, loss: Loss, logps: Tensor, found: Tensor, value: float | None, own: bool = False
+) -> tuple[str, list[str]] | None:
     """Where the gradients `found` (B, T) of the log-probs, or the loss, are not the definition's: which, and what they are, if
-    that is known. Allowed is what rounding of log-probs, `OPERATIONS` times their unit, and of operations between makes of
-    them, and that each term is flushed to 0 below float32's smallest normal number."""
+    that is known; of an `own` loss the causes alone. Allowed is what rounding of log-probs, `OPERATIONS` times their unit, and
+    of what comes behind them makes, and what float32 flushes: a term below its smallest normal number may be 0."""
     lp, u = logps.double().cpu(), OPERATIONS * unit(logps.dtype)
     exact, slope = slopes(loss.of, lp)
     random = torch.Generator().manual_seed(0)
@@ -49,16 +51,15 @@ def faults(trainer: Any, loss: Loss, logps: Tensor, found: Tensor, value: float 
         with Rounded(seed):
             between.append(slopes(loss.of, lp))
     flushed = torch.finfo(torch.float32).smallest_normal * lp.numel()
-    own = u * slope.abs() + CANCELLED * unit(torch.float32) * slope.abs().amax() + flushed
-    own = own + BETWEEN * torch.stack([(x - slope).abs() for _, x in between]).amax()
-    bound = torch.stack([(x - slope).abs() for _, x in near]).amax(0) + own
+    bound = u * slope.abs() + CANCELLED * unit(torch.float32) * slope.abs().amax() + flushed
+    bound += BETWEEN * torch.stack([(x - slope).abs() for _, x in between]).amax()
+    bound += torch.stack([(x - slope).abs() for _, x in near]).amax(0)
     if bool(((found - slope).abs() > bound).any()):
-        return f"gradients of the log-probs are not those of {loss.name}", _named(
-            trainer, loss, lp, found, slope, bound
-        )
+        named = _named(trainer, loss, lp, found, slope, bound) or ([] if own else _seen(loss, found, slope, bound))
+        return f"gradients of the log-probs are not those of {loss.name}", named
     allowed = max(float((x - exact).abs()) for x, _ in near) + u * float(exact.abs() + slope.abs().sum() + loss.size)
     allowed += flushed + BETWEEN * max(float((x - exact).abs()) for x, _ in between)
-    if value is None or not loss.valued or abs(value - float(exact)) <= allowed:
+    if value is None or not loss.valued or own or abs(value - float(exact)) <= allowed:
         return None
     return f"the loss that is logged is {value:.6g}", [f"{_times(value, float(exact))}; gradients are right"]
 
@@ -76,8 +77,10 @@ def _named(trainer: Any, loss: Loss, lp: Tensor, found: Tensor, slope: Tensor, b
     if named := [name for name, other in tried.items() if fits(other)]:
         return named
     times = float((found * slope).sum() / slope.square().sum().clamp(min=1e-30))
-    if fits(times * slope):
-        return [f"{times:.4g} times the definition's"]
+    return [f"{times:.4g} times the definition's"] if fits(times * slope) else []
+
+
+def _seen(loss: Loss, found: Tensor, slope: Tensor, bound: Tensor) -> list[str]:
     inside, some = loss.mask.bool(), found != 0
     seen = {
         "masked tokens have a gradient": some & ~inside,

@@ -138,7 +138,7 @@ class Look:
                 # of whole completions: each token gets the same share
                 off = whole - (taken.logps * self.mask).sum(1)
                 out["old"] = rows.of(taken.logps + (off / self.mask.sum(1).clamp(min=1))[:, None])
-        if not dropped and (self._is_reference() if self.first else self.later and self._is_like()):
+        if not dropped and (self._is_reference if self.first else self.later and self._is_like()):
             # KTO's estimate of the KL is the policy's own, maybe of the same ids
             others = [t for t in self.others if self.first or t.model is not self.trainer.model]
             same = (t for t in others if t.logps.shape == taken.logps.shape and torch.equal(t.ids, taken.ids))
@@ -157,6 +157,22 @@ class Look:
                 out[i] = logps.gather(-1, taken.ids[i, -width:].T)[:, 0]
         return rows.of(out)
 
+    @property
+    def other(self) -> bool:
+        """Whether a reference has other weights than the policy from the beginning."""
+        given = self.first and self.single and getattr(self.trainer, "ref_model", None) is not None
+        return given and not self._is_reference
+
+    def missing(self) -> list[str]:
+        """Whose log-probs of tokens in the loss are NaN, of those that the loss is made of."""
+        inside, whose = self.mask.bool(), {"ref_": "reference", "old_": "old"}
+        given = [("trainer", self.taken.logps)]
+        given += [("reference", t.logps) for t in self.others if t.model is not self.trainer.model]
+        given += [(whose[n[:4]], x) for n, x in self.inputs.items() if n[:4] in whose and torch.is_tensor(x)]
+        nan = [(side, x.isnan() & inside if x.shape == inside.shape else x.isnan()) for side, x in given]
+        return sorted({side for side, x in nan if bool(x.any())})
+
+    @functools.cached_property
     def _is_reference(self) -> bool:
         """Whether policy and reference have the same weights before the first update."""
         mine, reference = dict(self.trainer.model.named_parameters()), getattr(self.trainer, "ref_model", None)

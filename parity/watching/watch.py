@@ -31,6 +31,7 @@ SIDES = {
     "reference": "reference and policy differ at step 1",
     "later": "the reference's log-probs differ from those by its weights",
 }
+SCORED = {"trainer": "trainer", "old": "policy before its updates", "reference": "reference"}
 FIXED = {"ref_model": "reference", "teacher_model": "teacher"}
 """Models of a trainer that no step of its optimizer may move."""
 ABOUT = {"trainer": {"logps"}, "reference": {"ref_logps"}, "loss": {"loss", "gradient"}}
@@ -303,12 +304,18 @@ class Watch(TrainerCallback):
         if at.mine is None:
             return
         self._measured = at.measured
+        for whose in (missing := at.missing()):
+            text = f"log-probs of the {SCORED[whose]} are NaN"
+            self._find(whose, math.nan, (text,), text)
+        if at.other:
+            text = "at step 1 the reference has other weights than the policy: the two are not compared"
+            self._say(("other",), f"watch: {text}")
         if "trainer" not in at.sides:
             why = "dropout or other noise makes log-probs in training random"
             self._say(("random",), f"watch: {why}: those of the trainer are not compared")
         for what in at.sides:
             self._judge(what, at.difference(what), at)
-        if at.taken.slopes is not None:
+        if at.taken.slopes is not None and not missing:
             self._sloped = self._sloped or bool(at.taken.slopes.any())
             self._loss(at, at.taken.slopes.detach().double().cpu(), items, value)
 
@@ -353,8 +360,8 @@ class Watch(TrainerCallback):
         self._wrong(definition.distilled(self.trainer, self._model, self._inputs, value))
 
     def _loss(self, at: Look, slopes: Tensor, items: Any, value: float) -> None:
-        """The loss, by its value and the gradients of its log-probs."""
-        loss = defined(self.trainer, self._inputs, at.taken, at.mask, at.others, items)
+        """The loss, by its value and the gradients of its log-probs; of a loss of the user's own, how it is not TRL's."""
+        own = not known(self.trainer)
         absent = ~at.taken.attention.bool()
         lost = at.mask.bool() & (absent[:, 1:] & absent[:, :-1])[:, -at.mask.shape[1] :]  # predicted from padding, too
         if bool(lost.any()):
@@ -363,7 +370,18 @@ class Watch(TrainerCallback):
         slopes = slopes / (1.0 if scaler is None else scaler.get_scale())
         if at.taken.mask is not None:  # log-probs of other tokens are the constant 0
             slopes = slopes * at.mask.cpu()
-        self._wrong(None if loss is None else definition.faults(self.trainer, loss, at.taken.logps, slopes, value))
+        try:
+            loss = defined(self.trainer, self._inputs, at.taken, at.mask, at.others, items)
+            found = loss and definition.faults(self.trainer, loss, at.taken.logps, slopes, value, own)
+        except Exception:
+            if not own:
+                raise
+            return  # made of other things
+        if not own:
+            self._wrong(found or None)
+        elif loss is not None and found and found[1]:
+            text = f"the loss of {type(self.trainer).__name__} is not {loss.name}'s: {' or '.join(found[1])}"
+            self._say(("own",), f"watch, step {self._now + 1}: {text}; no finding, if you meant that")
 
     def _wrong(self, found: tuple[str, list[str]] | None) -> None:
         if found is not None:

@@ -346,13 +346,24 @@ def test_a_reference_of_the_same_weights_that_scores_differently(tmp_path):
     hook.remove()
 
 
-def test_a_reference_of_other_weights_is_meant_so(tmp_path):
+def test_a_reference_of_other_weights_is_meant_so_and_said(tmp_path, said):
     trainer = grpo(beta=0.04, max_steps=1)
     with torch.no_grad():
         for p in trainer.ref_model.parameters():
             p.mul_(1.1)
     watch, _ = watched(trainer, tmp_path)
     assert found(watch) == []
+    assert said == ["watch: at step 1 the reference has other weights than the policy: the two are not compared"]
+
+
+@pytest.mark.parametrize("name", ["dpo-trainer", "grpo"])
+def test_a_reference_of_nan_is_said_to_be_it(tmp_path, said, name):
+    trainer = grpo(beta=0.04, max_steps=1) if name == "grpo" else of(name, max_steps=1)
+    next(trainer.ref_model.parameters()).data.fill_(torch.nan)
+    watch, _ = watched(trainer, tmp_path)
+    assert found(watch)[0] == ("reference", "log-probs of the reference are NaN")
+    assert [what for what, *_ in found(watch)] == ["reference", "gradient"]
+    assert said[1] == "watch: at step 1 the reference has other weights than the policy: the two are not compared"
 
 
 def test_gradients_that_are_not_finite(tmp_path):

@@ -56,10 +56,50 @@ def own_step(self, model, inputs, *args):
     return loss.detach()
 
 
-@pytest.mark.parametrize("methods", [{"compute_loss": doubled}, {"training_step": own_step}])
-def test_of_a_loss_of_the_users_own_nothing_is_known(tmp_path, methods):
+@pytest.mark.parametrize("methods, factor", [({"compute_loss": doubled}, 2), ({"training_step": own_step}, 3)])
+def test_a_loss_of_the_users_own_is_no_finding_and_said_where_a_cause_is_known(tmp_path, said, methods, factor):
     watch, lines = watched(subclassed(grpo(sampler), **methods), tmp_path)
     assert not watch.findings and len(lines) == 2
+    text = f"watch, step 1: the loss of Users is not dapo's: {factor} times the definition's; no finding, if you meant that"
+    assert said == [text]
+
+
+def clamped(self, model, inputs):
+    inputs = inputs | {"advantages": inputs["advantages"].clamp(-0.5, 0.5)}
+    return super(type(self), self)._compute_loss(model, inputs)
+
+
+def some_tokens(self, model, inputs):
+    most = torch.ones_like(inputs["completion_mask"])
+    most[:, 0] = 0
+    return super(type(self), self)._compute_loss(model, inputs | {"tool_mask": most})
+
+
+def same(self, model, inputs):
+    return super(type(self), self)._compute_loss(model, inputs) + 0.1
+
+
+def other_inputs(self, model, inputs):
+    loss = super(type(self), self)._compute_loss(model, dict(inputs))
+    inputs.pop("advantages")
+    return 2 * loss
+
+
+@pytest.mark.parametrize("own", [clamped, some_tokens, same, other_inputs])
+def test_a_loss_that_is_changed_as_meant_is_not_spoken_of(tmp_path, said, own):
+    watch, lines = watched(subclassed(grpo(sampler), _compute_loss=own), tmp_path)
+    assert not watch.findings and not said and len(lines) == 2
+
+
+def test_a_beta_that_a_loss_ignores_is_said(tmp_path, said):
+    def free(self, model, inputs):
+        self.beta, beta = 0.0, self.beta
+        loss = super(type(self), self)._compute_loss(model, inputs)
+        self.beta = beta
+        return loss
+
+    watched(subclassed(grpo(sampler, beta=0.5, learning_rate=0.1), _compute_loss=free), tmp_path)
+    assert len(said) == 1 and "the loss of Users is not dapo's: beta is ignored: there is no KL; no finding" in said[0]
 
 
 def by_logits(self, model, inputs, *args, **kwargs):

@@ -70,7 +70,7 @@ def _grpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, item
     )
     entropies = _exact(taken.entropies)
 
-    def of(x: SimpleNamespace, lp: Tensor, what: str = "loss") -> Tensor:
+    def of(x: SimpleNamespace, lp: Tensor, what: str = "loss", s: SimpleNamespace = s) -> Tensor:
         return losses(s, x, lp, torch.zeros_like(lp) if entropies is None else entropies)[what]
 
     without = SimpleNamespace(**{**vars(x), "importance_sampling_ratio": None})
@@ -80,6 +80,9 @@ def _grpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, item
     if x.old_logps is not None and s.off_policy_mask_threshold is None:
         now = SimpleNamespace(**{**vars(x), "old_logps": None})
         applied |= {"the ratio to the old log-probs is 1": lambda lp: of(now, lp)}
+    if s.beta:
+        free = SimpleNamespace(**{**vars(s), "beta": 0.0})
+        applied |= {"beta is ignored: there is no KL": lambda lp: of(x, lp, s=free)}
     size = float(of(x, _exact(taken.logps), "_terms").abs().sum())
     return Loss(s.loss_type, lambda lp: of(x, lp), mask, padded.get(s.loss_type), applied, size, valued)
 
@@ -203,10 +206,18 @@ LOSSES = {"grpo": _grpo, "rloo": _rloo, "dpo": _dpo, "online_dpo": _online_dpo, 
 def known(trainer: Any) -> str:
     """Name of the trainer of TRL whose loss and step these are; empty of a subclass with another loss or step."""
     kind = type(trainer)
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        return ""
     methods = [getattr(kind, n) for n in ("_compute_loss", "compute_loss", "training_step") if hasattr(kind, n)]
     if not all(m.__module__.startswith(("trl.", "transformers.")) for m in methods):
         return ""
     modules = [m.__module__ for m in methods if m.__module__.startswith("trl.")]
+    return modules[0].rpartition(".")[2].removesuffix("_trainer") if modules else ""
+
+
+def nearest(trainer: Any) -> str:
+    """Name of the trainer of TRL that it is a subclass of."""
+    modules = [kind.__module__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
     return modules[0].rpartition(".")[2].removesuffix("_trainer") if modules else ""
 
 
@@ -216,6 +227,6 @@ def accumulation(trainer: Any) -> int:
 
 
 def defined(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
-    """The definition of the trainer's loss of this micro-batch, if it is one that is known."""
-    make = LOSSES.get(known(trainer))
+    """The definition of the loss of this micro-batch, if one is known; of a trainer with a loss of its own TRL's."""
+    make = LOSSES.get(known(trainer) or nearest(trainer))
     return None if make is None else make(trainer, inputs, taken, mask.double().cpu(), others, items)
