@@ -265,13 +265,13 @@ def noise(model: Any, rows: Rows, temperature: float, alone: Scores, dtype: torc
 
 @contextlib.contextmanager
 def undisturbed(model: Any, training: bool = False) -> Iterator[None]:
-    """Evaluation mode, or the mode of training, without gradients; modes and random states are put back."""
+    """Evaluation mode, or in `training` the modes as they are, without gradients; modes and random states are put back."""
     modes = [(m, m.training) for m in model.modules()]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices), torch.no_grad():
         try:
             for module, _ in modes:
-                module.training = training
+                module.training = training and module.training
             yield
         finally:
             for module, mode in modes:

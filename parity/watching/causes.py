@@ -74,6 +74,7 @@ def _candidates(
     for step, side in ((1, "before"), (-1, "after")):
         moved = torch.nn.functional.pad(rows.back(own.logps), (step, -step), value=math.nan)
         yield f"each log-prob belongs to the token {side} it", "", moved[rows.picked.cpu()]
+    yield "their sign is turned", "", -own.logps
     for name, ask in others.items():
         yield name, "", ask()
     values = found.values[own.sample]

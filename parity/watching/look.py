@@ -146,13 +146,15 @@ class Look:
             out["reference"] = by_scoring if (given := of("ref_per_token_logps")) is None else given
         return out
 
-    def _padded(self) -> Tensor:
-        """Log-probs by the model with the trainer's own padding."""
+    def _padded(self, late: int = 0) -> Tensor:
+        """Log-probs by the model with the trainer's own padding, by the logits of places that are `late` by 0 or 1."""
         rows, taken, width = self.rows, self.taken, self.mask.shape[1]
         out = torch.full(rows.picked.shape, math.nan, device=taken.ids.device)
         with undisturbed(self.model), self.trainer.accelerator.autocast():
             for i in rows.picked.any(1).nonzero()[:, :1]:
-                z = self.model(input_ids=taken.ids[i], attention_mask=taken.attention[i]).logits[0, -width - 1 : -1]
+                z = self.model(input_ids=taken.ids[i], attention_mask=taken.attention[i]).logits[0, : late - 1 or None][
+                    -width:
+                ]
                 logps = (z.float() / self.temperature).log_softmax(-1)
                 out[i] = logps.gather(-1, taken.ids[i, -width:].T)[:, 0]
         return rows.of(out)
@@ -224,6 +226,9 @@ class Look:
                     others[f"prompts are cut to their last {n} tokens"] = functools.partial(self._by, self.rows.cut(n))
             if self.behind(what):
                 others["it computes with the policy's weights"] = lambda: policy
+            if what in ("trainer", "sampler"):
+                text = "each log-prob is by the logits of the token itself, not of the one before it"
+                others[text] = functools.partial(self._padded, 1)
             if what == "trainer":
                 how = f" (activations checkpointed by {name})" if (name := checkpointing(self.model)) else ""
                 others[f"in training the model computes something else{how}"] = functools.partial(by, training=True)

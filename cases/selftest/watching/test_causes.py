@@ -124,6 +124,21 @@ def test_what_is_seen_of_a_gradient_without_a_known_cause(tmp_path, changed, cau
     assert what == "loss" and cause in named[-1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_not_shifted(tmp_path, dtype):
+    trainer = grpo(dtype=dtype, max_steps=1)
+
+    def scored(model, ids, mask, keep, *args, **kwargs):
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, -keep:].float().log_softmax(-1)
+        logps = logits.gather(-1, ids[:, -keep:, None])[..., 0]
+        return logps, torch.zeros_like(logps), None
+
+    trainer._get_per_token_logps_and_entropies = scored
+    watch, _ = watched(trainer, tmp_path)
+    cause = "each log-prob is by the logits of the token itself, not of the one before it"
+    assert [(f.what, f.causes) for f in watch.findings] == [("trainer", (cause,))]
+
+
 def test_padding_that_is_trained_on(tmp_path):
     trainer = of("sft-trainer", max_steps=1)
     collate = trainer.data_collator

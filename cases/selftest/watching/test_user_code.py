@@ -366,6 +366,15 @@ def test_noise_that_is_no_dropout_is_said_and_not_found(tmp_path, said):
     assert not watch.findings and not any("watch/trainer_units" in line for line in lines)
 
 
+def test_a_part_that_is_kept_in_evaluation_mode_is_so_in_a_forward_as_in_training():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.5).eval())
+    with scoring.undisturbed(model, training=True):
+        assert [m.training for m in model.modules()] == [True, True, False]
+    with scoring.undisturbed(model):
+        assert not any(m.training for m in model.modules())
+    assert [m.training for m in model.modules()] == [True, True, False]
+
+
 def test_a_run_whose_forward_is_random_ends_in_the_same_bits(tmp_path):
     def ended(watch):
         trainer = of("sft-trainer", neftune_noise_alpha=5.0, max_steps=3)

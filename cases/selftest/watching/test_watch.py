@@ -90,6 +90,7 @@ def test_a_long_clean_run_is_silent(tmp_path, dtype, settings):
             ({"min_p": 0.1}, "min-p 0.1: 0."),
             ({"change": early}, "each log-prob belongs to the token after it"),
             ({"change": filled}, "log-probs are 0: missing ones were filled"),
+            ({"change": torch.neg}, "their sign is turned"),
             ({"change": torch.zeros_like}, "all log-probs are 0"),
         ]
         if dtype is torch.float32 or "top_k" not in planted  # a kept mass of 0.999 is within the noise of bf16
