@@ -157,7 +157,7 @@ def test_a_mismatch_that_is_raised_is_in_the_file_and_the_run_may_go_on(tmp_path
 
 
 def test_the_batch_that_differs_is_a_case_and_its_page_has_the_tokens(tmp_path):
-    watch, _ = watched(grpo(RAW, temperature=0.7), tmp_path, every=50, capture=True)
+    watch, _ = watched(grpo(RAW, temperature=0.7, max_steps=1), tmp_path, every=50, capture=True)
     (file,) = tmp_path.glob("*.json")
     case, _ = find(str(file), tmp_path)
     assert file.name == "watch-step-1.json" and case.family == "policy"
@@ -205,7 +205,7 @@ def test_each_training_is_watched_from_its_first_step(tmp_path):
     watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
     run(trainer)
     run(trainer)
-    assert [f.text.partition(":")[0] for f in watch.findings] == ["watch, step 1"] * 2
+    assert [f.text.partition(":")[0] for f in watch.findings] == ["watch, step 1", "watch, step 2"] * 2
 
 
 def test_a_watch_that_begins_or_ends_in_the_run(tmp_path):
