@@ -307,7 +307,7 @@ class Watch(TrainerCallback):
         for whose in (missing := at.missing()):
             text = f"log-probs of the {SCORED[whose]} are NaN"
             self._find(whose, math.nan, (text,), text)
-        if at.other:
+        if at.other and not self._looked:
             text = "at step 1 the reference has other weights than the policy: the two are not compared"
             self._say(("other",), f"watch: {text}")
         if "trainer" not in at.sides:

@@ -208,6 +208,14 @@ def test_each_training_is_watched_from_its_first_step(tmp_path):
     assert [f.text.partition(":")[0] for f in watch.findings] == ["watch, step 1", "watch, step 2"] * 2
 
 
+def test_a_policy_that_trains_again_has_left_its_reference(tmp_path, said):
+    trainer = grpo(beta=0.04, learning_rate=0.1, max_steps=1)
+    watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
+    run(trainer)
+    run(trainer)
+    assert not watch.findings and not said
+
+
 def test_a_watch_that_begins_or_ends_in_the_run(tmp_path):
     made = []
     trainer = grpo(RAW, temperature=0.7)
