@@ -12,6 +12,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.preference_losses import CPO, DPO, ONLINE, SCORED
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, tells
+from parity.trainers.checks.twin_windows import begun
 from parity.trainers.checks.twins import judged, step_of, twin
 from parity.trainers.definitions.formulas import MIXED, OPTIONS, Loss, kl_of_others
 from parity.trainers.definitions.training_step import window_loss
@@ -129,7 +130,8 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
     run = Run(trainer, settings, call.path, rows, plain=True, per_device_eval_batch_size=len(rows), **_options(call))
     loss = Loss(run.window, s)
     yield from judged(call, run, loss)
-    if call.spec.data == "completions":  # whose loss types are functions of their own
+    # online DPO does not evaluate; a KL is estimated of each micro-batch, and evaluation has one
+    if call.spec.generates != "model" and not begun(run.built) and not (s.loss == "kto" and s.split != "8x1"):
         with trl.quiet():
             found = float(run.built.evaluate()["eval_loss"])
         yield window_loss(step_of(call, run, loss), found, "evaluation loss")

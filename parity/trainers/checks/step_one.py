@@ -43,6 +43,7 @@ A_FEW: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("dpo-trainer", {"model": "gemma2", "checkpointing": drive.NON_REENTRANT}),
     ("online-dpo-trainer", {"model": "llama"}),
     *((trainer, {"checkpointing": drive.CUSTOM}) for trainer in TRAINERS),
+    ("grpo-trainer", {"temperature": 0.7}),
     # nothing that enters the layers has a gradient
     *((t, {"adapter": "lora", "checkpointing": drive.REENTRANT}) for t in ("grpo-trainer", "online-dpo-trainer")),
     *((trainer, {"model": "gemma2"}) for trainer in ("grpo-trainer", "rloo-trainer")),  # softcap on attention scores

@@ -37,6 +37,10 @@ SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_al
 CLIPPED = {"epsilon": 0.2, "epsilon_high": 0.28}
 """Bounds that some ratios are beyond."""
 QUANTILE = "top_entropy_quantile"
+BONUS = {QUANTILE: 0.6, "entropy_coef": 0.1}
+"""An entropy bonus of the tokens that are trained on."""
+BOUNDED = {"reward_weights": [1.0, -0.5], "reward_clip_range": (0.125, 0.375)}
+"""Of two reward functions that are one."""
 OF_SEQUENCES = {"importance_sampling_level": "sequence", "epsilon_high": 0.08, "delta": 1.1} | {
     "use_bias_correction_kl": True,
     "off_policy_mask_threshold": 0.02,
@@ -201,8 +205,9 @@ def _clipped(run: WindowRun) -> Iterator[Quantity]:
 
 
 def _bounded(run: WindowRun) -> Iterator[Quantity]:
-    """reward_clip_range: rewards are limited, then the KL is taken off."""
-    earned = stored_window.rewards(run.window.sequences).clamp(*run.kind.own["reward_clip_range"])
+    """reward_clip_range: the weighted sum of the rewards is limited, then the KL is taken off."""
+    own = run.kind.own
+    earned = (sum(own["reward_weights"]) * stored_window.rewards(run.window.sequences)).clamp(*own["reward_clip_range"])
     yield from judged(run.call, run, Loss(run.window, run.s, earned=earned), there=False)
 
 
@@ -246,8 +251,9 @@ WINDOWS = {
     "synced": Kind(_synced, having("sync_ref_model"), "2x2", beta=0.04, config=TWO_STEPS, own=SYNCED),
     "clipped": Kind(_clipped, ("grpo-trainer", "rloo-trainer"), config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
     "entropies": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | {QUANTILE: 0.6}, losses=("dapo",)),
+    "bonus": Kind(_clipped, ("grpo-trainer",), config=recorder.LOGGED, own=CLIPPED | BONUS, losses=("dapo",)),
     "sequence": Kind(_clipped, ("grpo-trainer",), beta=0.04, own=OF_SEQUENCES),
-    "bounded": Kind(_bounded, ("rloo-trainer",), beta=0.04, own={"reward_clip_range": (0.25, 0.75)}),
+    "bounded": Kind(_bounded, ("rloo-trainer",), beta=0.04, own=BOUNDED),
     "misaligned": Kind(_misaligned, GROUPED, "2x3", config=TWO_STEPS | EPOCH, own={PARTS: 2}, losses=GRPO_TYPES),
 }
 """Kind -> window. Incomplete: five sequences in windows of four. Uneven: seven, two by two: the last micro-batch holds one."""

@@ -94,7 +94,7 @@ def build(
     spec = spec_of(trainer)
     given.setdefault("train_dataset", stored_window.dataset(stored_window.brief(), spec.data))
     if spec.rewarded and trl.accepts(kind, "reward_funcs"):
-        given.setdefault("reward_funcs", reward)
+        given.setdefault("reward_funcs", [reward] * len(wanted.get("reward_weights", [1.0])))
     elif spec.rewarded:  # online DPO before it took reward functions: a judge, by the same hash
         from trl import BasePairwiseJudge
 
