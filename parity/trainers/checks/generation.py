@@ -40,6 +40,7 @@ PR: list[CheckCase] = [
     ("grpo-trainer", {"model": "gemma3", "temperature": 1.4, "top_k": 7, "top_p": 0.95, "min_p": 0.02}),
     ("grpo-trainer", {"model": "modernbert_decoder", "repetition_penalty": 1.3}),
     ("online-dpo-trainer", {"temperature": 1.4}),
+    ("rloo-trainer", {}),
 ]
 
 
@@ -68,7 +69,7 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
     data = stored_window.dataset(rows, "prompts")
     trainer = drive.build(call.trainer, models.model(s.model), wanted, train_dataset=data)
     with drive.seeded(), _watched(trainer.model) as calls:
-        recorder.train(trainer)
+        steps = recorder.train(trainer)
     if len(calls) != 1:
         raise Unsupported("the trainer of the installed version draws its tokens elsewhere")
     seen = calls[0]
@@ -78,6 +79,8 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
     sequences = [seen.sequence(b) for b in range(len(seen.ids))]
     returned = all(seen.returned(b) == tokens[start:] for b, (tokens, start) in enumerate(sequences))
     yield holds("tokens", returned, "what is returned is not what was drawn", "exact")
+    kept = sorted(recorder.sequences_of(steps.batches)) == sorted(sequences)
+    yield holds("sequences", kept, "what reaches the loss is not what was drawn", "exact")
     short = [len(tokens) - start for tokens, start in sequences if tokens[-1] != models.EOS]
     message = f"completions without <eos> have {short} tokens instead of {LIMIT}"
     yield holds("length", set(short) <= {LIMIT}, message, "exact")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,7 +36,7 @@ SETTINGS = {
     **{name: setting for name, (_, setting) in OPTIONS.items()},
     "split": Setting("8x1", "batch x accumulation; without it where `twins` has the trainer", ("8x1", "2x4")),
     "zero": Setting(False, "a word of a chosen completion has id 0, and padding another", (False, True)),
-    "even": Setting(False, "chosen sequences of one length: a micro-batch's mean is that of all", (False, True)),
+    "even": Setting(False, "sequences of one length: a micro-batch's mean is that of all", (False, True)),
     "model": Setting("llama", "tiny model; KTO's KL is positive for llama, negative for qwen2", ("llama", "qwen2")),
 }
 UNKNOWN = "unknown"
@@ -117,13 +116,7 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
     if s.zero and not call.spec.paired:
         raise Unsupported("only a paired trainer's likelihood is its own")
     rows = [dataclasses.replace(r, limit=6 if s.penalty else None) for r in Window.of(trainer).rows]
-    if s.even:  # every completion cut or repeated to the length of the first
-        length = len(rows[0].completion.split())
-        words = [itertools.islice(itertools.cycle(r.completion.split()), length) for r in rows]
-        rows = [
-            dataclasses.replace(r, prompt=rows[0].prompt, completion=" ".join(w))
-            for r, w in zip(rows, words, strict=True)
-        ]
+    rows = stored_window.even(rows) if s.even else rows
     if s.zero:  # as a vocabulary's first word
         rows[0] = dataclasses.replace(rows[0], completion=f"{rows[0].completion} {UNKNOWN}")
     settings = twin(trainer, model=s.model, split=s.split, pad="<eos>" if s.zero else "<pad>", whole=s.whole)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,9 +30,12 @@ SETTINGS = {
     "model": Setting("llama", "tiny model; KTO's estimate of the KL is 0 for qwen2", MODELS),
     "beta": Setting(0.3, "beta of the config", (0.3, 0.04)),
     "brief": Setting(False, "online DPO: completions of two tokens each, so that none is padded", (False, True)),
+    "split": Setting("8x1", "batch x accumulation; accumulated, every sequence has one length", ("8x1", "2x4")),
+    "divergence": Setting("reverse_kl", "DPO: f-DPO's, of which no reward is made", ("reverse_kl", "forward_kl")),
+    "loss": Setting("sigmoid", "CPO: simpo has rewards of a token's mean", ("sigmoid", "simpo")),
     "whole": Setting(False, "SFT: completion_only_loss is off, prompts are trained on", (False, True)),
 }
-PR: tuple[tuple[str, Mapping[str, Any]], ...] = (("online-dpo-trainer", {}), ("grpo-trainer", {"beta": 0.04}))
+PR: tuple[CheckCase, ...] = (("online-dpo-trainer", {}),)
 COUNTED = "rewards/accuracies reward objective/scores objective/scores_margin mean_token_accuracy num_tokens".split()
 """Metrics that are a count, or made of what is exact in float32."""
 
@@ -40,8 +43,7 @@ GUESSED = ("sft-trainer", "dpo-trainer")
 """Trainers that log a share of tokens that are the likeliest: random words are none."""
 
 Values = dict[str, Tensor]
-TRAINERS = tuple(t for t in SPECS if t in LOSSES and SPECS[t].given != "teacher_model")
-"""Those that log more than their loss."""
+TRAINERS = tuple(LOSSES)
 
 
 def define(window: Window, s: SimpleNamespace, model: Any) -> Values:
@@ -56,22 +58,27 @@ def define(window: Window, s: SimpleNamespace, model: Any) -> Values:
     if spec.paired or spec.data == "labels":
         return seen | _of_sides(loss, model)
     batch = loss.scored(model)
+    seen |= {"entropy": batch.entropy}
+    if not spec.generates:
+        return seen | {"mean_token_accuracy": torch.cat(batch.likeliest).double().mean()}
+    seen |= _of_generation(window, batch.lengths)
     if not spec.grouped:
-        return seen | {"entropy": batch.entropy, "mean_token_accuracy": torch.cat(batch.likeliest).double().mean()}
+        return seen
     d = torch.cat(batch.base.tokens) - torch.cat(batch.tokens)
     kl = -d.mean() if spec.baseline == "others" else k3(d, None).mean()
-    return seen | {"kl": kl, "entropy": batch.entropy} | _of_generation(window, batch.lengths)
+    r = stored_window.rewards(window.sequences)
+    seen |= {"reward": r.mean(), "reward_std": r.std(), "frac_reward_zero_std": (r.std(1) == 0).double().mean()}
+    return seen | {"kl": kl, "rewards/reward/mean": r.mean(), "rewards/reward/std": r.std()}
 
 
 def _of_generation(window: Window, lengths: Tensor) -> Values:
-    """Rewards, over all completions; tokens of completions, of all and of those that end."""
-    r, ended = stored_window.rewards(window.sequences), torch.tensor([row.ended for row in window.rows])
-    out = {"reward": r.mean(), "reward_std": r.std(), "frac_reward_zero_std": (r.std(1) == 0).double().mean()}
-    out |= {"rewards/reward/mean": r.mean(), "rewards/reward/std": r.std()}
+    """Tokens of completions, of all and of those that end."""
+    ended = torch.tensor([row.ended for row in window.rows])
+    out = {"completions/clipped_ratio": 1 - ended.double().mean()}
     for name, own in (("", lengths), ("_terminated", lengths[ended])):
         sizes = {"mean": own.mean(), "min": own.min(), "max": own.max()}
         out |= {f"completions/{which}{name}_length": size for which, size in sizes.items()}
-    return out | {"completions/clipped_ratio": 1 - ended.double().mean()}
+    return out
 
 
 def _of_sides(loss: Loss, model: Any) -> Values:
@@ -85,7 +92,7 @@ def _of_sides(loss: Loss, model: Any) -> Values:
         batch, chosen = loss.scored(model, [*sides[0], *sides[1]]), torch.arange(2 * len(sides[0])) < len(sides[0])
     else:
         batch, chosen = loss.scored(model), torch.tensor(window.labels)
-    logps = batch.means if spec.loss == "orpo" else batch.sums
+    logps = batch.means if "orpo" == spec.loss or loss.s.loss == "simpo" else batch.sums
     earned = batch.ratios if spec.given else logps
     out: Values = {}
     for name, side in (("chosen", chosen), ("rejected", ~chosen)):
@@ -138,21 +145,29 @@ def cases(seed: int) -> Iterator[CheckCase]:
     for trainer in TRAINERS:
         for model in MODELS:
             yield trainer, {"model": model}
-        yield trainer, {"beta": 0.04}
-        if SPECS[trainer].data == "completions":
-            yield trainer, {"whole": True}
         if SPECS[trainer].generates == "model":
-            yield trainer, {"brief": True}
+            yield from ((trainer, settings) for settings in ({"beta": 0.04}, {"brief": True}))
+        else:
+            yield from ((trainer, settings) for settings in ({}, {"beta": 0.04, "split": "2x4"}))
+    yield from (
+        ("sft-trainer", {"whole": True}),
+        ("dpo-trainer", {"divergence": "forward_kl"}),
+        ("cpo-trainer", {"loss": "simpo"}),
+    )
 
 
 @check("metrics", TRAINERS, SETTINGS, cases, pr=PR, covered=_in_pr, paths=EVERY_PATH)
 def metrics(call: CheckCall) -> Iterator[Quantity]:
-    """What is logged of one batch of eight, policy and reference unlike, is what the metrics' names say."""
+    """What is logged of eight sequences, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings
-    more = {**recorder.LOGGED, **EVALUATED, "beta": s.beta}
-    settings = twin(trainer, model=s.model, beta=s.beta, kl=call.spec.data == "labels", whole=s.whole)
+    own: dict[str, Any] = {} if s.divergence == "reverse_kl" else {"f_divergence_type": s.divergence}
+    own |= {} if s.loss == "sigmoid" else {"loss_type": s.loss, "simpo_gamma": 0.5}
+    drive.needs(call.trainer, *own)
+    more = {**recorder.LOGGED, **EVALUATED, "beta": s.beta, **own}
+    settings = twin(trainer, model=s.model, beta=s.beta, kl=call.spec.data == "labels", whole=s.whole, split=s.split)
     policy = functools.partial(stored_window.policy, s.model, torch.float64)
-    rows = guessed(Window.of(trainer), policy()) if trainer in GUESSED else Window.of(trainer).rows
+    rows = Window.of(trainer).rows if s.split == "8x1" else stored_window.even(Window.of(trainer).rows)
+    rows = guessed(Window.of(trainer, rows), policy()) if trainer in GUESSED else rows
     rows = [dataclasses.replace(row, limit=2) for row in rows] if s.brief else rows
     run = Run(trainer, settings, call.path, rows, plain=True, **more)
     yield run.all_there()
@@ -168,7 +183,9 @@ def metrics(call: CheckCall) -> Iterator[Quantity]:
         right = float(truth.exact["mean_token_accuracy"])
         yield tells("likeliest", right > 0, f"{right} of the tokens are the likeliest", right)
     yield from logged(truth, log)
-    if call.spec.generates != "model" and not begun(run.built):  # online DPO does not evaluate
+    # online DPO does not evaluate; KTO's KL is of pairs within micro-batches of training
+    if call.spec.generates != "model" and not begun(run.built) and s.split == "8x1":
         with trl.quiet():
+            run.built.evaluate(run.built.eval_dataset.select(range(2)))  # of which nothing may stay
             run.built.evaluate()
         yield from logged(truth, drive.numbers(run.built.state.log_history[-1]), of="eval_")

@@ -30,6 +30,7 @@ EVALUATING = tuple(t for t in JUDGED if SPECS[t].generates != "model")
 """All but online DPO, which has no loss in evaluation."""
 GROUPED = tuple(t for t in JUDGED if SPECS[t].grouped)
 TOKENS = tuple(t for t in GROUPED if SPECS[t].clips != "sequences")
+MASKING = having("mask_truncated_completions")
 END = models.VOCABULARY - 1
 """Another token that ends a completion, in none of them."""
 PARTS, AGAIN = "steps_per_generation", "num_iterations"
@@ -136,6 +137,9 @@ def _truncated(run: WindowRun) -> Iterator[Quantity]:
     step = step_of(run.call, run, Loss(run.window, run.s, earned=earned))
     yield window_loss(step, sum(run.steps.losses))
     yield gradients(step, run.steps.gradients[0])
+    clipped = "completions/clipped_ratio"
+    if clipped in (log := drive.logged(run.built)):
+        yield summed(clipped, log[clipped], [1 / len(run.every)] * len(run.kind.truncated), "the share without an end")
 
 
 def _controlled(run: WindowRun) -> Iterator[Quantity]:
@@ -241,8 +245,8 @@ WINDOWS = {
     "incomplete": Kind(lambda run: _last(run, 4, 1), STORED, "1x4", config=EPOCH, count=5),
     "uneven": Kind(lambda run: _last(run, 4, 3), STORED, "2x2", config=EPOCH, count=7),
     "second": Kind(lambda run: iter([run.gradient("gradient of step 2", 1, count=4)]), STORED, "2x2", config=TWO_STEPS),
-    "truncated": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), losses=GRPO_TYPES),
-    "ends": Kind(_truncated, having("mask_truncated_completions"), truncated=(1, 4, 5), ended=(0, 6)),
+    "truncated": Kind(_truncated, MASKING, config=recorder.LOGGED, truncated=(1, 4, 5), losses=GRPO_TYPES),
+    "ends": Kind(_truncated, MASKING, config=recorder.LOGGED, truncated=(1, 4, 5), ended=(0, 6)),
     "controlled": Kind(_controlled, ("grpo-trainer",), "2x2", config=EVALUATED, own=ADAPTIVE),
     "generation": Kind(_generation, GROUPED, "2x2", config=TWO_STEPS, own={PARTS: 4}, losses=GRPO_TYPES),
     "again": Kind(

@@ -18,7 +18,7 @@ from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quant
 from parity.trainers.checks.twins import RATE, SETTINGS, judged, moved, twin
 from parity.trainers.definitions.formulas import Loss, padded
 from parity.trainers.definitions.scored import Scored, logits, rows
-from parity.trainers.definitions.training_step import measured
+from parity.trainers.definitions.training_step import logged, measured
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.drawn import normal
 from parity.trainers.rig.recorder import Sequences
@@ -279,10 +279,24 @@ def sampler(call: CheckCall) -> Iterator[Quantity]:
     settings = twin(trainer, loss=s.loss, beta=s.beta, split=s.split, tools=s.tools)
     options, given = _options(call), log_probs(Window.of(trainer).sequences, s.missing, s.tools)
     reported = [[None if math.isnan(x) else x for x in logps.tolist()] for logps in given]
-    run = Run(trainer, settings, call.path, reported=reported, **options)
+    run = Run(trainer, settings, call.path, reported=reported, **recorder.LOGGED, **options)
     run.built.use_vllm = True
     weigh = functools.partial(ratio, s, padded(given)) if s.correction else None
-    yield from judged(call, run, Loss(run.window, run.s, ratio=weigh))
+    loss = Loss(run.window, run.s, ratio=weigh)
+    yield from judged(call, run, loss)
+
+    def told(model: Any) -> dict[str, Tensor]:
+        """The ratios that weigh, of the policy's own tokens or of sequences."""
+        scored = Scored(model, run.window.sequences)
+        mask = padded([loss.counted(tokens).double() for tokens in scored.completions])
+        found = ratio(s, padded(given), padded(scored.tokens), mask)
+        found = found[mask > 0] if found.shape == mask.shape else found
+        sizes = {"mean": found.mean(), "min": found.min(), "max": found.max()}
+        return {f"sampling/importance_sampling_ratio/{name}": size for name, size in sizes.items()}
+
+    if s.correction:
+        policy = stored_window.policy(settings.model, torch.float64)
+        yield from logged(measured(policy, told), drive.logged(run.built))
 
 
 def _options(call: CheckCall) -> dict[str, Any]:

@@ -7,6 +7,7 @@ that a reference model, read from disk, is not equal to it and log-ratios are no
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ WITHOUT = "parity_base_alone"
 TRAINED = 2
 """Seed of the adapter at the step that is judged; `HANDED_OVER` of one at construction."""
 GENERATIONS = 2
+EVEN = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,17 @@ def rows(prompts: int = 8) -> list[Sample]:
         prompt = models.words(11, f"prompt {group}", PROMPT_LENGTHS[order[group]]) + " "
         completion, alternative = models.words(11, f"completion {i}", length), models.words(11, f"other {i}", other)
         out.append(Sample(prompt, completion, alternative, label=i % 3 != 0, ended=i % 2 == 0))
+    return out
+
+
+def even(rows: Iterable[Sample]) -> list[Sample]:
+    """The rows, every prompt and completion cut or repeated to `EVEN` words, ended, every second one desirable: the mean of what
+    a metric is in each micro-batch is what it is in all."""
+    out = []
+    for i, row in enumerate(rows):
+        texts = (itertools.islice(itertools.cycle(t.split()), EVEN) for t in (row.prompt, row.completion, row.other))
+        prompt, completion, other = map(" ".join, texts)
+        out.append(Sample(f"{prompt} ", completion, other, label=i % 2 == 0))
     return out
 
 
