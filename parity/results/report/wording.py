@@ -135,10 +135,12 @@ def wrong(row: Row) -> str:
     if row.variant:
         return f"nobody: {name} follows another definition, {row.variant!r}"
     ran = "ran this case" if row.verdict in STOPPED else "agrees with float64"
+    trainer = row.family.endswith("-trainer")  # a trainer has a reference model, which is not what is meant
+    reference = "the trainer as released" if trainer else f"the reference {against or ''}".rstrip()
     whose = {
-        "candidate": f"the candidate {name}" + (f" (the reference {against} {ran})" if against else ""),
-        "reference": f"the reference {name}",
-        "both": f"both the candidate {name} and the reference {against or ''}".rstrip(),
+        "candidate": f"the candidate {name}" + (f" ({reference} {ran})" if against else ""),
+        "reference": reference if trainer else f"the reference {name}",
+        "both": f"both the candidate {name} and {reference}",
         "harness": f"the harness, in its adapter for {name}",
     }
     if row.blame:
