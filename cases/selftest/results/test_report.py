@@ -53,6 +53,7 @@ def test_everything_fits_and_no_id_is_cut(width):
     ("fields", "says"),
     [
         ({"blame": "reference"}, "the reference lib.loss"),
+        ({"blame": "reference", "family": "dpo-trainer"}, "the trainer as released"),
         ({"blame": "both"}, "both the candidate lib.loss and the reference trl.GRPOTrainer"),
         ({"blame": "harness"}, "the harness, in its adapter for lib.loss"),
         ({"blame": None, "variant": "trl 1.13"}, "nobody: lib.loss follows another definition, 'trl 1.13'"),

@@ -39,6 +39,12 @@ CASES = {
     "kto-trainer.beside": ({"check": "losses", "loss": "kto", "split": "2x4"}, "loss"),
     "online-dpo-trainer.kl": (METRICS | {"brief": True}, "objective/kl"),
     "sft-trainer.seen": (METRICS, "num_tokens"),
+    "dpo-trainer.last": (METRICS | {"split": "2x4"}, "entropy"),
+    "dpo-trainer.kept": (METRICS, "eval_entropy"),
+    "dpo-trainer.scores-logged": (METRICS | {"divergence": "forward_kl"}, "rewards/chosen"),
+    "dpo-trainer.evaluation-weights": ({"check": "losses", "loss": "sigmoid_ipo"}, "evaluation loss"),
+    "grpo-trainer.bonus": ({"check": "windows", "kind": "bonus", "loss": "dapo"}, "gradient"),
+    "rloo-trainer.behind": ({"check": "generation"}, "sequences"),
     "sft-trainer.first": (METRICS | {"whole": True}, "mean_token_accuracy"),
 }
 

@@ -92,7 +92,7 @@ def _of_sides(loss: Loss, model: Any) -> Values:
         batch, chosen = loss.scored(model, [*sides[0], *sides[1]]), torch.arange(2 * len(sides[0])) < len(sides[0])
     else:
         batch, chosen = loss.scored(model), torch.tensor(window.labels)
-    logps = batch.means if "orpo" == spec.loss or loss.s.loss == "simpo" else batch.sums
+    logps = batch.means if spec.loss == "orpo" or loss.s.loss == "simpo" else batch.sums
     earned = batch.ratios if spec.given else logps
     out: Values = {}
     for name, side in (("chosen", chosen), ("rejected", ~chosen)):
