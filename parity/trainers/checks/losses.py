@@ -125,7 +125,7 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
     yield from judged(call, run, loss)
     # online DPO does not evaluate; a KL is estimated of each micro-batch, and evaluation has one
     if call.spec.generates != "model" and not begun(run.built) and not (s.loss == "kto" and s.split != "8x1"):
-        with trl.quiet():
+        with trl.quiet(), drive.fixed(call.path, run.built):
             found = float(run.built.evaluate()["eval_loss"])
         yield window_loss(step_of(call, run, loss), found, "evaluation loss")
     if s.loss == "kto":
