@@ -69,7 +69,7 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
     data = stored_window.dataset(rows, "prompts")
     trainer = drive.build(call.trainer, models.model(s.model), wanted, train_dataset=data)
     with drive.seeded(), _watched(trainer.model) as calls:
-        steps = recorder.train(trainer)
+        trained = recorder.train(trainer)
     if len(calls) != 1:
         raise Unsupported("the trainer of the installed version draws its tokens elsewhere")
     seen = calls[0]
@@ -79,7 +79,7 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
     sequences = [seen.sequence(b) for b in range(len(seen.ids))]
     returned = all(seen.returned(b) == tokens[start:] for b, (tokens, start) in enumerate(sequences))
     yield holds("tokens", returned, "what is returned is not what was drawn", "exact")
-    kept = sorted(recorder.sequences_of(steps.batches)) == sorted(sequences)
+    kept = sorted(recorder.sequences_of(trained.batches)) == sorted(sequences)
     yield holds("sequences", kept, "what reaches the loss is not what was drawn", "exact")
     short = [len(tokens) - start for tokens, start in sequences if tokens[-1] != models.EOS]
     message = f"completions without <eos> have {short} tokens instead of {LIMIT}"
