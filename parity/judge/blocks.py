@@ -54,22 +54,31 @@ def _blocks(rows: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(i, i + step), slice(j, j + BLOCK)
 
 
-def on_grid(
-    x: Tensor, dtype: str, stretch: Tensor, noise: Tensor | None = None, flushed: tuple[float, float] = (0.0, 0.0)
-) -> Tensor:
+ETA = torch.finfo(torch.float32).smallest_normal
+"""By so much a result is off where subnormal numbers are 0."""
+ZERO, NEARLY = 2.0**-960, 2.0**-400
+"""By the first an exact zero is off: ties of zeros are undecided. What is below the second stands for one; no float32
+computation comes to a number as small, and the root of a zero's noise is as well."""
+
+
+def on_grid(x: Tensor, dtype: str, stretch: Tensor, noise: Tensor | None = None) -> Tensor:
     """x rounded to the bits of `dtype`, subnormals to its quantum, on a grid stretched by (R, 1, …) or a 0-dim factor; and off
-    by `noise` times |x|, as far as that lies within `flushed`."""
+    by `noise` times `ETA`, an exact zero by `noise` times `ZERO`."""
     if x.numel() <= BLOCK or x.device.type != "cpu":
         rounded = _on_grid(x * stretch, dtype).div_(stretch)
-        return rounded if noise is None else rounded.addcmul_(noise, x.abs().clamp_(*flushed))
+        return rounded if noise is None else rounded.addcmul_(noise, _flushed(x))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, given, factors = x.reshape(len(x), -1), out.view(len(x), -1), stretch.reshape(-1, 1)
     beside = None if noise is None else noise.reshape(len(x), -1)
     for block in _blocks(rows):
         rounded = torch.div(_on_grid(rows[block] * factors[block[0]], dtype), factors[block[0]], out=given[block])
         if beside is not None:
-            rounded.addcmul_(beside[block], rows[block].abs().clamp_(*flushed))
+            rounded.addcmul_(beside[block], _flushed(rows[block]))
     return out
+
+
+def _flushed(x: Tensor) -> Tensor:
+    return x.abs().ge_(NEARLY).clamp_(ZERO, ETA)
 
 
 def _on_grid(scaled: Tensor, dtype: str) -> Tensor:

@@ -232,9 +232,9 @@ def elsewhere(x: torch.Tensor) -> torch.Tensor:
 
 def other_values(x: torch.Tensor) -> torch.Tensor:
     """Other values that a function takes as well: the same, rolled along the first dimension in which that changes them.
-    Integers, which may be offsets, stay."""
+    Integers may be offsets, and a mask may belong to them: these stay."""
     out = laid_out(x)
-    if not (is_floating(x) or x.dtype == torch.bool) or out.layout != torch.strided:
+    if not is_floating(x) or out.layout != torch.strided:
         return out
     view = out[tuple(slice(0, 1) if step == 0 else slice(None) for step in out.stride())]  # expanded: one for all
     for dim in range(view.dim()):

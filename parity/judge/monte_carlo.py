@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.judge.blocks import on_grid
+from parity.judge.blocks import ETA, NEARLY, on_grid
 from parity.judge.identities import ByIndex, Held, MadeAgain, Stored, in_front
 from parity.judge.long_sums import LANES, MANY, drift, mass_of_maxima
 from parity.judge.noise import Noise
@@ -34,14 +34,14 @@ _EXACT = frozenset(
     new_empty ones zeros full full_like scalar_tensor empty_like empty amax amin max min cat stack split
     split_with_sizes unbind as_strided index_put embedding embedding_dense_backward sort topk
     nan_to_num flip roll round floor ceil heaviside unfold constant_pad_nd value_selecting_reduction_backward repeat
-    expand_copy arange rand tril triu diagonal diagonal_backward histc bincount""".split()
+    expand_copy arange rand tril triu diagonal diagonal_backward histc""".split()
 )
 
 _COMPARING = frozenset(
-    "gt ge lt le eq ne logical_not logical_and logical_or logical_xor count_nonzero nonzero any all".split()
+    """gt ge lt le eq ne logical_not logical_and logical_or logical_xor count_nonzero nonzero any all sign sgn floor
+    ceil""".split()
 )
-_ZERO = 2.0**-1000
-"""What an exact zero is off by: ties of zeros are undecided, and no float32 computation comes to a number as small."""
+"""Operations of the forward pass that see an exact zero as 0."""
 
 ONE_SIDED = 0.5
 """Mean error of an exponential, at most, in u: a library's is off by an ulp, and by more on one side than on the other. On an
@@ -93,7 +93,6 @@ class MonteCarlo(TorchDispatchMode):
         self.backward = False
         self.quiet = False
         self.u_sum = UNIT_ROUNDOFF["fp32"]
-        self.eta = torch.finfo(torch.float32).smallest_normal
         self.take(self.recipe.elementwise, self.recipe.softmax)
 
     def take(self, elementwise: str, softmax: str) -> None:
@@ -148,7 +147,7 @@ class MonteCarlo(TorchDispatchMode):
             return self.rounded(self.log_softmax(out, args[0], args[1]), self.softmax)
         if name == "_log_softmax_backward_data":
             total = args[0].sum(args[2], keepdim=True).abs_()
-            flushed = total * self.eta  # p·Σg with a p below the smallest normal
+            flushed = total * ETA  # p·Σg with a p below the smallest normal
             scale = (args[0].abs() + (out - args[0]).abs_()).mul_(self.u_sum) + flushed
             own = self.noise.constant(math.pi, out) > 0  # a log-sum-exp of its own, by autograd
             scale = scale + own * total * self._through_maxima(out, args[1], args[2])
@@ -264,11 +263,11 @@ class MonteCarlo(TorchDispatchMode):
         return torch.where(finite, self.noise.shaken(*inside), out)
 
     def rounded(self, out: torch.Tensor, dtype: str | None = None) -> torch.Tensor:
-        """A result x as rounded to `dtype` (none: the recipe's for elementwise operations) on its grid, and off by min(|x|, η)·ξ,
-        as far as flushing it to 0 goes."""
+        """A result as rounded to `dtype` (none: the recipe's for elementwise operations) on its grid, and off by η·ξ, an exact
+        zero by hardly anything."""
         dtype = self.elementwise if dtype is None else dtype
         given = out if _finite(out) else out.clamp(-_HUGE, _HUGE)
-        noisy = on_grid(given, dtype, self._stretch(given), self.noise.like(given), (_ZERO, self.eta))
+        noisy = on_grid(given, dtype, self._stretch(given), self.noise.like(given))
         if self.backward and dtype == "fp16" and UNIT_ROUNDOFF[self.softmax] <= NARROW:
             # a kernel with a float32 log-softmax stores nothing on the way to the logits' gradient: half flush nothing
             tiny = given.abs() < torch.finfo(torch.float16).smallest_normal
@@ -497,7 +496,7 @@ def rounds_nothing(func: Any) -> bool:
 
 def _zero_as_such(x: Any) -> Any:
     """x, where it is a tensor, with 0 for what stands for an exact zero."""
-    return x.masked_fill(x.abs() < _ZERO**0.5, 0.0) if torch.is_tensor(x) and x.is_floating_point() else x
+    return x.masked_fill(x.abs() < NEARLY, 0.0) if torch.is_tensor(x) and x.is_floating_point() else x
 
 
 def _is_rounded(factor: Any) -> bool:

@@ -178,7 +178,7 @@ def tables(
         logits, states = _logits(model, call or model, [rows.ids[i] for i in group], begin)
         for row, i in enumerate(group):
             at = rows.places[i] - 1 - begin
-            yield i, logits[row][at], None if states is None else states[row][at]
+            yield i, logits[row][at].detach(), None if states is None else states[row][at].detach()
 
 
 def _logits(model: Any, call: Any, ids: list[Tensor], begin: int) -> tuple[Tensor, Tensor | None]:
@@ -265,8 +265,10 @@ def noise(model: Any, rows: Rows, temperature: float, alone: Scores, dtype: torc
 
 @contextlib.contextmanager
 def undisturbed(model: Any, training: bool = False) -> Iterator[None]:
-    """Evaluation mode, or in `training` the modes as they are, without gradients; modes and random states are put back."""
+    """Evaluation mode, or in `training` the modes as they are, without gradients; modes, random states and what training moves
+    beside parameters (running means) are put back."""
     modes = [(m, m.training) for m in model.modules()]
+    buffers = [(b, b.clone()) for b in model.buffers()] if training else []
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices), torch.no_grad():
         try:
@@ -274,6 +276,8 @@ def undisturbed(model: Any, training: bool = False) -> Iterator[None]:
                 module.training = training and module.training
             yield
         finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
             for module, mode in modes:
                 module.training = mode
                 if hasattr(module, "reshard"):  # by FSDP2, which else keeps a root together until its backward pass

@@ -6,6 +6,7 @@ distributions is held against its definition by its value alone.
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +63,8 @@ def faults(
         return f"gradients of the log-probs are not those of {loss.name}", named
     if value is None or far <= allowed + float(logged):
         return None
-    return f"the loss that is logged is {value:.6g}", [f"{_times(value, float(exact))}; gradients are right"]
+    right = "; gradients are right" * math.isfinite(value)
+    return f"the loss that is logged is {value:.6g}", [_times(value, float(exact)) + right]
 
 
 def _between(loss: Loss, lp: Tensor, exact: Tensor, slope: Tensor) -> Tensor:

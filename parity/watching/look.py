@@ -50,11 +50,10 @@ class Look:
         """Whether there is one process."""
         return bool(self.trainer.accelerator.num_processes == 1)
 
-    @property
-    def far(self) -> bool:
-        """Whether noise does not explain a difference."""
-        mine = self.mine
-        return mine is not None and not all(agrees(self.difference(what).units()) for what in self.sides)
+    def far(self, but: str = "") -> bool:
+        """Whether noise does not explain a difference, on a side other than `but`."""
+        sides = () if self.mine is None else self.sides.keys() - {but}
+        return not all(agrees(self.difference(what).units()) for what in sides)
 
     def behind(self, what: str) -> bool:
         """Whether it is a reference's side behind an update: the policy has other weights by then."""
@@ -163,7 +162,10 @@ class Look:
     def other(self) -> bool:
         """Whether a reference has other weights than the policy from the beginning."""
         given = self.first and self.single and getattr(self.trainer, "ref_model", None) is not None
-        return given and not self._is_reference
+        if not given or self._is_reference:
+            return False
+        theirs, mine = ({n for n, _ in m.named_parameters()} for m in (self.trainer.ref_model, self.trainer.model))
+        return theirs == mine
 
     def missing(self) -> list[str]:
         """Whose log-probs of tokens in the loss are NaN, of those that the loss is made of."""

@@ -45,11 +45,11 @@ class Step:
             (name, n, p, _sample(p)) for name, m in others.items() for n, p in m.named_parameters() if not p.is_meta
         ]
 
-    def faults(self) -> Iterator[str]:
-        """A sentence each."""
+    def faults(self, top: bool) -> Iterator[str]:
+        """A sentence each; `top`: the learning rates are at their top, before which a step may round away."""
         if self._lacking:
             yield f"parameters with a gradient that the optimizer does not have: {first(self._lacking)}"
-        if self._none and not any(bool(_moved(p, before).any()) for p, before in self._none):
+        if top and self._none and not any(bool(_moved(p, before).any()) for p, before in self._none):
             yield "the optimizer has none of the model's parameters, and its step moves none of them"
         moved: dict[str, list[str]] = {}
         for name, n, p, before in self._others:

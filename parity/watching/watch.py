@@ -146,8 +146,9 @@ class Watch(TrainerCallback):
                 after = self.every - (self._now - self._begun) % self.every
                 self._due = self._now + (1 if sampled and not any(self._rates) else after)
             self._guarded(lambda: at.score(self._noise, self.budget))
-            if self._any(at.far):  # the noise may have grown with the weights
+            if self._any(at.far()):  # the noise may have grown with the weights
                 self._guarded(lambda: at.score(math.nan))
+            if self._any(at.far(but="sampler")):
                 self._guarded(at.drop_random)
                 self._random = at.random
             self._noise = self._noise if at.mine is None else at.mine.noise
@@ -261,7 +262,7 @@ class Watch(TrainerCallback):
         step, self._step_of = self._step_of, None
         here = [] if optimizer is None else rates(optimizer)
         self._stepped, self._rates = at_top(here, self._rates), here
-        for text in step.faults() if step is not None else ():
+        for text in step.faults(self._stepped) if step is not None else ():
             if ("update", text) not in self._said:
                 self._find("update", math.nan, (text,), text)
         if self._stepped and step is not None and (text := step.lost()):

@@ -422,16 +422,6 @@ def test_a_later_call_on_other_values_is_judged(function, exact):
     assert check_parity(exact, exact, {"x": torch.randn(8, 32)}).agrees
 
 
-def test_a_mask_kept_by_its_shape_is_judged():
-    kept, mask = dict[object, torch.Tensor](), torch.arange(32) % 3 > 0
-    found = check_parity(
-        lambda x, mask: x * by_shape(kept, mask.shape, mask.clone),
-        lambda x, mask: x * mask,
-        {"x": torch.randn(8, 32), "mask": mask},
-    )
-    assert found.protocol and all("of a later call on other values" in line for line in found.protocol)
-
-
 @pytest.mark.parametrize("cotangent", [None, "ones"])
 def test_a_later_output_may_have_another_shape(cotangent):
     x = torch.linspace(-1, 1, 30).view(5, 6)

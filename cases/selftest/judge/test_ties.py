@@ -112,14 +112,37 @@ def test_a_constant_is_rounded_once_in_a_replica():
             assert float((beside - shares).abs().max()) < 1.1 * 2.0**-24 < 4 * float(shares.abs().max())
 
 
-def test_zeros_tie_and_are_zero_to_a_comparison():
-    """Of equal zeros any may be the largest; how many numbers are not zero is no matter of rounding."""
+SEEING = {
+    **{name: getattr(torch, name) for name in "count_nonzero nonzero any all sign floor ceil logical_not".split()},
+    **{name: lambda z, by=name: getattr(torch, by)(z, 0.0) for name in "gt ge lt le eq ne".split()},
+    **{
+        name: lambda z, by=name: getattr(torch, by)(z, z + 0.0) for name in ("logical_and", "logical_or", "logical_xor")
+    },
+    "bool": lambda z: z.bool(),
+    "of a norm": lambda z: z.square().sum(-1).abs().sqrt() > 0,
+}
+
+
+@pytest.mark.parametrize("see", list(SEEING.values()), ids=list(SEEING))
+def test_an_exact_zero_is_seen_as_zero(see):
     x = torch.linspace(1, 2, 12, dtype=torch.float64).repeat(24, 1)
-    largest = under(Recipe(), "fp32", lambda v: (v * 0.0).argmax(-1), x)
-    counts = under(
-        Recipe(), "fp32", lambda v: [(v * 0.0 != 0).sum(), (v * 0.0 > 0).any(), (3e9 * (v - v)).bool().sum()], x
-    )
-    assert len(largest.unique()) > 6 and not any(counts)
+    for zero in (lambda v: v * 0.0, lambda v: 3e9 * (v - v)):
+        assert torch.equal(under(Recipe(), "fp32", lambda v: see(zero(v)), x), see(zero(x)))  # noqa: B023
+
+
+def test_zeros_tie():
+    """Of equal zeros any may be the largest."""
+    x = torch.linspace(1, 2, 12, dtype=torch.float64).repeat(24, 1)
+    assert len(under(Recipe(), "fp32", lambda v: (v * 0.0).argmax(-1), x).unique()) > 6
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: (x.softmax(-1) > 0).sum(-1).float(), lambda x: (x * 1e-25) * 1e25, lambda x: (x * 1e-50 > 0).sum(-1)],
+)
+def test_what_float32_underflows_may_be_zero(function):
+    for x in (torch.linspace(-120, 0, 96).view(4, 24), torch.linspace(1e-30, 1e-28, 24)[None]):
+        assert check_parity(function, function, {"x": x}, grad=(), protocol="none").agrees
 
 
 def test_a_count_of_what_is_not_zero_is_judged():
