@@ -24,7 +24,7 @@ cancel. In 16 bits the shaken log-probs move such terms further than the second 
 DRAWS = 4  # shaken evaluations of a definition
 BETWEEN = 8
 """By which what float32 makes of a definition's own operations is multiplied: a saturated 1 - σ is off by σ's rounding, however
-small its slope. The largest of 4 draws of ±u is below u/2 once in 16; times 8 it covers the 4u, two ulps, of torch's functions."""
+small its slope. The largest of 4 draws of ±u is below u/2 once in 16; times 8 it covers 4u, two ulps, of torch's functions."""
 
 
 def slopes(of: Define, logps: Tensor) -> tuple[Tensor, Tensor]:
