@@ -47,9 +47,8 @@ def explanations(
             fits.append((rms(left), text, size))
     if not fits:
         values = found.values[found.values.isfinite()]
-        rounded = bool(
-            (values == values.bfloat16()).all()
-        )  # a log-softmax alone is less than the arithmetic of a model
+        # by a log-softmax alone, which is less than the arithmetic of a model
+        rounded = bool((values == values.bfloat16()).all())
         for name, score in coarser.items():
             other = Difference(found.values, score()).units()
             if agrees(other) and rms(other) <= 1 and (name == "bfloat16" if rounded else rms(other) > 0.1):

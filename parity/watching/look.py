@@ -151,10 +151,9 @@ class Look:
         out = torch.full(rows.picked.shape, math.nan, device=taken.ids.device)
         with undisturbed(self.model), self.trainer.accelerator.autocast():
             for i in rows.picked.any(1).nonzero()[:, :1]:
-                z = self.model(input_ids=taken.ids[i], attention_mask=taken.attention[i]).logits[0, : late - 1 or None][
-                    -width:
-                ]
-                logps = (z.float() / self.temperature).log_softmax(-1)
+                logits = self.model(input_ids=taken.ids[i], attention_mask=taken.attention[i]).logits[0]
+                z = logits[: late - 1 or None][-width:].float()
+                logps = (z / self.temperature).log_softmax(-1)
                 out[i] = logps.gather(-1, taken.ids[i, -width:].T)[:, 0]
         return rows.of(out)
 

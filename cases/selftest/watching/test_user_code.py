@@ -383,6 +383,15 @@ def test_a_part_that_is_kept_in_evaluation_mode_is_so_in_a_forward_as_in_trainin
     assert [m.training for m in model.modules()] == [True, True, False]
 
 
+def test_what_a_forward_as_in_training_moves_is_put_back():
+    model = torch.nn.BatchNorm1d(2)
+    before = copy.deepcopy(model.state_dict())
+    with scoring.undisturbed(model, training=True):
+        model(torch.arange(8.0).view(4, 2))
+        assert not torch.equal(model.running_mean, before["running_mean"])
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
 def test_a_run_whose_forward_is_random_ends_in_the_same_bits(tmp_path):
     def ended(watch):
         trainer = of("sft-trainer", neftune_noise_alpha=5.0, max_steps=3)

@@ -5,7 +5,7 @@ Masks, advantages, references and settings are the trainer's own; what the losse
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,14 +211,18 @@ def known(trainer: Any) -> str:
     methods = [getattr(kind, n) for n in ("_compute_loss", "compute_loss", "training_step") if hasattr(kind, n)]
     if not all(m.__module__.startswith(("trl.", "transformers.")) for m in methods):
         return ""
-    modules = [m.__module__ for m in methods if m.__module__.startswith("trl.")]
-    return modules[0].rpartition(".")[2].removesuffix("_trainer") if modules else ""
+    return _first(methods)
 
 
 def nearest(trainer: Any) -> str:
     """Name of the trainer of TRL that it is a subclass of."""
-    modules = [kind.__module__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
-    return modules[0].rpartition(".")[2].removesuffix("_trainer") if modules else ""
+    return _first(type(trainer).__mro__)
+
+
+def _first(found: Iterable[Any]) -> str:
+    """Name of the trainer whose module of TRL the first of these is from; empty where none is from one."""
+    modules = (one.__module__ for one in found if one.__module__.startswith("trl."))
+    return next(modules, "").rpartition(".")[2].removesuffix("_trainer")
 
 
 def accumulation(trainer: Any) -> int:
