@@ -431,7 +431,7 @@ def test_what_a_step_lacks_is_found_once_while_the_learning_rate_rises(tmp_path,
     for group in trainer.optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p is not lost]
     made = []
-    monkeypatch.setattr(Step, "faults", lambda self, faults=Step.faults: made.append(self) or faults(self))
+    monkeypatch.setattr(Step, "faults", lambda self, top, faults=Step.faults: made.append(self) or faults(self, top))
     watch, _ = watched(trainer, tmp_path, every=9)
     assert [f.what for f in watch.findings] == ["update"]
     assert len(made) == 3  # at 0, at the first rate above, at the last
