@@ -15,6 +15,7 @@ from parity.trainers.checks.twin_windows import OF_SEQUENCES
 from parity.trainers.rig import drive
 
 METRICS, SEQUENCE = {"check": "metrics"}, {"check": "windows", "kind": "sequence"}
+QUEUE = {"check": "rollout-queue"}
 ENTROPIES = {"check": "windows", "kind": "entropies", "loss": "dapo"}
 CASES = {
     "grpo-trainer.reward-std": (METRICS, "reward_std"),
@@ -46,6 +47,10 @@ CASES = {
     "grpo-trainer.bonus": ({"check": "windows", "kind": "bonus", "loss": "dapo"}, "gradient"),
     "rloo-trainer.behind": ({"check": "generation"}, "sequences"),
     "sft-trainer.first": (METRICS | {"whole": True}, "mean_token_accuracy"),
+    "async-grpo-trainer.bounds": (QUEUE, "loss"),
+    "async-grpo-trainer.places": (QUEUE, "gradient"),
+    "async-grpo-trainer.accumulation": (QUEUE | {"split": "2x4", "even": True}, "gradient"),
+    "async-grpo-trainer.share": (QUEUE, "clip_ratio/low_mean"),
 }
 
 

@@ -44,12 +44,27 @@ def parts(batch: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
     if "input_ids" not in batch:
         raise Unsupported(f"a batch of {', '.join(sorted(batch))} is not a layout that can be read")
     tokens = batch["input_ids"]
+    if "tree_kv_index" in batch:
+        return _of_tree(batch)
     loss = batch["completion_mask"] if "completion_mask" in batch else (batch["labels"] != -100).long()
     if "attention_mask" in batch:
         return [(tokens, batch["attention_mask"], loss)]
     starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist() + [tokens.shape[1]]  # packed into one row
     pieces = [slice(a, b) for a, b in itertools.pairwise(starts)]
     return [(tokens[:, p], torch.ones_like(tokens[:, p]), loss[:, p]) for p in pieces]
+
+
+def _of_tree(batch: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The sequences of a packed tree: its paths from a root to a leaf."""
+    ends = batch["tree_cu_seqlens_k"][0].tolist()
+    paths = [tuple(batch["tree_kv_index"][0, a:b].tolist()) for a, b in itertools.pairwise(ends) if b > a]
+    leaves = [p for p in paths if not any(other[: len(p)] == p for other in paths if other != p)]
+    trained = {int(n) for n in batch["token_index"][0] if n >= 0}
+    out = []
+    for path in leaves:
+        loss = torch.tensor([[0, *(int(n in trained) for n in path[:-1])]])
+        out.append((batch["input_ids"][0, list(path)].unsqueeze(0), torch.ones_like(loss), loss))
+    return out
 
 
 def _joined(batch: Mapping[str, Any], prompt: str, side: str, ids: str, mask: str) -> tuple[Tensor, Tensor, Tensor]:

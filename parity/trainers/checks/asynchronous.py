@@ -1,0 +1,193 @@
+"""A step of asynchronous GRPO: stored rollouts from the queue, packed so that sequences share the tokens of a common prefix.
+
+TRL's attention over such a tree is a kernel of a GPU; here it is written out.
+"""
+
+import functools
+import importlib
+import importlib.util
+import itertools
+import queue
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parity.case.inputs import Setting
+from parity.errors import Unsupported
+from parity.families.policy_losses import divergence as k3
+from parity.judge.oracle import Oracle
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, shared
+from parity.trainers.definitions.formulas import advantages
+from parity.trainers.definitions.scored import Scored, completion_logps, entropies
+from parity.trainers.definitions.training_step import exact_step, first_step, logged, measured
+from parity.trainers.rig import drive, models, recorder, stored_window
+from parity.trainers.rig.recorder import Sequences
+from parity.trainers.rig.stored_window import Window
+from parity.upstream import trl
+
+TRAINER = "async-grpo-trainer"
+ROW = 64
+LOW, HIGH = 0.05, 0.1
+"""Some of the window's ratios lie beyond each bound, with either sign of the advantage."""
+SETTINGS = {
+    "model": Setting("llama", "tiny model", ("llama", "qwen2", "gemma2", "cohere")),
+    "temperature": Setting(1.0, "of the sampler", (1.0, 0.7)),
+    "split": Setting("8x1", "batch x accumulation", ("8x1", "2x4")),
+    "even": Setting(False, "completions of one length: a micro-batch's mean is that of all", (False, True)),
+    "budget": Setting(0, "token_budget: tokens of a packed row; 0: a fixed number of samples", (0, ROW)),
+    "tools": Setting(False, "some completion tokens are a tool's", (False, True)),
+}
+CASES: list[CheckCase] = [
+    *((TRAINER, {"model": name}) for name in SETTINGS["model"].choices or ()),
+    (TRAINER, {"temperature": 0.7, "tools": True}),
+    (TRAINER, {"budget": ROW}),
+    (TRAINER, {"split": "2x4"}),
+    (TRAINER, {"split": "2x4", "even": True}),
+]
+
+
+class _Worker:
+    """Rollouts that are there from the start."""
+
+    def __init__(self, samples: Iterable[Any]):
+        self.rollout_buffer, self.metrics_queue, self.samples = self, queue.Queue[Any](), iter(samples)
+
+    def get(self, timeout: float) -> Any:
+        return next(self.samples)
+
+    def qsize(self) -> int:
+        return 1
+
+    def __getattr__(self, name: str) -> Any:  # start, stop, and news of the trainer
+        return lambda *args: None
+
+
+class _Engine:
+    """An inference server to which weights are sent, and which has no use for them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, *_: Any, **options: Any
+) -> Tensor:
+    """softmax(softcap(scale·q·k))·v of each segment, (N, heads, D): the queries are the last tokens of its keys, and see none
+    behind them nor before the window."""
+    (left, _right), cap = options["window_size"], options.get("softcap", 0.0)
+    shared_by = query.shape[1] // key.shape[1]
+    out = []
+    for (a, b), (c, d) in zip(itertools.pairwise(queries.tolist()), itertools.pairwise(keys.tolist()), strict=True):
+        k, v = (x[c:d].repeat_interleave(shared_by, 1) for x in (key, value))
+        z = torch.einsum("qhd,khd->hqk", query[a:b], k) * options["softmax_scale"]
+        z = torch.tanh(z / cap) * cap if cap else z
+        ahead = torch.arange(d - c) - torch.arange(d - c - (b - a), d - c).unsqueeze(1)
+        seen = (ahead <= 0) & ((ahead >= -left) | (left < 0))
+        out.append(torch.einsum("hqk,khd->qhd", z.masked_fill(~seen, -torch.inf).softmax(-1), v))
+    return torch.cat(out)
+
+
+@check("rollout-queue", (TRAINER,), SETTINGS, lambda seed: CASES, pr=CASES, paths=("released",))
+def rollout_queue(call: CheckCall) -> Iterator[Quantity]:
+    """One step on stored rollouts: loss and gradients are a mean over all of its tokens; logged numbers are what they say."""
+    s, rows = call.settings, Window.of("grpo-trainer").rows
+    window = Window("grpo-trainer", stored_window.even(rows) if s.even else rows).sequences
+    old = _logps(stored_window.policy(s.model, torch.float64, stored_window.OLDER), window, s)
+    given = zip(window, old, advantages(window).tolist(), strict=True)
+    steps, log = _run(call, [_sample(*sequence, logps, s, advantage=sign) for sequence, logps, sign in given])
+    got, wanted = (sorted(t for t, _ in found) for found in (recorder.sequences_of(steps.batches), window))
+    yield holds("sequences", got == wanted, f"{len(got)} of {len(wanted)}", "exact", float(len(got)))
+    step, numbers = shared(call, "step", lambda: _defined(s, window, old))
+    yield from first_step(step, steps)
+    if s.even or s.split == "8x1":  # else a mean of the micro-batches' means is logged
+        yield from logged(numbers, log)
+
+
+def _own(tokens: list[int], start: int, s: SimpleNamespace) -> Tensor:
+    """Which tokens of a completion are the policy's own, and not a tool's."""
+    found = torch.tensor(tokens[start:])
+    return stored_window.external(found).bool() if s.tools else torch.ones_like(found, dtype=torch.bool)
+
+
+def _logps(model: Any, window: Sequences, s: SimpleNamespace) -> list[Tensor]:
+    """The sampler's log-probs of each completion, as float32 has them, in float64."""
+    with torch.no_grad():
+        return [x.float().double() for x in completion_logps(model, window, s.temperature)]
+
+
+def _sample(ids: list[int], start: int, old: Tensor, s: SimpleNamespace, **more: Any) -> Any:
+    """A rollout as the queue has it: log-probs of what is not trained on are 0."""
+    own = _own(ids, start, s)
+    mask, logps = (np.concatenate([np.zeros(start), x.double().numpy()]) for x in (own, old * own))
+    given = {"input_ids": np.array(ids), "completion_mask": mask.astype("i8"), "old_log_probs": logps.astype("f4")}
+    about = {"group_id": tuple(ids[:start]), "model_version": 0, "metrics": {"reward": 0.0}, "enqueued_at": None}
+    return SimpleNamespace(**{**given, **about, "advantage": 1.0, **more})
+
+
+def _run(call: CheckCall, samples: list[Any]) -> tuple[recorder.Steps, dict[str, Any]]:
+    """The trainer's first step on the samples, and what it logged of it."""
+    s = call.settings
+    drive.needs(call.trainer, "token_budget")
+    released = trl.class_named(call.trainer).__module__
+    name = f"{released.rpartition('.')[0]}.packing"
+    if not importlib.util.find_spec(name):
+        raise Unsupported(f"{call.trainer} of the installed version packs no tree of rollouts")
+    packing, module = map(importlib.import_module, (name, released))
+    ids = models.ids(23, "behind the window", 2 * ROW - 8)
+    no_row, other = (_sample(ids[:n], 4, torch.zeros(n - 4), s) for n in (len(ids), ROW - 8))
+    too_old = _sample(ids[4:20], 4, torch.zeros(12), s, model_version=-100)
+    dropped = [too_old, no_row] if s.budget else [too_old]
+    worker = _Worker([*samples[:4], *dropped, *samples[4:], *[other] * 64])
+    wanted = recorder.plain(s.split) | recorder.LOGGED | {"temperature": s.temperature, "token_budget": s.budget}
+    wanted |= {"epsilon": LOW, "epsilon_high": HIGH}
+    kernels, no_peak = (mock.Mock(return_value=x) for x in (SimpleNamespace(flash_attn_varlen_func=_attention), None))
+    with (
+        mock.patch.object(packing, "_flash_attn", kernels),
+        mock.patch.object(module, "get_peak_flops_per_device", no_peak),  # of a GPU
+    ):
+        given: dict[str, Any] = {
+            "rollout_worker": worker,
+            "weight_transfer": _Engine(),
+            "reward_funcs": stored_window.reward,
+        }
+        trainer = drive.build(call.trainer, str(models.saved(s.model)), wanted, **given)
+        trainer.model.load_state_dict(stored_window.policy(s.model).state_dict())
+        return recorder.train(trainer), drive.logged(trainer)
+
+
+def _defined(s: SimpleNamespace, window: Sequences, old: list[Tensor]) -> tuple[Oracle, Oracle]:
+    """Of all N tokens that are trained on, ρ = π/π_old at the sampler's temperature: -Σ min(ρA, clip(ρ, 1 - ε, 1 + ε_high)A) / N
+    (arXiv 2402.03300, 2503.14476), and the numbers that are logged."""
+    own = torch.cat([_own(*sequence, s) for sequence in window])
+    sizes = [len(x) for x in old]
+    signs = advantages(window).repeat_interleave(torch.tensor(sizes))
+
+    def ratio(scored: Scored) -> Tensor:
+        return torch.cat(scored.tokens) - torch.cat(old)
+
+    def loss(model: Any) -> Tensor:
+        rho = ratio(Scored(model, window, temperature=s.temperature)).exp()
+        return -torch.minimum(rho * signs, rho.clamp(1 - LOW, 1 + HIGH) * signs)[own].mean()
+
+    def numbers(model: Any) -> Mapping[str, Tensor]:
+        scored = Scored(model, window, temperature=s.temperature)
+        d = ratio(scored)
+        low, high = (d.expm1() < -LOW) & (signs < 0), (d.expm1() > HIGH) & (signs > 0)
+        of_each = [
+            torch.stack([x[o].double().mean() for x, o in zip(side.split(sizes), own.split(sizes), strict=True)])
+            for side in (low, high)
+        ]
+        out = {"ratio": d[own].exp().mean(), "kl": k3(d, None)[own].mean()}
+        out |= {"entropy": entropies(torch.cat(scored.tables))[own].mean()}
+        shares = {"low": low[own].double().mean(), "high": high[own].double().mean()}
+        shares["region"] = shares["low"] + shares["high"]
+        out |= {f"clip_ratio/{side}_mean": share for side, share in shares.items()}
+        return out | {"clip_ratio/low_min": of_each[0].min(), "clip_ratio/high_max": of_each[1].max()}
+
+    policy = functools.partial(stored_window.policy, s.model, torch.float64)
+    return exact_step(policy(), loss), measured(policy(), numbers)
