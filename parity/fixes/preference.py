@@ -1,4 +1,4 @@
-"""Preference losses: `exchange_alpha` for the alpha divergence of DPO, `average_over_window` for CPO and ORPO."""
+"""Preference losses: `exchange_alpha` for DPO's alpha divergence, `average_over_window` for CPO, ORPO and asynchronous GRPO."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,9 +44,13 @@ def average_over_window(trainer: Any) -> Patch:
     over its n tokens, and the training loop divides by the M micro-batches: tokens of a micro-batch with few count more. Each
     is multiplied by n·M/N, N the tokens of the window, or their mean over the processes.
 
+    AsyncGRPOTrainer (trl 1.0 to 1.16) divides the sum of each micro-batch by its own tokens, `global_n_tokens`: it gets N/M.
+
     Wraps `trainer.get_batch_samples` and `trainer.concatenated_forward`, for this trainer alone; in evaluation nothing changes.
-    Nothing is done where the trainer's forward takes no such mean (its source is read).
+    Nothing is done where the trainer takes no such mean (its source is read).
     """
+    if 'inputs["global_n_tokens"]' in source_of(getattr(type(trainer), "compute_loss", None)):
+        return _over_rollouts(trainer)
     source = source_of(getattr(type(trainer), "concatenated_forward", None))
     if "nn.CrossEntropyLoss()" not in source or not hasattr(trainer, "get_batch_samples"):
         return Patch(WINDOW, reason="the trainer takes no mean of a micro-batch's likelihood")
@@ -77,6 +81,22 @@ def average_over_window(trainer: Any) -> Patch:
     forward = override(trainer, "concatenated_forward", WINDOW, weighted)
     undo: list[Callable[[], object]] = [*samples.hold(trainer), *forward.hold(trainer)]
     return Patch(WINDOW, changed=("trainer.get_batch_samples", "trainer.concatenated_forward"), _undo=undo)
+
+
+def _over_rollouts(trainer: Any) -> Patch:
+    change = overridden(trainer, "get_batch_samples", WINDOW)
+    if change is not None:
+        return Patch(WINDOW, reason=ALREADY, _undo=change.hold(trainer))
+
+    def sampled(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        batches, items = original(*args, **kwargs)
+        if batches:
+            mean = torch.stack([batch["global_n_tokens"] for batch in batches]).mean(0)
+            batches = [{**batch, "global_n_tokens": mean} for batch in batches]
+        return batches, items
+
+    change = override(trainer, "get_batch_samples", WINDOW, sampled)
+    return Patch(WINDOW, changed=("trainer.get_batch_samples",), _undo=change.hold(trainer))
 
 
 def _labelled(batch: Mapping[str, Tensor], encoder: bool) -> Tensor:

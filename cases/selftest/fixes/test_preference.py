@@ -15,7 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 WINDOWS = ("cpo-trainer", "orpo-trainer")
 
 
-@pytest.mark.parametrize("name", ["dpo-alpha-divergence", "cpo-accumulation", "orpo-accumulation"])
+@pytest.mark.parametrize(
+    "name", ["dpo-alpha-divergence", "cpo-accumulation", "orpo-accumulation", "async-grpo-accumulation"]
+)
 def test_after_apply_the_frozen_case_of_the_defect_agrees(name):
     case = Frozen.load(data.cases_dir() / "regressions" / f"{name}.json").case
     rows = list(run_case(case, select([f"{case.family}.released", f"{case.family}.fixed"])))
@@ -84,6 +86,21 @@ def test_apply_wraps_both_methods_and_takes_them_off(name):
         assert applied["average_over_window"]
         assert "get_batch_samples" in vars(trainer)
     assert "get_batch_samples" not in vars(trainer) and "concatenated_forward" not in vars(trainer)
+
+
+def test_rollouts_are_averaged_over_the_window():
+    class Queue:
+        def compute_loss(self, model, inputs):
+            return 1 / inputs["global_n_tokens"][0]  # what the fix looks for
+
+        def get_batch_samples(self):
+            return [{"global_n_tokens": torch.tensor([n])} for n in (2.0, 6.0)], None
+
+    trainer = Queue()
+    with patches.average_over_window(trainer) as patch:
+        assert patch and "already applied" in str(patches.average_over_window(trainer))
+        assert [float(batch["global_n_tokens"]) for batch in trainer.get_batch_samples()[0]] == [4.0, 4.0]
+    assert "get_batch_samples" not in vars(trainer)
 
 
 def test_other_trainers_get_reasons():

@@ -15,6 +15,7 @@ from parity.trainers.checks.twin_windows import OF_SEQUENCES
 from parity.trainers.rig import drive
 
 METRICS, SEQUENCE = {"check": "metrics"}, {"check": "windows", "kind": "sequence"}
+GENERATED = {"check": "ragged-control", "sampler": "student", "prompts": "ragged"}
 QUEUE = {"check": "rollout-queue"}
 ENTROPIES = {"check": "windows", "kind": "entropies", "loss": "dapo"}
 CASES = {
@@ -47,6 +48,8 @@ CASES = {
     "grpo-trainer.bonus": ({"check": "windows", "kind": "bonus", "loss": "dapo"}, "gradient"),
     "rloo-trainer.behind": ({"check": "generation"}, "sequences"),
     "sft-trainer.first": (METRICS | {"whole": True}, "mean_token_accuracy"),
+    "gkd-trainer.prompt": (GENERATED, "sequences"),
+    "gkd-trainer.padding": (GENERATED, "gradient"),
     "async-grpo-trainer.bounds": (QUEUE, "loss"),
     "async-grpo-trainer.places": (QUEUE, "gradient"),
     "async-grpo-trainer.accumulation": (QUEUE | {"split": "2x4", "even": True}, "gradient"),

@@ -92,7 +92,7 @@ def _attention(
     return torch.cat(out)
 
 
-@check("rollout-queue", (TRAINER,), SETTINGS, lambda seed: CASES, pr=CASES, paths=("released",))
+@check("rollout-queue", (TRAINER,), SETTINGS, lambda seed: CASES, pr=CASES)
 def rollout_queue(call: CheckCall) -> Iterator[Quantity]:
     """One step on stored rollouts: loss and gradients are a mean over all of its tokens; logged numbers are what they say."""
     s, rows = call.settings, Window.of("grpo-trainer").rows
@@ -157,7 +157,8 @@ def _run(call: CheckCall, samples: list[Any]) -> tuple[recorder.Steps, dict[str,
         }
         trainer = drive.build(call.trainer, str(models.saved(s.model)), wanted, **given)
         trainer.model.load_state_dict(stored_window.policy(s.model).state_dict())
-        return recorder.train(trainer), drive.logged(trainer)
+        with drive.fixed(call.path, trainer):
+            return recorder.train(trainer), drive.logged(trainer)
 
 
 def _defined(s: SimpleNamespace, window: Sequences, old: list[Tensor]) -> tuple[Oracle, Oracle]:

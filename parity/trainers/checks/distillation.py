@@ -6,6 +6,7 @@ trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the fir
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,13 +34,21 @@ SETTINGS = {
     "split": Setting("2x1", "batch x accumulation", ("1x2", "2x1")),
     "temperature": Setting(1.0, "of student and teacher; GKD: of sampling alone", (1.0, 0.7)),
 }
-RAGGED = SETTINGS | {"prompts": Setting("equal", "lengths of the prompts", tuple(SAMPLES))}
+RAGGED = SETTINGS | {
+    "prompts": Setting("equal", "lengths of the prompts", tuple(SAMPLES)),
+    "sampler": Setting("none", "who writes the completions, in place of the dataset's", ("none", "student", "teacher")),
+    "longer": Setting(False, "they are longer than the dataset's", (False, True)),
+}
 LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
 SERVER, GKD = "server-distillation-trainer", "gkd-trainer"
 MIXTURE = {"beta": 0.3, "temperature": 0.7}
 SHORT: list[CheckCase] = [(SERVER, s) for s in (MIXTURE, LEAKED)]
-SHORT_GKD: list[CheckCase] = [(GKD, s | {"split": "1x2", "prompts": "ragged"}) for s in (LEAKED, MIXTURE)]
+SHORT_GKD: list[CheckCase] = [
+    *((GKD, s | {"split": "1x2", "prompts": "ragged"}) for s in (LEAKED, MIXTURE)),
+    *((GKD, {"sampler": sampler, "prompts": "ragged"}) for sampler in ("student", "teacher")),
+    (GKD, {"sampler": "student", "longer": True}),
+]
 
 
 def _paired(trainer: str, settings: Mapping[str, Setting], short: list[CheckCase]) -> dict[str, Any]:
@@ -130,6 +139,16 @@ def samples(prompts: str = "ragged") -> list[Sample]:
     ]
 
 
+def sampled(s: SimpleNamespace) -> Sequences:
+    """The same prompts with other completions, of the dataset's lengths or longer."""
+    out = []
+    for i, sample in enumerate(samples(s.prompts)):
+        prompt, given = (stored_window.ids(text) for text in (sample.prompt, sample.completion))
+        completion = [*models.ids(i, "sampled", len(given) - 1 + 2 * s.longer), models.EOS]
+        out.append((prompt + completion, len(prompt)))
+    return out
+
+
 def served(teacher: Teacher, split: str, beta: float, temperature: float = 1.0) -> Any:
     """A trainer over a tiny student; `split` is "batch x accumulation"."""
     name = upstream()
@@ -157,7 +176,16 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta, "temperature": s.temperature}
     data = stored_window.dataset(samples(s.prompts), "turns")
     given = {"teacher_model": models.model(TEACHER), "train_dataset": data}
+    wanted |= {"lmbda": float(s.sampler == "student"), "seq_kd": s.sampler == "teacher"}
     trainer = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
+    if s.sampler != "none":
+        stored = {tuple(ids[:n]): [ids[n:]] for ids, n in sampled(s)}
+        twin_runs.generate_in_model(
+            trainer, stored, model=trainer.model if s.sampler == "student" else trainer.teacher_model
+        )
     steps = recorder.train(trainer)
+    if s.sampler != "none":
+        found, right = (sorted(x) for x in (recorder.sequences_of(steps.batches), sampled(s)))
+        yield holds("sequences", found == right, f"{found} instead of {right}", "exact")
     local = all(n is None for n in steps.items)  # before 1.10
     yield from _judged(steps, lambda model, batch: jsd(Scored(model, batch, TEACHER), s.beta), local)

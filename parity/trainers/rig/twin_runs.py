@@ -177,8 +177,9 @@ def generate_in_model(
     trainer: Any,
     stored: Mapping[tuple[int, ...], Sequence[list[int]]],
     handed: Callable[[Tensor], Any] = lambda sequences: SimpleNamespace(sequences=sequences),
+    model: Any = None,
 ) -> None:
-    """The stored completions of a prompt in turn, in place of `model.generate`: distillation's up to 1.9, online DPO's."""
+    """The stored completions of a prompt in turn, in place of `generate` of the trainer's model, or of another one."""
     turns = {prompt: itertools.cycle(completions) for prompt, completions in stored.items()}
     ends = trainer.processing_class.eos_token_id
     if trainer.processing_class.pad_token_id == ends and any(c[-1] != ends for own in stored.values() for c in own):
@@ -191,7 +192,7 @@ def generate_in_model(
         new = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=filled)
         return handed(torch.cat([input_ids, new.to(input_ids)], 1))
 
-    trainer.model.generate = generate
+    (trainer.model if model is None else model).generate = generate
 
 
 def handed_names(trainer: Any, method: str) -> list[str]:
