@@ -97,10 +97,7 @@ class Run:
         policy, peft_config = self.adapter() if self.adapter else (stored_window.policy(s.model), None)
         if self.changed is not None:
             self.changed(policy)
-        conversing = spec.given == "teacher_model" and not hasattr(
-            drive.trl_class(spec.upstream), "_generate_single_turn"
-        )
-        data = stored_window.dataset(window.rows, "messages") if conversing else window.dataset()
+        data = self.data()
         given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
         if self.adapter is not None:
             given["peft_config"] = peft_config
@@ -108,7 +105,7 @@ class Run:
             given["ref_model"] = models.model(s.model)
         if spec.given == "teacher_model":
             given["teacher_model"] = models.model(s.teacher)
-        given["processing_class"] = tokenizer = models.tokenizer(s.pad)
+        given["processing_class"] = tokenizer = self.tokenizer()
         padding = itertools.islice(PADDINGS.get(s.padding, ()), 1)
         drive.needs(spec.upstream, *padding, *masked, *((HEAD,) if getattr(s, HEAD) else ()))
         wanted = {**options(self.trainer, s), **switches, **masked, **self.config, **more}
@@ -127,6 +124,15 @@ class Run:
         if s.tools:
             generate_tools(out)
         return out
+
+    def data(self) -> Any:
+        spec = SPECS[self.trainer]
+        kind = drive.trl_class(spec.upstream)
+        conversing = spec.given == "teacher_model" and not hasattr(kind, "_generate_single_turn")
+        return stored_window.dataset(self.window.rows, "messages") if conversing else self.window.dataset()
+
+    def tokenizer(self) -> Any:
+        return models.tokenizer(self.s.pad)
 
     @functools.cached_property
     def built(self) -> Any:
@@ -164,7 +170,9 @@ def _hand_out(trainer: Any, rows: Sequence[Sample], reported: Sequence[Any] | No
     def generate(prompts: list[Any], *_: Any, **__: Any) -> Any:
         prompt_ids = [stored_window.ids(p) if isinstance(p, str) else list(p) for p in prompts]
         left = {k: list(v) for k, v in stored.items()}
-        completion_ids, logps = map(list, zip(*(left[tuple(p)].pop(0) for p in prompt_ids), strict=True))
+        unknown = ([models.EOS], [0.0])  # of a prompt that nobody gave: `all_there` tells
+        handed = [left[tuple(p)].pop(0) if left.get(tuple(p)) else unknown for p in prompt_ids]
+        completion_ids, logps = map(list, zip(*handed, strict=True))
         known = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "extra_fields": {}, "forward_kwargs": {}}
         known |= {"logprobs": logps} if reported else {}
         out = tuple(known.get(n) for n in names)

@@ -1,0 +1,114 @@
+"""Data as conversations: which tokens a chat template makes of them, and which of those are in the loss."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from parity.case.inputs import Setting
+from parity.errors import Unsupported
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
+from parity.trainers.checks.twins import twin
+from parity.trainers.definitions.formulas import LOSSES
+from parity.trainers.rig import drive, models, recorder, stored_window
+from parity.trainers.rig.stored_window import Sample, Window
+from parity.trainers.rig.twin_runs import Run
+
+USER, ASSISTANT = "w5", "w6"
+"""The words before a message, by its role."""
+TEMPLATE = (
+    (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'ASSISTANT ' }}{% generation %}{{ m['content'] + ' <eos>' }}"
+        "{% endgeneration %}{% else %}{{ 'USER ' + m['content'] }}{% endif %}{{ ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'ASSISTANT ' }}{% endif %}"
+    )
+    .replace("ASSISTANT", ASSISTANT)
+    .replace("USER", USER)
+)
+"""A generation ends with the word, not the space behind it: the mask of a character that is in no token goes to the end."""
+SETTINGS = {
+    "turns": Setting(
+        "one",
+        "an answer to a prompt; SFT's also: two of each, trained on as a whole, or on the assistant's words alone",
+        ("one", "all", "assistant"),
+    )
+}
+CASES: list[CheckCase] = [
+    *((trainer, {}) for trainer in LOSSES),
+    ("sft-trainer", {"turns": "all"}),
+    ("sft-trainer", {"turns": "assistant"}),
+]
+
+
+class _Conversing(Run):
+    """A run over conversations that the chat template writes out as the rows of the window."""
+
+    def __init__(self, call: CheckCall, given: Sequence[Sample], **config: Any):
+        told = [dataclasses.replace(row, prompt=f"{USER} {row.prompt}{ASSISTANT} ") for row in given]
+        super().__init__(call.case.family, twin(call.case.family), call.path, told, plain=True, **config)
+        self.given, self.turns = given, call.settings.turns
+
+    def tokenizer(self) -> Any:
+        found = copy.deepcopy(super().tokenizer())
+        found.chat_template = TEMPLATE
+        return found
+
+    def data(self) -> Any:
+        from datasets import Dataset
+
+        rows, columns = (
+            stored_window.dataset(self.given, self.window.spec.data),
+            ("prompt", "completion", "chosen", "rejected"),
+        )
+        if self.turns != "one":
+            return Dataset.from_list([{"messages": _messages(row)} for row in self.given])
+        if self.window.spec.grouped:
+            rows = rows.select(range(0, len(rows), stored_window.GENERATIONS))
+        roles = {name: "user" if name == "prompt" else "assistant" for name in columns}
+        return Dataset.from_list(
+            [
+                {k: [{"role": roles[k], "content": x.strip()}] if k in roles else x for k, x in row.items()}
+                for row in rows
+            ]
+        )
+
+
+def _messages(row: Sample) -> list[dict[str, str]]:
+    texts = [row.prompt.strip(), row.completion, row.other, row.completion]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def _written(row: Sample, alone: bool) -> tuple[list[int], list[int]]:
+    """Token ids of the messages, and whether each is in the loss."""
+    ids: list[int] = []
+    loss: list[int] = []
+    for message in _messages(row):
+        content, own = stored_window.ids(message["content"]), message["role"] == "assistant"
+        ids += [*stored_window.ids(ASSISTANT if own else USER), *content, *([models.EOS] if own else [])]
+        loss += [int(not alone), *[int(own or not alone)] * (len(content) + own)]
+    return ids, [0, *loss[1:]]  # no model predicts a first token
+
+
+@check("conversations", tuple(LOSSES), SETTINGS, lambda seed: CASES, pr=CASES, paths=("released",))
+def conversations(call: CheckCall) -> Iterator[Quantity]:
+    """Each sequence as the chat template writes it, once, and the tokens of the answer in the loss."""
+    turns, alone = call.settings.turns, call.settings.turns == "assistant"
+    if turns != "one" and call.case.family != "sft-trainer":
+        raise Unsupported("conversations of several turns are SFT's")
+    config = {"assistant_only_loss": True} if alone else {}
+    drive.needs(call.trainer, *config)
+    run = _Conversing(call, Window.of(call.case.family).rows, **config)
+    if turns == "one":
+        yield run.all_there()
+        return
+    parts = [part for batch in run.steps.batches for part in recorder.parts(batch)]
+    found = sorted(
+        (ids[there.bool()].tolist(), [0, *loss[there.bool()].tolist()[1:]])
+        for part in parts
+        for ids, there, loss in zip(*part, strict=True)
+    )
+    wanted = sorted(_written(row, alone) for row in run.given)
+    other = next(((f, w) for f, w in zip(found, wanted, strict=False) if f != w), "")
+    yield holds(
+        "sequences", found == wanted, f"{len(found)} of {len(wanted)}; the first that differs: {other}", "exact"
+    )
