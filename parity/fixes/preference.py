@@ -1,4 +1,4 @@
-"""Preference losses: `exchange_alpha` for DPO's alpha divergence, `average_over_window` for CPO, ORPO and asynchronous GRPO."""
+"""Preference losses: `exchange_alpha` for DPO's alpha divergence, `average_over_window` for CPO, ORPO, GKD and others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,11 +46,16 @@ def average_over_window(trainer: Any) -> Patch:
 
     AsyncGRPOTrainer (trl 1.0 to 1.16) divides the sum of each micro-batch by its own tokens, `global_n_tokens`: it gets N/M.
 
-    Wraps `trainer.get_batch_samples` and `trainer.concatenated_forward`, for this trainer alone; in evaluation nothing changes.
+    GKDTrainer (trl 1.7 to 1.16) divides completions that it generates by the token count of those that they replace: they are
+    generated before tokens are counted.
+
+    Wraps `trainer.get_batch_samples` and the method that takes the mean, for this trainer alone; in evaluation nothing changes.
     Nothing is done where the trainer takes no such mean (its source is read).
     """
     if 'inputs["global_n_tokens"]' in source_of(getattr(type(trainer), "compute_loss", None)):
         return _over_rollouts(trainer)
+    if hasattr(trainer, "generate_on_policy_outputs") and hasattr(trainer, "_get_num_items_in_batch"):
+        return _over_generated(trainer)
     source = source_of(getattr(type(trainer), "concatenated_forward", None))
     if "nn.CrossEntropyLoss()" not in source or not hasattr(trainer, "get_batch_samples"):
         return Patch(WINDOW, reason="the trainer takes no mean of a micro-batch's likelihood")
@@ -97,6 +102,41 @@ def _over_rollouts(trainer: Any) -> Patch:
 
     change = override(trainer, "get_batch_samples", WINDOW, sampled)
     return Patch(WINDOW, changed=("trainer.get_batch_samples",), _undo=change.hold(trainer))
+
+
+def _over_generated(trainer: Any) -> Patch:
+    if "num_items_in_batch" not in source_of(getattr(type(trainer), "generalized_jsd_loss", None)):
+        return Patch(WINDOW, reason="the trainer divides by the tokens of the micro-batch")
+    if not trainer.lmbda and not trainer.seq_kd:
+        return Patch(WINDOW, reason="nothing is generated")
+    change = overridden(trainer, "training_step", WINDOW)
+    if change is not None:
+        return Patch(WINDOW, reason=ALREADY, _undo=change.hold(trainer))
+    from transformers import Trainer
+
+    def sampled(self: Any, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        batches, _ = original(epoch_iterator, num_batches, device)
+        batches = [self._prepare_inputs(batch) for batch in batches]
+        step, Trainer.training_step = Trainer.training_step, lambda *args, **kwargs: None
+        try:
+            for batch in batches:  # the trainer's own step exchanges them in place; what follows it there is left out
+                type(self).training_step(self, self.model_wrapped, batch)
+        finally:
+            Trainer.training_step = step
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def stepped(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = self.lmbda, self.seq_kd
+        self.lmbda, self.seq_kd = -1.0, False
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.lmbda, self.seq_kd = asked
+
+    samples = override(trainer, "get_batch_samples", WINDOW, sampled)
+    step = override(trainer, "training_step", WINDOW, stepped)
+    undo: list[Callable[[], object]] = [*samples.hold(trainer), *step.hold(trainer)]
+    return Patch(WINDOW, changed=("trainer.get_batch_samples", "trainer.training_step"), _undo=undo)
 
 
 def _labelled(batch: Mapping[str, Tensor], encoder: bool) -> Tensor:

@@ -16,7 +16,14 @@ WINDOWS = ("cpo-trainer", "orpo-trainer")
 
 
 @pytest.mark.parametrize(
-    "name", ["dpo-alpha-divergence", "cpo-accumulation", "orpo-accumulation", "async-grpo-accumulation"]
+    "name",
+    [
+        "dpo-alpha-divergence",
+        "cpo-accumulation",
+        "orpo-accumulation",
+        "async-grpo-accumulation",
+        "gkd-generated-completions",
+    ],
 )
 def test_after_apply_the_frozen_case_of_the_defect_agrees(name):
     case = Frozen.load(data.cases_dir() / "regressions" / f"{name}.json").case

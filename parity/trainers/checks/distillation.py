@@ -169,7 +169,7 @@ def served(teacher: Teacher, split: str, beta: float, temperature: float = 1.0) 
     return made
 
 
-@check("ragged-control", **_paired(GKD, RAGGED, SHORT_GKD), paths=("released",), moves=True)
+@check("ragged-control", **_paired(GKD, RAGGED, SHORT_GKD), moves=True)
 def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
     s = call.settings
@@ -183,7 +183,8 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
         twin_runs.generate_in_model(
             trainer, stored, model=trainer.model if s.sampler == "student" else trainer.teacher_model
         )
-    steps = recorder.train(trainer)
+    with drive.fixed(call.path, trainer):
+        steps = recorder.train(trainer)
     if s.sampler != "none":
         found, right = (sorted(x) for x in (recorder.sequences_of(steps.batches), sampled(s)))
         yield holds("sequences", found == right, f"{found} instead of {right}", "exact")
