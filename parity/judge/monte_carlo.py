@@ -409,10 +409,11 @@ class MonteCarlo(TorchDispatchMode):
 
     @contextlib.contextmanager
     def unrounded(self) -> Iterator[None]:
-        """Operations within are not rounded by themselves."""
+        """Operations within are not rounded by themselves; but for those that `torch.vmap` dispatches, without asking."""
         before, self.quiet = self.quiet, True
         try:
-            yield
+            with torch._C._DisableTorchDispatch():
+                yield
         finally:
             self.quiet = before
 
