@@ -28,8 +28,12 @@ class Held(torch.autograd.Function):
 
 def in_front(rule: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """What `rule` makes of tensors that have their replicas in front, also within `torch.vmap`; without a gradient."""
-    out: torch.Tensor = _InFront.apply(rule, *(x.detach() for x in tensors))
-    return out
+    given = [x.detach() for x in tensors]
+    if torch._C._are_functorch_transforms_active():
+        out: torch.Tensor = _InFront.apply(rule, *given)
+        return out
+    with torch.no_grad():
+        return rule(*given)
 
 
 class _InFront(torch.autograd.Function):
@@ -102,9 +106,10 @@ class Stored(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        stored = ctx.mode.store(grad, ctx.dtype, 1 / ctx.factor)
-        if stored is not grad and ctx.factor == 1.0:  # what the dtype holds is not rounded
-            stored = torch.where(grad.to(DTYPES[ctx.dtype]).to(grad) == grad, grad, stored)
+        with ctx.mode.unrounded():
+            stored = ctx.mode.store(grad, ctx.dtype, 1 / ctx.factor)
+            if stored is not grad and ctx.factor == 1.0:  # what the dtype holds is not rounded
+                stored = torch.where(grad.to(DTYPES[ctx.dtype]).to(grad) == grad, grad, stored)
         return stored, None, None, None, None
 
     @staticmethod

@@ -27,7 +27,9 @@ def drift(terms: torch.Tensor, dim: int, lanes: torch.Tensor, stretch: torch.Ten
         chosen = (lanes == n).reshape(-1)
         if bool(chosen.any()):
             part = x[chosen]
-            part = torch.nn.functional.pad(part, (0, -part.shape[-1] % n)).unflatten(-1, (-1, n))
+            if extra := -part.shape[-1] % n:
+                part = torch.nn.functional.pad(part, (0, extra))
+            part = part.unflatten(-1, (-1, n))
             off[chosen] = _additions(part).sum((-2, -1), dtype=torch.float64)
     return off.unsqueeze(-1).movedim(-1, dim) / stretch
 

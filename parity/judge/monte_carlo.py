@@ -9,7 +9,6 @@ writes the definition and nothing else.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,9 +23,8 @@ from parity.judge.noise import Noise
 from parity.judge.products import SPLIT_FROM, cut, split
 from parity.judge.recipe import LARGEST, NARROW, UNIT_ROUNDOFF, Recipe
 
-aten = torch.ops.aten
-_MATMULS = {aten.mm.default, aten.bmm.default}
-_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum.default}
+_MATMULS = ("mm", "bmm")
+_SUMS = ("sum", "mean", "cumsum")
 _EXACT = frozenset(
     """view _unsafe_view t transpose permute expand unsqueeze squeeze slice slice_backward select select_backward gather
     index_select index scatter scatter_add where masked_fill minimum maximum clamp clamp_min
@@ -113,22 +111,21 @@ class MonteCarlo(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        compares = name_of(func) in _COMPARING or kwargs.get("dtype") is torch.bool
+        compares = func._opname in _COMPARING or kwargs.get("dtype") is torch.bool
         if compares and not (self.quiet or self.backward):
             args = [_zero_as_such(a) for a in args]
         return self.operation(func, args, kwargs)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of one operation as the recipe rounds it."""
-        out = func(*args, **kwargs)
-        if func is aten.log_sigmoid_forward.default and not self.quiet:  # alone rounds among those of several results
+        out, name = func(*args, **kwargs), func._opname
+        if name == "log_sigmoid_forward" and not self.quiet:  # alone rounds among those of several results
             return self.rounded(out[0]), out[1]
-        if self.quiet or rounds_nothing(func) or not torch.is_tensor(out) or not out.is_floating_point():
+        if self.quiet or rounds_nothing(name) or not torch.is_tensor(out) or not out.is_floating_point():
             return out
-        name = name_of(func)
-        if func in _MATMULS:
+        if name in _MATMULS:
             return self.product(out, args[0], args[1])
-        if func in _SUMS:
+        if name in _SUMS:
             unit = _walk(args[0], out) * self.u_sum
             scale = func(args[0].abs(), *args[1:], **kwargs).mul_(unit)
             dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
@@ -483,15 +480,8 @@ class MonteCarlo(TorchDispatchMode):
             return y if factor == 1.0 else y.div_(factor)
 
 
-@functools.cache
-def name_of(func: Any) -> str:
-    name: str = func._schema.name
-    return name.split("::")[1]
-
-
-@functools.cache
-def rounds_nothing(func: Any) -> bool:
-    name = name_of(func)
+def rounds_nothing(name: str) -> bool:
+    """Whether an operation of this name moves, chooses or compares numbers, or writes in place."""
     return name in _EXACT or name[-1] == "_"
 
 

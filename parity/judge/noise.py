@@ -22,6 +22,7 @@ class Noise:
         self._seed = seed
         self.alone = alone  # one replica, without a dimension for replicas in front
         self._random = random.Random(seed)
+        self._constants: dict[float, float] = {}
         if not self._pools:
             generator = torch.Generator().manual_seed(20261120)
             self._pools[CPU, False] = (
@@ -48,15 +49,17 @@ class Noise:
 
     def each(self, x: torch.Tensor) -> torch.Tensor:
         """One number for each replica, (R, 1, …) beside x (R, …)."""
-        return self._one_each(x, self._on(x.device), self._random)
+        return self._one_each(x, self._on(x.device), self._random.random())
 
     def stretch(self, x: torch.Tensor) -> torch.Tensor:
         """The same in 1 to 2."""
-        return self._one_each(x, self._on(x.device, stretches=True), self._random)
+        return self._one_each(x, self._on(x.device, stretches=True), self._random.random())
 
     def constant(self, c: float, x: torch.Tensor) -> torch.Tensor:
         """The same as `each` for a constant: a replica has one number for it, wherever it is used."""
-        return self._one_each(x, self._on(x.device), random.Random(f"{self._seed} {c.hex()}"))
+        if c not in self._constants:
+            self._constants[c] = random.Random(f"{self._seed} {c.hex()}").random()
+        return self._one_each(x, self._on(x.device), self._constants[c])
 
     def shaken(self, x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
         """x + size·ξ, ξ decided by x and size in half of the replicas, the first ones, and independent in the others.
@@ -66,18 +69,18 @@ class Noise:
         """
         if x.dim() == 0 or x.numel() == 0:
             return x + size * self.like(x)
-        one = self.alone or len(x) == 1
-        alike = len(x) * self.choice((0, 1)) if one else (len(x) + 1) // 2
+        n = x.shape[0]
+        alike = n * self.choice((0, 1)) if self.alone or n == 1 else (n + 1) // 2
         size = size.expand_as(x)
         first, others = x[:alike], x[alike:]
         if alike:
             first = shaken(first, size[:alike], self.stretch(first))
-        return torch.cat([first, torch.addcmul(others, size[alike:], self.like(others))]) if alike < len(x) else first
+        return torch.cat([first, torch.addcmul(others, size[alike:], self.like(others))]) if alike < n else first
 
-    def _one_each(self, x: torch.Tensor, pool: torch.Tensor, where: random.Random) -> torch.Tensor:
+    def _one_each(self, x: torch.Tensor, pool: torch.Tensor, where: float) -> torch.Tensor:
         if x.dim() and x.shape[0] > self.SIZE // 2:
             pool = pool.repeat(1 + x.shape[0] // (self.SIZE // 2))
-        start = int(where.random() * (self.SIZE // 2))
+        start = int(where * (self.SIZE // 2))
         if self.alone and x.dim():
             return pool[start].expand(x.shape[0]).view(-1, *(1,) * (x.dim() - 1))
         return pool[start : start + x.shape[0]].view(-1, *(1,) * (x.dim() - 1)) if x.dim() else pool[start]

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.judge.identities import in_front
 from parity.judge.long_sums import MANY
-from parity.judge.monte_carlo import MonteCarlo, name_of, rounds_nothing
+from parity.judge.monte_carlo import MonteCarlo, rounds_nothing
 from parity.judge.recipe import DTYPES, NARROW, UNIT_ROUNDOFF
 from parity.judge.stages import kept_dtype, of_dtype, own_dtype, stored
 
@@ -74,7 +74,7 @@ class AnyOperation(MonteCarlo):
     drifts = True
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = name_of(func)
+        name = func._opname
         if self.quiet or name in EXACT:
             return func(*args, **kwargs)
         if name[-1] == "_" and name[-2] != "_":
@@ -104,7 +104,7 @@ class AnyOperation(MonteCarlo):
             out = func(*args, **kwargs)
             terms = args[0].shape[args[1]] if len(args) > 1 else args[0].numel() // self.width
             return self._within(out, out.abs() * (max(self.u, self.u_sum) / self.u_sum), terms)
-        if not (rounds_nothing(func) or name in ELEMENTWISE or name in INEXACT or name in OWN_RULE):
+        if not (rounds_nothing(name) or name in ELEMENTWISE or name in INEXACT or name in OWN_RULE):
             if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
                 with self._entered():
                     return func.decompose(*args, **kwargs)
@@ -139,7 +139,7 @@ class AnyOperation(MonteCarlo):
     def _in_place(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """x.op_(…) as x.op(…), copied: what is written in place is rounded too."""
         overload = getattr(getattr(aten, name, None), func._overloadname, None)
-        if overload is None or name in EXACT or (rounds_nothing(overload) and name not in INDEXED):
+        if overload is None or name in EXACT or (rounds_nothing(name) and name not in INDEXED):
             return func(*args, **kwargs)
         return args[0].copy_(self.operation(overload, args, kwargs))
 

@@ -23,7 +23,7 @@ class Shaken(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if rounds_nothing(func):
+        if rounds_nothing(func._opname):
             return out
         if isinstance(out, tuple) and out:  # an attention, with what its backward pass needs
             return self.shaken(out[0]), *out[1:]
