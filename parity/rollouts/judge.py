@@ -19,8 +19,8 @@ from parity.judge.gates import Judgement, failed
 from parity.judge.operations import as_definition
 from parity.judge.recipe import DTYPES, EAGER, NAMES
 from parity.judge.stages import in_dtype
-from parity.rollouts import engine_models
-from parity.rollouts.scoring import rms, rows_from, tables
+from parity.rollouts import engine_models, scoring
+from parity.rollouts.scoring import Rows, rms, rows_from, tables
 
 if TYPE_CHECKING:
     from parity.recording import Recording
@@ -191,6 +191,10 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
     best, error = next(iter(fits), None), max(2.0, judgements["log-probs"].gates.get("norm", 0.0))
     if best and fits[best] * error <= rms(found[found.isfinite()]):  # down to what rounding is allowed
         return Verdict(definition, judgements, found, fits, best)
+    if asked[1:] == (1.0, 0) and (
+        causes := _undeclared(trainer, rows_from(rows, scored, model.device), asked, sampler)
+    ):
+        return Verdict(definition, judgements, found, fits, "; ".join(causes))
     for dtype in (torch.float16, torch.bfloat16):
         if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps:
             again = oracle.judge(values, EAGER.resolve(NAMES[dtype]))
@@ -321,6 +325,18 @@ def explanations(
     differences = {name: (logps - sampler)[mask] for name, logps in candidates.items()}
     out = {name: rms(d[d.isfinite()]) for name, d in differences.items() if bool(d.isfinite().any())}
     return dict(sorted(out.items(), key=lambda item: item[1]))
+
+
+def _undeclared(trainer: Trainer, rows: Rows, sampling: Sampling, sampler: Tensor) -> list[str]:
+    """What a sampler did that the recording does not say, by the causes of a watched run, down to noise."""
+    from parity.watching import causes  # needs this module
+
+    model = trainer.change(engine_models.loaded(trainer.folder, trainer.dtype))
+    with torch.no_grad():
+        alone = scoring.score(model, rows, sampling[0])
+        own = scoring.noise(model, rows, sampling[0], alone)
+    found = scoring.Difference(rows.of(sampler), own)
+    return causes.explanations(found, rows, sampling[0], [(sampling[1], sampling[2], 0.0)], {}, {})
 
 
 def without_softcap(model: Any) -> Any:

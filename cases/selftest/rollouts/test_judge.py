@@ -122,6 +122,26 @@ def test_an_engine_of_a_coarser_dtype_is_named():
     assert not verdict.agrees and verdict.explanation == "as far apart as the arithmetic of bf16"
 
 
+@pytest.mark.parametrize(
+    ("name", "did", "cause"),
+    [
+        ("llama-fp32-t0.7-p1", {"temperature": 0.49}, "temperature 0.49 where the trainer's is 0.7"),
+        ("contract/llama-fp32-t1-p1-k5", {}, "(top-k 5: "),
+    ],
+)
+def test_a_setting_of_the_sampler_that_the_recording_does_not_say_is_named(name, did, cause):
+    """A temperature applied twice; top-k of the server's own defaults."""
+    found = recording.load(data.rollouts_dir() / name)
+    found = dataclasses.replace(found, **{n: x[:ROWS] for n, x in found.tensors().items()})
+    trainer = trainer_of(found)
+    if did:
+        scores = trainer.score(found.rows(), found.completion_ids.shape[1], (did["temperature"], 1.0, 0))
+        found = dataclasses.replace(found, sampler_logps=scores.full.float())
+    found = dataclasses.replace(found, facts={**found.facts, "top_k": 0})
+    verdict = judge(found, trainer)
+    assert not verdict.agrees and cause in str(verdict.explanation)
+
+
 def test_completions_of_one_token_have_no_token_before_or_after_it_that_would_explain_them():
     found = short("llama-fp32-t1-p1")
     cut = {name: getattr(found, name)[:, :1] for name in ("completion_ids", "sampler_logps")}
