@@ -58,8 +58,7 @@ def judge_command(paths: tuple[str, ...], **given: Any) -> None:
     from parity.rollouts import contract
 
     found = []
-    for path in paths or sorted(map(str, rollouts_dir().glob("**/*-t*.json"))):
-        one = recording.load(path)
+    for one in [recording.load(path) for path in paths or sorted(map(str, rollouts_dir().glob("**/*-t*.json")))]:
         verdict, broken = contract.held(one, **given)
         click.echo(verdict.text(one))
         found.append((one, broken))

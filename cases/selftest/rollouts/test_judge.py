@@ -111,6 +111,8 @@ def test_the_command(tmp_path):
     path = str(recording.save(short("llama-fp32-t0.7-p0.8"), tmp_path))
     done = CliRunner().invoke(main, ["rollouts", "judge", path])
     assert done.exit_code == 0 and "agrees" in done.output and "says nothing of its GPU kernels" in done.output
+    done = CliRunner().invoke(main, ["rollouts", "judge", path, str(tmp_path / "lost.json")])
+    assert done.exit_code == 2 and "agrees" not in done.output  # before the time of judging
     done = CliRunner().invoke(main, ["rollouts", "judge", path, "--support", "full"])
     assert done.exit_code == 1 and "those of the distribution that was sampled from" in done.output
 
