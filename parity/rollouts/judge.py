@@ -329,7 +329,7 @@ def explanations(
 
 def _undeclared(trainer: Trainer, rows: Rows, sampling: Sampling, sampler: Tensor) -> list[str]:
     """What a sampler did that the recording does not say, by the causes of a watched run, down to noise."""
-    from parity.watching import causes  # needs this module
+    from parity.rollouts import causes  # needs this module
 
     model = trainer.change(engine_models.loaded(trainer.folder, trainer.dtype))
     with torch.no_grad():

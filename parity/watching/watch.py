@@ -15,10 +15,11 @@ from transformers import TrainerCallback
 from parity.judge.calls import told
 from parity.results import watched
 from parity.results.watched import Finding
+from parity.rollouts import causes
 from parity.rollouts.judge import mismatch
 from parity.rollouts.scoring import Difference, agrees, drops, farthest, innermost, rms, rows_of
 from parity.trainers.definitions.micro_batch import defined, known, loss_mask
-from parity.watching import causes, definition
+from parity.watching import definition
 from parity.watching.look import Look, checkpointing
 from parity.watching.step import Step, at_top, first, rates
 from parity.watching.taps import Taken, Taps
