@@ -168,6 +168,8 @@ def _hand_out(trainer: Any, rows: Sequence[Sample], reported: Sequence[Any] | No
         raise Unsupported(f"_generate_single_turn of the installed version returns {', '.join(names)}: no logprobs")
 
     def generate(prompts: list[Any], *_: Any, **__: Any) -> Any:
+        if any(isinstance(part, dict) for p in prompts for part in p):
+            raise Unsupported("the installed version writes a conversation out where it generates")
         prompt_ids = [stored_window.ids(p) if isinstance(p, str) else list(p) for p in prompts]
         left = {k: list(v) for k, v in stored.items()}
         unknown = ([models.EOS], [0.0])  # of a prompt that nobody gave: `all_there` tells
