@@ -1,10 +1,14 @@
 """Asynchronous GRPO's check sees mistakes beside `compute_loss`: in the packed tree, the queue, the attention."""
 
+import threading
+
 import pytest
 import torch
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 
 from cases.selftest.trainers.asked import disagreeing, verdicts
+from parity.registry import run_case, select
+from parity.trainers import catalogue
 from parity.trainers.checks import asynchronous
 
 
@@ -28,11 +32,27 @@ def _uncapped(*given, **options):
     return attention(*given, **options | {"softcap": 0.0})
 
 
-attention = asynchronous._attention
+def _anywhere(*given, **options):
+    return attention(*given, **options | {"causal": False})
+
+
+def _short(batch):
+    """The kernel stops before the end of the longest path."""
+    return batch | {"tree_max_seqlens": batch["tree_max_seqlens"] - torch.tensor([0, 1])}
+
+
+def _zero(trainer):
+    return ((name, 0 * x) for name, x in streamed(trainer))
+
+
+attention, streamed = asynchronous._attention, async_grpo_trainer.AsyncGRPOTrainer._streaming_iter
 MISTAKES = {
     "places": (_packed(_places), {}, "gradient"),
     "prefix": (_packed(_prefix), {}, "gradient"),
     "advantages": (_packed(lambda batch: batch | {"advantages": -batch["advantages"]}), {}, "loss"),
+    "causal": ((asynchronous, "_attention", _anywhere), {}, "gradient"),
+    "lengths": (_packed(_short), {}, "gradient"),
+    "weights": ((async_grpo_trainer.AsyncGRPOTrainer, "_streaming_iter", _zero), {}, "weights"),
     "softcap": ((asynchronous, "_attention", _uncapped), {"model": "gemma2"}, "gradient"),
 }
 
@@ -44,10 +64,32 @@ def test_the_mistake_is_seen(mistake, monkeypatch):
     assert quantity in disagreeing(verdicts("async-grpo-trainer", "rollout-queue", **asked))
 
 
-def test_a_rollout_that_is_too_old_is_seen(monkeypatch):
+@pytest.mark.parametrize("older", [1, -1])
+def test_a_rollout_that_is_too_old_is_seen_and_one_that_is_not(older, monkeypatch):
     original = async_grpo_trainer.RolloutQueueDataset.__init__
-    kept = {"max_staleness": 1000}
-    monkeypatch.setattr(
-        async_grpo_trainer.RolloutQueueDataset, "__init__", lambda self, **given: original(self, **given | kept)
-    )
+
+    def changed(self, **given):
+        original(self, **given | {"max_staleness": given["max_staleness"] + older})
+
+    monkeypatch.setattr(async_grpo_trainer.RolloutQueueDataset, "__init__", changed)
     assert "sequences" in disagreeing(verdicts("async-grpo-trainer", "rollout-queue"))
+
+
+@pytest.mark.parametrize("more", [1, -1])
+def test_a_row_that_is_not_filled_to_its_budget_is_seen(more, monkeypatch):
+    original = packing.TreeRow.fits
+    monkeypatch.setattr(packing.TreeRow, "fits", lambda row, sample, budget: original(row, sample, budget + more))
+    assert "sequences" in disagreeing(verdicts("async-grpo-trainer", "rollout-queue", budget=True))
+
+
+def test_a_window_of_any_size_has_a_row_and_leaves_no_thread():
+    case = catalogue.family("async-grpo-trainer").case(58, "fp32", {"check": "rollout-queue", "budget": True})
+    before = set(threading.enumerate())
+    assert {row.verdict for row in run_case(case, select(["async-grpo-trainer.released"]))} == {"agree"}
+    assert not [thread for thread in threading.enumerate() if thread not in before and "trace" in thread.name]
+
+
+def test_of_a_completion_that_is_all_a_tools_no_share_is_asked():
+    case = catalogue.family("async-grpo-trainer").case(20, "fp32", {"check": "rollout-queue", "tools": True})
+    rows = {row.quantity: row for row in run_case(case, select(["async-grpo-trainer.released"]))}
+    assert rows["clip_ratio/low_min"].value_oracle is not None and rows["clip_ratio/low_min"].verdict == "agree"

@@ -31,7 +31,7 @@ from parity.trainers.rig.stored_window import Window
 from parity.upstream import trl
 
 TRAINER = "async-grpo-trainer"
-ROW = 64
+STALE = 2
 LOW, HIGH = 0.05, 0.1
 """Some of the window's ratios lie beyond each bound, with either sign of the advantage."""
 SETTINGS = {
@@ -39,13 +39,13 @@ SETTINGS = {
     "temperature": Setting(1.0, "of the sampler", (1.0, 0.7)),
     "split": Setting("8x1", "batch x accumulation", ("8x1", "2x4")),
     "even": Setting(False, "completions of one length: a micro-batch's mean is that of all", (False, True)),
-    "budget": Setting(0, "token_budget: tokens of a packed row; 0: a fixed number of samples", (0, ROW)),
+    "budget": Setting(False, "token_budget: that of the window's packed row; else a number of samples", (False, True)),
     "tools": Setting(False, "some completion tokens are a tool's", (False, True)),
 }
 CASES: list[CheckCase] = [
     *((TRAINER, {"model": name}) for name in SETTINGS["model"].choices or ()),
     (TRAINER, {"temperature": 0.7, "tools": True}),
-    (TRAINER, {"budget": ROW}),
+    (TRAINER, {"budget": True}),
     (TRAINER, {"split": "2x4"}),
     (TRAINER, {"split": "2x4", "even": True}),
 ]
@@ -68,17 +68,30 @@ class _Worker:
 
 
 class _Engine:
-    """An inference server to which weights are sent, and which has no use for them."""
+    """An inference server; `weights`: what it was sent last."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def send_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self.weights = {name: x.detach().clone() for name, x in named}
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, *_: Any, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    most_queries: int,
+    most_keys: int,
+    **options: Any,
 ) -> Tensor:
     """softmax(softcap(scale·q·k))·v of each segment, (N, heads, D): the queries are the last tokens of its keys, and see none
-    behind them nor before the window."""
+    behind them, where it is causal, nor before the window. NaN for a segment that is longer than was said."""
     (left, _right), cap = options["window_size"], options.get("softcap", 0.0)
     shared_by = query.shape[1] // key.shape[1]
     out = []
@@ -87,21 +100,27 @@ def _attention(
         z = torch.einsum("qhd,khd->hqk", query[a:b], k) * options["softmax_scale"]
         z = torch.tanh(z / cap) * cap if cap else z
         ahead = torch.arange(d - c) - torch.arange(d - c - (b - a), d - c).unsqueeze(1)
-        seen = (ahead <= 0) & ((ahead >= -left) | (left < 0))
+        seen = ((ahead <= 0) | (not options["causal"])) & ((ahead >= -left) | (left < 0))
+        z = z if b - a <= most_queries and d - c <= most_keys else z * torch.nan
         out.append(torch.einsum("hqk,khd->qhd", z.masked_fill(~seen, -torch.inf).softmax(-1), v))
     return torch.cat(out)
 
 
 @check("rollout-queue", (TRAINER,), SETTINGS, lambda seed: CASES, pr=CASES)
 def rollout_queue(call: CheckCall) -> Iterator[Quantity]:
-    """One step on stored rollouts: loss and gradients are a mean over all of its tokens; logged numbers are what they say."""
+    """One step on stored rollouts: loss and gradients are a mean over all of its tokens; the logged ratio, KL, entropy and shares
+    of clipped tokens are right; the server gets the weights."""
     s, rows = call.settings, Window.of("grpo-trainer").rows
     window = Window("grpo-trainer", stored_window.even(rows) if s.even else rows).sequences
     old = _logps(stored_window.policy(s.model, torch.float64, stored_window.OLDER), window, s)
     given = zip(window, old, advantages(window).tolist(), strict=True)
-    steps, log = _run(call, [_sample(*sequence, logps, s, advantage=sign) for sequence, logps, sign in given])
+    samples = [_sample(*sequence, logps, s, advantage=sign) for sequence, logps, sign in given]
+    # a token is shared where what follows it is shared too
+    room = len({(i, *ids[: i + 2]) for ids, _ in window for i in range(len(ids))})
+    steps, log, unsent = _run(call, samples, room)
     got, wanted = (sorted(t for t, _ in found) for found in (recorder.sequences_of(steps.batches), window))
     yield holds("sequences", got == wanted, f"{len(got)} of {len(wanted)}", "exact", float(len(got)))
+    yield holds("weights", not unsent, f"the server has others: {', '.join(unsent)}", "exact")
     step, numbers = shared(call, "step", lambda: _defined(s, window, old))
     yield from first_step(step, steps)
     if s.even or s.split == "8x1":  # else a mean of the micro-batches' means is logged
@@ -125,12 +144,18 @@ def _sample(ids: list[int], start: int, old: Tensor, s: SimpleNamespace, **more:
     own = _own(ids, start, s)
     mask, logps = (np.concatenate([np.zeros(start), x.double().numpy()]) for x in (own, old * own))
     given = {"input_ids": np.array(ids), "completion_mask": mask.astype("i8"), "old_log_probs": logps.astype("f4")}
-    about = {"group_id": tuple(ids[:start]), "model_version": 0, "metrics": {"reward": 0.0}, "enqueued_at": None}
+    about = {
+        "group_id": tuple(ids[:start]),
+        "model_version": 1 - STALE,
+        "metrics": {"reward": 0.0},
+        "enqueued_at": None,
+    }
     return SimpleNamespace(**{**given, **about, "advantage": 1.0, **more})
 
 
-def _run(call: CheckCall, samples: list[Any]) -> tuple[recorder.Steps, dict[str, Any]]:
-    """The trainer's first step on the samples, and what it logged of it."""
+def _run(call: CheckCall, samples: list[Any], room: int) -> tuple[recorder.Steps, dict[str, Any], list[str]]:
+    """The trainer's first step on the samples, which fill a row of `room` tokens; what it logged of it; names of the weights
+    that the server has not as they are. The first sync is version 1."""
     s = call.settings
     drive.needs(call.trainer, "token_budget")
     released = trl.class_named(call.trainer).__module__
@@ -138,27 +163,37 @@ def _run(call: CheckCall, samples: list[Any]) -> tuple[recorder.Steps, dict[str,
     if not importlib.util.find_spec(name):
         raise Unsupported(f"{call.trainer} of the installed version packs no tree of rollouts")
     packing, module = map(importlib.import_module, (name, released))
-    ids = models.ids(23, "behind the window", 2 * ROW - 8)
-    no_row, other = (_sample(ids[:n], 4, torch.zeros(n - 4), s) for n in (len(ids), ROW - 8))
-    too_old = _sample(ids[4:20], 4, torch.zeros(12), s, model_version=-100)
+    ids = models.ids(23, "behind the window", room + 1)
+    no_row, other = (_sample(ids[:n], 4, torch.zeros(n - 4), s, model_version=1) for n in (room + 1, room))
+    last = vars(samples[-1])  # ending a token earlier it takes one token of a row
+    over = {**last, **{name: x[:-1] for name, x in last.items() if isinstance(x, np.ndarray)}, "model_version": 1}
+    too_old = _sample(ids[4:20], 4, torch.zeros(12), s, model_version=-STALE)
     dropped = [too_old, no_row] if s.budget else [too_old]
-    worker = _Worker([*samples[:4], *dropped, *samples[4:], *[other] * 64])
-    wanted = recorder.plain(s.split) | recorder.LOGGED | {"temperature": s.temperature, "token_budget": s.budget}
-    wanted |= {"epsilon": LOW, "epsilon_high": HIGH}
+    engine, worker = _Engine(), _Worker([*samples[:4], *dropped, *samples[4:], SimpleNamespace(**over), *[other] * 64])
+    wanted = recorder.plain(s.split) | recorder.LOGGED | {"temperature": s.temperature, "token_budget": s.budget * room}
+    wanted |= {"epsilon": LOW, "epsilon_high": HIGH, "max_staleness": STALE}
     kernels, no_peak = (mock.Mock(return_value=x) for x in (SimpleNamespace(flash_attn_varlen_func=_attention), None))
     with (
         mock.patch.object(packing, "_flash_attn", kernels),
         mock.patch.object(module, "get_peak_flops_per_device", no_peak),  # of a GPU
+        mock.patch.object(module, "threading", create=True),  # a thread that never ends
     ):
         given: dict[str, Any] = {
             "rollout_worker": worker,
-            "weight_transfer": _Engine(),
+            "weight_transfer": engine,
             "reward_funcs": stored_window.reward,
         }
         trainer = drive.build(call.trainer, str(models.saved(s.model)), wanted, **given)
         trainer.model.load_state_dict(stored_window.policy(s.model).state_dict())
         with drive.fixed(call.path, trainer):
-            return recorder.train(trainer), drive.logged(trainer)
+            steps = recorder.train(trainer)
+    weights = dict(trainer.model.named_parameters())
+    unsent = [
+        n
+        for n in sorted({*weights, *engine.weights})
+        if n not in weights or n not in engine.weights or not torch.equal(weights[n], engine.weights[n])
+    ]
+    return steps, drive.logged(trainer), unsent
 
 
 def _defined(s: SimpleNamespace, window: Sequences, old: list[Tensor]) -> tuple[Oracle, Oracle]:
@@ -180,7 +215,9 @@ def _defined(s: SimpleNamespace, window: Sequences, old: list[Tensor]) -> tuple[
         d = ratio(scored)
         low, high = (d.expm1() < -LOW) & (signs < 0), (d.expm1() > HIGH) & (signs > 0)
         of_each = [
-            torch.stack([x[o].double().mean() for x, o in zip(side.split(sizes), own.split(sizes), strict=True)])
+            torch.stack(
+                [x[o].double().mean() for x, o in zip(side.split(sizes), own.split(sizes), strict=True) if o.any()]
+            )
             for side in (low, high)
         ]
         out = {"ratio": d[own].exp().mean(), "kl": k3(d, None)[own].mean()}
