@@ -54,6 +54,7 @@ CASES = {
     "rloo-trainer.prompt-open": ({"check": "conversations"}, "sequences"),
     "gkd-trainer.prompt": (GENERATED, "sequences"),
     "gkd-trainer.padding": (GENERATED, "gradient"),
+    "gkd-trainer.temperature": (GENERATED | {"temperature": 0.7}, "sampling"),
     "async-grpo-trainer.bounds": (QUEUE, "loss"),
     "async-grpo-trainer.places": (QUEUE, "gradient"),
     "async-grpo-trainer.accumulation": (QUEUE | {"split": "2x4", "even": True}, "gradient"),

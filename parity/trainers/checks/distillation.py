@@ -180,13 +180,17 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     trainer = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
     if s.sampler != "none":
         stored = {tuple(ids[:n]): [ids[n:]] for ids, n in sampled(s)}
-        twin_runs.generate_in_model(
-            trainer, stored, model=trainer.model if s.sampler == "student" else trainer.teacher_model
-        )
+        sampler = trainer.model if s.sampler == "student" else trainer.teacher_model
+        twin_runs.generate_in_model(trainer, stored, model=sampler)
+        sampler.generate = asked = mock.Mock(wraps=sampler.generate)
     with drive.fixed(call.path, trainer):
         steps = recorder.train(trainer)
     if s.sampler != "none":
         found, right = (sorted(x) for x in (recorder.sequences_of(steps.batches), sampled(s)))
         yield holds("sequences", found == right, f"{found} instead of {right}", "exact")
+        given_at = [(g.do_sample, g.temperature) for g in (c.kwargs["generation_config"] for c in asked.call_args_list)]
+        yield holds(
+            "sampling", set(given_at) == {(True, s.temperature)}, f"sampled, at a temperature: {given_at}", "exact"
+        )
     local = all(n is None for n in steps.items)  # before 1.10
     yield from _judged(steps, lambda model, batch: jsd(Scored(model, batch, TEACHER), s.beta), local)
