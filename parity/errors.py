@@ -2,7 +2,8 @@
 
 import re
 
-AGREE, NEW, USAGE, NOTHING, STALE, FAULT, NO_JUDGEMENT, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 70, 125, 130, 143
+AGREE, NEW, USAGE, NOTHING, STALE, FAULT, NO_JUDGEMENT = 0, 1, 2, 3, 4, 70, 125
+INTERRUPTED, UNREAD, TERMINATED = 130, 141, 143
 """Exit codes. FAULT (EX_SOFTWARE of sysexits.h): an error of the harness, which says nothing about any loss. `replay` answers
 NO_JUDGEMENT for USAGE, NOTHING and FAULT: it is what `git bisect run` skips."""
 

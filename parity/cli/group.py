@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from parity.errors import FAULT, INTERRUPTED, NO_JUDGEMENT, NOTHING, TERMINATED, USAGE, UsageError
+from parity.errors import FAULT, INTERRUPTED, NO_JUDGEMENT, NOTHING, TERMINATED, UNREAD, USAGE, UsageError
 from parity.process import Terminated, tell, under_watch
 from parity.versions.client import EnvironmentUnusable
 
@@ -102,7 +102,7 @@ class Group(Commands):
             sys.exit(TERMINATED if isinstance(error, Terminated) else INTERRUPTED)
         except BrokenPipeError:
             silence()
-            sys.exit(_of(ctx, 0))
+            sys.exit(UNREAD)
         except Exception as error:
             of_file = UNWRITABLE if isinstance(error, OSError) and error.filename else FULL
             if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in of_file:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import parity
 from cases.selftest.results.runs import HEADER, LOSS
 from fixtures import warm
-from parity.cli import commands
+from parity.cli import commands, group
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.protocol.call import execute
@@ -134,6 +134,15 @@ def test_a_reader_that_stops_reading_changes_nothing(tmp_path):
     os.close(write)
     assert (done.returncode, done.stderr) == (whole.exit_code, "") == (0, "")
     assert {p.name for p in (tmp_path / "cut").iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
+
+
+def test_what_a_closed_pipe_cuts_off_has_not_agreed(monkeypatch):
+    def judging(*args, **given):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(commands.main.commands["findings"], "invoke", judging)
+    monkeypatch.setattr(group, "silence", lambda: None)
+    assert CliRunner().invoke(commands.main, ["findings"]).exit_code == 141
 
 
 def test_a_folder_trl_where_the_user_stands_is_not_the_installed_one(tmp_path):
