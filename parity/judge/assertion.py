@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -138,6 +139,9 @@ def verdict(
         calls.reserve()
     values = calls.values() if actual is None else dict(actual)
     quantities = _judged(problem, values, recipe)
+    undefined = [n for n, exact in problem.oracle.exact.items() if exact.numel() and bool(exact.isnan().all())]
+    if undefined:
+        warnings.warn(f"{', '.join(undefined)}: the definition is NaN, which nothing is held against", stacklevel=4)
     wrong = {name: values.get(name) for name, j in quantities.items() if not j.agrees}
     broken: list[str] = []
     if actual is None and not wrong:

@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -631,3 +632,18 @@ def test_the_dtype_of_an_output_can_be_demanded():
     parity = check_parity(functools.partial(wide), rms_norm, inputs, protocol="output dtypes")
     assert parity.protocol == ("output dtypes: output came in torch.float32, expected torch.bfloat16",)
     assert parity.function.endswith("wide") and check_parity(fused_rms_norm, rms_norm, inputs, protocol="all").agrees
+
+
+def test_a_definition_that_is_nan_holds_nothing_and_says_so():
+    def mean(x, mask):
+        return (x * mask).sum() / mask.sum()
+
+    def guarded(x, mask):
+        return (x * mask).sum() / mask.sum().clamp(min=1)
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with pytest.warns(UserWarning, match="output, grad_x: the definition is NaN"):
+        assert_parity(guarded, mean, {"x": x, "mask": torch.zeros(4, 8)}, grad=["x"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_parity(guarded, mean, {"x": x, "mask": torch.ones(4, 8)}, grad=["x"])
