@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from parity.judge.blocks import ETA, NEARLY, on_grid
 from parity.judge.identities import ByIndex, Held, MadeAgain, Stored, in_front
@@ -406,10 +406,11 @@ class MonteCarlo(TorchDispatchMode):
 
     @contextlib.contextmanager
     def unrounded(self) -> Iterator[None]:
-        """Operations within are not rounded by themselves; but for those that `torch.vmap` dispatches, without asking."""
+        """Operations within are not rounded by themselves. Where no other mode wants to see them, nobody is asked about them."""
         before, self.quiet = self.quiet, True
+        alone = all(mode is self for mode in _get_current_dispatch_mode_stack())
         try:
-            with torch._C._DisableTorchDispatch():
+            with torch._C._DisableTorchDispatch() if alone else contextlib.nullcontext():
                 yield
         finally:
             self.quiet = before
