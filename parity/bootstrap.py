@@ -70,6 +70,9 @@ def with_vllm(folder: Path) -> int:
 
 def install(folder: Path, system: bool, pins: str = "constraints.txt", more: tuple[str, ...] = ()) -> int:
     """Create the venv and install the project with its pins and `more`, announcing what will be downloaded."""
+    if folder.is_symlink():  # it would be emptied first, where it leads to
+        print(f"{folder} is a link to {folder.resolve()}: name that folder (VENV=…), or remove the link")
+        return 3
     constraints = (ROOT / pins).read_text().splitlines()
     if system:
         held = {name: version(name) for name in KEPT}

@@ -38,6 +38,14 @@ def test_uv_installs_torch_first_and_then_the_rest(calls, tmp_path):
     assert calls.commands[0][-1].startswith("torch==") and "--editable" in calls.commands[1]
 
 
+def test_what_a_link_leads_to_is_not_emptied(calls, tmp_path, capsys):
+    other = tmp_path / "other" / "kept"
+    other.mkdir(parents=True)
+    (tmp_path / "venv").symlink_to(other.parent)
+    assert bootstrap.install(tmp_path / "venv", system=False) == 3
+    assert other.exists() and "is a link" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("fails", ["torch==2.13.0", "--editable"])
 def test_pip_does_what_uv_cannot(calls, tmp_path, capsys, fails):
     calls.fails = fails
