@@ -9,7 +9,7 @@ A patch of a trainer or a model is bound to it. What several calls ask for stays
 undone is exactly what was done, and each outcome is logged once.
 """
 
-from parity.fixes.accumulation import divide_by_accumulation
+from parity.fixes.accumulation import average_over_window, divide_by_accumulation
 from parity.fixes.checkpointing import keep_gradient_checkpointing
 from parity.fixes.configs import lift_text_config_attributes
 from parity.fixes.heads import compare_heads
@@ -19,7 +19,7 @@ from parity.fixes.logits import use_model_logits
 from parity.fixes.padding import mask_padded_log_probs
 from parity.fixes.patch import Patch
 from parity.fixes.positions import count_positions
-from parity.fixes.preference import average_over_window, exchange_alpha
+from parity.fixes.preference import exchange_alpha
 from parity.fixes.teacher import mask_teacher_padding
 
 __all__ = [

@@ -74,6 +74,9 @@ def assert_parity(
         ParityError: with the record as its `parity`.
         ValueError: for inputs that cannot be judged, and a definition that is random.
         NotImplementedError: for an operation of the definition without a rounding rule, by name.
+
+    Warns:
+        UserWarning: where the definition is NaN in every entry of an output or a gradient: nothing is held against it.
     """
     asked = dict(locals())
     __tracebackhide__ = True

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from parity.rollouts.judge import kept_mass
-from parity.rollouts.scoring import LIMIT, Difference, Rows, Scores, agrees, rms
+from parity.rollouts.scoring import LIMIT, Difference, Rows, Scores, agrees, kept_mass, rms
 
 REDUCED = 0.35
 """Share of the rms that a cause may leave."""

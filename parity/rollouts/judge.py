@@ -19,8 +19,8 @@ from parity.judge.gates import Judgement, failed
 from parity.judge.operations import as_definition
 from parity.judge.recipe import DTYPES, EAGER, NAMES
 from parity.judge.stages import in_dtype
-from parity.rollouts import engine_models, scoring
-from parity.rollouts.scoring import Rows, rms, rows_from, tables
+from parity.rollouts import causes, engine_models, scoring
+from parity.rollouts.scoring import Rows, kept_mass, rms, rows_from, tables
 
 if TYPE_CHECKING:
     from parity.recording import Recording
@@ -64,21 +64,6 @@ def score(model: Any, rows: Pairs, width: int, sampling: Sampling) -> Scores:
     return Scores(full, kept, likeliest)
 
 
-def kept_mass(logps: Tensor, ids: Tensor, top_p: float, top_k: int, min_p: float = 0.0) -> Tensor:
-    """Probability that top-k, top-p and min-p keep, (T,), from log-probs (T, V); 0 where the token itself is cut. Top-p
-    keeps the fewest likeliest tokens whose mass reaches p, of what top-k left; min-p those with p ≥ min_p·max p."""
-    order = logps.argsort(dim=-1, descending=True, stable=True)
-    probs = logps.gather(-1, order).exp()
-    if top_k > 0:
-        probs = torch.where(torch.arange(probs.shape[-1]) < top_k, probs, 0.0)
-    mass = probs.sum(-1, keepdim=True)
-    before = (probs / mass).cumsum(-1) - probs / mass
-    keep = (probs > 0) & ((before < top_p) | (top_p >= 1)) & (probs >= min_p * probs[..., :1])
-    rank = (order == ids[:, None]).double().argmax(-1, keepdim=True)
-    kept = (probs * keep).sum(-1)
-    return torch.where(keep.gather(-1, rank)[:, 0], kept, 0.0)
-
-
 def mismatch(differences: Tensor) -> dict[str, float]:
     """Means over log-ratios d, trainer minus sampler: mismatch_kl = -d, k3 = exp d - d - 1, both estimates of KL(sampler ‖
     trainer), and exp|d|."""
@@ -97,7 +82,10 @@ class Trainer:
     change: Callable[[Any], Any] = lambda model: model
 
     def score(self, rows: Pairs, width: int, sampling: Sampling) -> Scores:
-        return score(self.change(engine_models.loaded(self.folder, self.dtype)), rows, width, sampling)
+        return score(self.loaded(), rows, width, sampling)
+
+    def loaded(self) -> Any:
+        return self.change(engine_models.loaded(self.folder, self.dtype))
 
     def in_float64(self) -> Any:
         """The model with the same rounded weights, for arithmetic in float64."""
@@ -191,10 +179,8 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
     best, error = next(iter(fits), None), max(2.0, judgements["log-probs"].gates.get("norm", 0.0))
     if best and fits[best] * error <= rms(found[found.isfinite()]):  # down to what rounding is allowed
         return Verdict(definition, judgements, found, fits, best)
-    if asked[1:] == (1.0, 0) and (
-        causes := _undeclared(trainer, rows_from(rows, scored, model.device), asked, sampler)
-    ):
-        return Verdict(definition, judgements, found, fits, "; ".join(causes))
+    if asked[1:] == (1.0, 0) and (did := _undeclared(trainer, rows_from(rows, scored, model.device), asked, sampler)):
+        return Verdict(definition, judgements, found, fits, "; ".join(did))
     for dtype in (torch.float16, torch.bfloat16):
         if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps:
             again = oracle.judge(values, EAGER.resolve(NAMES[dtype]))
@@ -329,9 +315,7 @@ def explanations(
 
 def _undeclared(trainer: Trainer, rows: Rows, sampling: Sampling, sampler: Tensor) -> list[str]:
     """What a sampler did that the recording does not say, by the causes of a watched run, down to noise."""
-    from parity.rollouts import causes  # needs this module
-
-    model = trainer.change(engine_models.loaded(trainer.folder, trainer.dtype))
+    model = trainer.loaded()
     with torch.no_grad():
         alone = scoring.score(model, rows, sampling[0])
         own = scoring.noise(model, rows, sampling[0], alone)

@@ -291,3 +291,18 @@ def drops(model: Any) -> bool:
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return bool(model.training and (getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0)))
+
+
+def kept_mass(logps: Tensor, ids: Tensor, top_p: float, top_k: int, min_p: float = 0.0) -> Tensor:
+    """Probability that top-k, top-p and min-p keep, (T,), from log-probs (T, V); 0 where the token itself is cut. Top-p
+    keeps the fewest likeliest tokens whose mass reaches p, of what top-k left; min-p those with p ≥ min_p·max p."""
+    order = logps.argsort(dim=-1, descending=True, stable=True)
+    probs = logps.gather(-1, order).exp()
+    if top_k > 0:
+        probs = torch.where(torch.arange(probs.shape[-1]) < top_k, probs, 0.0)
+    mass = probs.sum(-1, keepdim=True)
+    before = (probs / mass).cumsum(-1) - probs / mass
+    keep = (probs > 0) & ((before < top_p) | (top_p >= 1)) & (probs >= min_p * probs[..., :1])
+    rank = (order == ids[:, None]).double().argmax(-1, keepdim=True)
+    kept = (probs * keep).sum(-1)
+    return torch.where(keep.gather(-1, rank)[:, 0], kept, 0.0)

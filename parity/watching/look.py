@@ -11,8 +11,7 @@ from torch import Tensor
 
 from parity.rollouts import scoring
 from parity.rollouts.causes import Supports
-from parity.rollouts.judge import kept_mass
-from parity.rollouts.scoring import Difference, Rows, Scores, agrees, innermost, undisturbed
+from parity.rollouts.scoring import Difference, Rows, Scores, agrees, innermost, kept_mass, undisturbed
 from parity.watching.taps import Taken
 
 LIMITS = "max_prompt_length", "max_length", "vllm_max_model_length", "model_max_length", "max_position_embeddings"

@@ -13,7 +13,8 @@ from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
 from parity.judge.values import normal
 from parity.rollouts import engine_models
-from parity.rollouts.judge import Scores, Trainer, judge, kept_mass, score
+from parity.rollouts.judge import Scores, Trainer, judge, score
+from parity.rollouts.scoring import kept_mass
 
 ROWS = 8
 """Of a recording of 64, where replicas are drawn: each costs a pass of the model."""

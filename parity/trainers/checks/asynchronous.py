@@ -22,11 +22,10 @@ from parity.errors import Unsupported
 from parity.families.policy_losses import divergence as k3
 from parity.judge.oracle import Oracle
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, shared
-from parity.trainers.definitions.formulas import advantages
+from parity.trainers.definitions.formulas import Loss, advantages, clip_ratios
 from parity.trainers.definitions.scored import Scored, completion_logps, entropies
 from parity.trainers.definitions.training_step import exact_step, first_step, logged, measured
 from parity.trainers.rig import drive, models, recorder, stored_window
-from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import Window
 from parity.upstream import trl
 
@@ -111,37 +110,28 @@ def rollout_queue(call: CheckCall) -> Iterator[Quantity]:
     """One step on stored rollouts: loss and gradients are a mean over all of its tokens; the logged ratio, KL, entropy and shares
     of clipped tokens are right; the server gets the weights."""
     s, rows = call.settings, Window.of("grpo-trainer").rows
-    window = Window("grpo-trainer", stored_window.even(rows) if s.even else rows).sequences
-    old = _logps(stored_window.policy(s.model, torch.float64, stored_window.OLDER), window, s)
+    a = Loss(Window("grpo-trainer", stored_window.even(rows) if s.even else rows), s)
+    window = a.window.sequences
+    with torch.no_grad():  # the sampler's log-probs, as float32 has them
+        older = stored_window.policy(s.model, torch.float64, stored_window.OLDER)
+        old = [x.float().double() for x in completion_logps(older, window, s.temperature)]
     given = zip(window, old, advantages(window).tolist(), strict=True)
-    samples = [_sample(*sequence, logps, s, advantage=sign) for sequence, logps, sign in given]
+    samples = [_sample(*sequence, logps, a, advantage=sign) for sequence, logps, sign in given]
     # a token is shared where what follows it is shared too
     room = len({(i, *ids[: i + 2]) for ids, _ in window for i in range(len(ids))})
-    steps, log, unsent = _run(call, samples, room)
+    steps, log, unsent = _run(call, a, samples, room)
     got, wanted = (sorted(t for t, _ in found) for found in (recorder.sequences_of(steps.batches), window))
     yield holds("sequences", got == wanted, f"{len(got)} of {len(wanted)}", "exact", float(len(got)))
     yield holds("weights", not unsent, f"the server has others: {', '.join(unsent)}", "exact")
-    step, numbers = shared(call, "step", lambda: _defined(s, window, old))
+    step, numbers = shared(call, "step", lambda: _defined(a, old))
     yield from first_step(step, steps)
     if s.even or s.split == "8x1":  # else a mean of the micro-batches' means is logged
         yield from logged(numbers, log)
 
 
-def _own(tokens: list[int], start: int, s: SimpleNamespace) -> Tensor:
-    """Which tokens of a completion are the policy's own, and not a tool's."""
-    found = torch.tensor(tokens[start:])
-    return stored_window.external(found).bool() if s.tools else torch.ones_like(found, dtype=torch.bool)
-
-
-def _logps(model: Any, window: Sequences, s: SimpleNamespace) -> list[Tensor]:
-    """The sampler's log-probs of each completion, as float32 has them, in float64."""
-    with torch.no_grad():
-        return [x.float().double() for x in completion_logps(model, window, s.temperature)]
-
-
-def _sample(ids: list[int], start: int, old: Tensor, s: SimpleNamespace, **more: Any) -> Any:
+def _sample(ids: list[int], start: int, old: Tensor, a: Loss, **more: Any) -> Any:
     """A rollout as the queue has it: log-probs of what is not trained on are 0."""
-    own = _own(ids, start, s)
+    own = a.counted(torch.tensor(ids[start:]))
     mask, logps = (np.concatenate([np.zeros(start), x.double().numpy()]) for x in (own, old * own))
     given = {"input_ids": np.array(ids), "completion_mask": mask.astype("i8"), "old_log_probs": logps.astype("f4")}
     about = {
@@ -153,7 +143,7 @@ def _sample(ids: list[int], start: int, old: Tensor, s: SimpleNamespace, **more:
     return SimpleNamespace(**{**given, **about, "advantage": 1.0, **more})
 
 
-def _run(call: CheckCall, samples: list[Any], room: int) -> tuple[recorder.Steps, dict[str, Any], list[str]]:
+def _run(call: CheckCall, a: Loss, samples: list[Any], room: int) -> tuple[recorder.Steps, dict[str, Any], list[str]]:
     """The trainer's first step on the samples, which fill a row of `room` tokens; what it logged of it; names of the weights
     that the server has not as they are. The first sync is version 1."""
     s = call.settings
@@ -164,10 +154,10 @@ def _run(call: CheckCall, samples: list[Any], room: int) -> tuple[recorder.Steps
         raise Unsupported(f"{call.trainer} of the installed version packs no tree of rollouts")
     packing, module = map(importlib.import_module, (name, released))
     ids = models.ids(23, "behind the window", room + 1)
-    no_row, other = (_sample(ids[:n], 4, torch.zeros(n - 4), s, model_version=1) for n in (room + 1, room))
+    no_row, other = (_sample(ids[:n], 4, torch.zeros(n - 4), a, model_version=1) for n in (room + 1, room))
     last = vars(samples[-1])  # ending a token earlier it takes one token of a row
     over = {**last, **{name: x[:-1] for name, x in last.items() if isinstance(x, np.ndarray)}, "model_version": 1}
-    too_old = _sample(ids[4:20], 4, torch.zeros(12), s, model_version=-STALE)
+    too_old = _sample(ids[4:20], 4, torch.zeros(12), a, model_version=-STALE)
     dropped = [too_old, no_row] if s.budget else [too_old]
     engine, worker = _Engine(), _Worker([*samples[:4], *dropped, *samples[4:], SimpleNamespace(**over), *[other] * 64])
     wanted = recorder.plain(s.split) | recorder.LOGGED | {"temperature": s.temperature, "token_budget": s.budget * room}
@@ -196,11 +186,12 @@ def _run(call: CheckCall, samples: list[Any], room: int) -> tuple[recorder.Steps
     return steps, drive.logged(trainer), unsent
 
 
-def _defined(s: SimpleNamespace, window: Sequences, old: list[Tensor]) -> tuple[Oracle, Oracle]:
+def _defined(a: Loss, old: list[Tensor]) -> tuple[Oracle, Oracle]:
     """Of all N tokens that are trained on, ρ = π/π_old at the sampler's temperature: -Σ min(ρA, clip(ρ, 1 - ε, 1 + ε_high)A) / N
     (arXiv 2402.03300, 2503.14476), and the numbers that are logged."""
-    own = torch.cat([_own(*sequence, s) for sequence in window])
-    sizes = [len(x) for x in old]
+    s, window = a.s, a.window.sequences
+    of_each = [a.counted(torch.tensor(ids[start:])) for ids, start in window]
+    own, sizes = torch.cat(of_each), [len(x) for x in old]
     signs = advantages(window).repeat_interleave(torch.tensor(sizes))
 
     def ratio(scored: Scored) -> Tensor:
@@ -214,18 +205,10 @@ def _defined(s: SimpleNamespace, window: Sequences, old: list[Tensor]) -> tuple[
         scored = Scored(model, window, temperature=s.temperature)
         d = ratio(scored)
         low, high = (d.expm1() < -LOW) & (signs < 0), (d.expm1() > HIGH) & (signs > 0)
-        of_each = [
-            torch.stack(
-                [x[o].double().mean() for x, o in zip(side.split(sizes), own.split(sizes), strict=True) if o.any()]
-            )
-            for side in (low, high)
-        ]
         out = {"ratio": d[own].exp().mean(), "kl": k3(d, None)[own].mean()}
         out |= {"entropy": entropies(torch.cat(scored.tables))[own].mean()}
-        shares = {"low": low[own].double().mean(), "high": high[own].double().mean()}
-        shares["region"] = shares["low"] + shares["high"]
-        out |= {f"clip_ratio/{side}_mean": share for side, share in shares.items()}
-        return out | {"clip_ratio/low_min": of_each[0].min(), "clip_ratio/high_max": of_each[1].max()}
+        beyond = (zip(side.split(sizes), of_each, strict=True) for side in (low, high))
+        return out | clip_ratios(*([x[o].double() for x, o in side if o.any()] for side in beyond))
 
     policy = functools.partial(stored_window.policy, s.model, torch.float64)
     return exact_step(policy(), loss), measured(policy(), numbers)

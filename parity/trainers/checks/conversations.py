@@ -17,13 +17,9 @@ from parity.trainers.rig.twin_runs import Run
 USER, ASSISTANT = "w5", "w6"
 """The words before a message, by its role."""
 TEMPLATE = (
-    (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'ASSISTANT ' }}{% generation %}{{ m['content'] + ' <eos>' }}"
-        "{% endgeneration %}{% else %}{{ 'USER ' + m['content'] }}{% endif %}{{ ' ' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'ASSISTANT ' }}{% endif %}"
-    )
-    .replace("ASSISTANT", ASSISTANT)
-    .replace("USER", USER)
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'ASSISTANT ' }}{% generation %}{{ m['content'] + ' <eos>' }}"
+    "{% endgeneration %}{% else %}{{ 'USER ' + m['content'] }}{% endif %}{{ ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT ' }}{% endif %}"
 )
 """A generation ends with the word, not the space behind it: the mask of a character that is in no token goes to the end."""
 SETTINGS = {
@@ -50,27 +46,18 @@ class _Conversing(Run):
 
     def tokenizer(self) -> Any:
         found = copy.deepcopy(super().tokenizer())
-        found.chat_template = TEMPLATE
+        found.chat_template = TEMPLATE.replace("ASSISTANT", ASSISTANT).replace("USER", USER)
         return found
 
     def data(self) -> Any:
         from datasets import Dataset
 
-        rows, columns = (
-            stored_window.dataset(self.given, self.window.spec.data),
-            ("prompt", "completion", "chosen", "rejected"),
-        )
         if self.turns != "one":
             return Dataset.from_list([{"messages": _messages(row)} for row in self.given])
-        if self.window.spec.grouped:
-            rows = rows.select(range(0, len(rows), stored_window.GENERATIONS))
-        roles = {name: "user" if name == "prompt" else "assistant" for name in columns}
-        return Dataset.from_list(
-            [
-                {k: [{"role": roles[k], "content": x.strip()}] if k in roles else x for k, x in row.items()}
-                for row in rows
-            ]
-        )
+        roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected"), "assistant")}
+        rows = Window(self.trainer, self.given).dataset()
+        said = ({k: [{"role": roles[k], "content": row[k].strip()}] for k in roles if k in row} for row in rows)
+        return Dataset.from_list([row | texts for row, texts in zip(rows, said, strict=True)])
 
 
 def _messages(row: Sample) -> list[dict[str, str]]:

@@ -246,6 +246,11 @@ def beyond(a: Loss, model: Any) -> dict[str, Tensor]:
     signs = a.of_window(advantages(a.whole))
     low = [((x < -under) & (s < 0)).double() for x, s in zip(sizes, signs, strict=True)]
     high = [((x > over) & (s > 0)).double() for x, s in zip(sizes, signs, strict=True)]
+    return clip_ratios(low, high)
+
+
+def clip_ratios(low: Sequence[Tensor], high: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What is logged of 1 and 0 for each token of each sequence: whether it lies below, and above, what is clipped."""
     share = {"low": torch.cat(low).mean(), "high": torch.cat(high).mean()}
     share["region"] = share["low"] + share["high"]
     return {f"clip_ratio/{side}_mean": x for side, x in share.items()} | {
