@@ -32,5 +32,5 @@ jsd = (0.5 * (student.exp() * (student - mixture) + teacher.exp() * (teacher - m
 own = found["inputs"]["labels"][:, 1:] != -100
 right = float(jsd[own].mean())
 print(f"| generated tokens | loss | mean of the JSD over them |\n|---|---|---|\n| {int(own.sum())} ", end="")
-print(f"| {float(found['loss']):.4g} | {right:.4g} |")
+print(f"| {float(found['loss'].detach()):.4g} | {right:.4g} |")
 raise SystemExit(int(abs(float(found["loss"]) / right - 1) > 1e-3))

@@ -65,13 +65,18 @@ def average_over_window(trainer: Any) -> Patch:
     GKDTrainer (trl 1.7 to 1.16) divides completions that it generates by the token count of those that they replace: they are
     generated before tokens are counted.
 
+    GOLDTrainer (trl 1.7 to 1.16) besides gets each window once for each of its micro-batches, and counts all of them: what it
+    keeps for them is made before tokens are counted, and counted once.
+
     Wraps `trainer.get_batch_samples` and the method that takes the mean, for this trainer alone; in evaluation nothing changes.
     Nothing is done where the trainer takes no such mean (its source is read).
     """
     if 'inputs["global_n_tokens"]' in source_of(getattr(type(trainer), "compute_loss", None)):
         return _over_rollouts(trainer)
     if hasattr(trainer, "generate_on_policy_outputs") and hasattr(trainer, "_get_num_items_in_batch"):
-        return _over_generated(trainer)
+        if "num_items_in_batch" not in source_of(getattr(type(trainer), "generalized_jsd_loss", None)):
+            return Patch(WINDOW, reason="the trainer divides by the tokens of the micro-batch")
+        return _over_kept(trainer) if hasattr(trainer, "_buffered_inputs") else _over_generated(trainer)
     source = source_of(getattr(type(trainer), "concatenated_forward", None))
     if "nn.CrossEntropyLoss()" not in source or not hasattr(trainer, "get_batch_samples"):
         return Patch(WINDOW, reason="the trainer takes no mean of a micro-batch's likelihood")
@@ -121,8 +126,6 @@ def _over_rollouts(trainer: Any) -> Patch:
 
 
 def _over_generated(trainer: Any) -> Patch:
-    if "num_items_in_batch" not in source_of(getattr(type(trainer), "generalized_jsd_loss", None)):
-        return Patch(WINDOW, reason="the trainer divides by the tokens of the micro-batch")
     if not trainer.lmbda and not trainer.seq_kd:
         return Patch(WINDOW, reason="nothing is generated")
     change = overridden(trainer, "training_step", WINDOW)
@@ -153,6 +156,35 @@ def _over_generated(trainer: Any) -> Patch:
     step = override(trainer, "training_step", WINDOW, stepped)
     undo: list[Callable[[], object]] = [*samples.hold(trainer), *step.hold(trainer)]
     return Patch(WINDOW, changed=("trainer.get_batch_samples", "trainer.training_step"), _undo=undo)
+
+
+def _over_kept(trainer: Any) -> Patch:
+    if trainer.use_uld_loss:
+        return Patch(WINDOW, reason="the loss over two tokenizers is not divided by the tokens of the window")
+    change = overridden(trainer, "_prepare_inputs", WINDOW)
+    if change is not None:
+        return Patch(WINDOW, reason=ALREADY, _undo=change.hold(trainer))
+    made: list[Any] = []
+
+    def sampled(self: Any, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        batches, _ = original(epoch_iterator, num_batches, device)
+        made.clear()
+        self.model.train()  # as its step does; in evaluation it prepares nothing
+        first, kept = self._step, [self._prepare_inputs(batch) for batch in batches]
+        self._step = first  # it tells the step which micro-batch it is
+        made.extend(kept)
+        return list(kept), self._get_num_items_in_batch(kept, device)
+
+    def prepared(self: Any, original: Any, batch: Any) -> Any:
+        if not any(batch is other for other in made):
+            return original(batch)
+        self._step += 1
+        return batch
+
+    samples = override(trainer, "get_batch_samples", WINDOW, sampled)
+    inputs = override(trainer, "_prepare_inputs", WINDOW, prepared)
+    undo: list[Callable[[], object]] = [*samples.hold(trainer), *inputs.hold(trainer)]
+    return Patch(WINDOW, changed=("trainer.get_batch_samples", "trainer._prepare_inputs"), _undo=undo)
 
 
 def _labelled(batch: Mapping[str, Tensor], encoder: bool) -> Tensor:

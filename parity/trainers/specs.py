@@ -113,6 +113,7 @@ SPECS = {
     ),
     "server-distillation-trainer": TrainerSpec("ServerDistillationTrainer"),
     "gkd-trainer": TrainerSpec("GKDTrainer"),
+    "gold-trainer": TrainerSpec("GOLDTrainer"),
     "cpo-trainer": TrainerSpec("CPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT),
     "orpo-trainer": TrainerSpec("ORPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT, loss="orpo"),
     "gmpo-trainer": TrainerSpec(

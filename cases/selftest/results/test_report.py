@@ -113,7 +113,7 @@ def test_a_green_run_hides_no_severe_defect():
         shown(of_run, ending=render.Ending(results=results)),
         "trl 1.16.0, torch 2.13.0: 1 high, 1 medium known defects, 0 new\n",
         "known defects, 1 high: default or common settings",
-        "Any trainer, `beta`: Every gradient is halved. Fix: `apply`. Since: trl 1.10.0 on.",
+        "Any trainer, `beta`: Every gradient is halved. Fix: `apply`. Releases: trl >=1.10.0.",
         "parity replay severe\n",
         "known defects, 1 medium: ",
         "parity replay middling\n",

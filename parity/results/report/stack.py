@@ -110,10 +110,10 @@ def meaning(severity: str) -> str:
 def releases(entry: Entry) -> str:
     """The releases that are wrong, as far as known: since when, else the scope, else where it was seen."""
     if entry.user.since:
-        name = entry.user.since.partition(" ")[0]
+        name, _, first = entry.user.since.partition(" ")
         upper = [part for part in entry.versions.get(name, "").split(",") if part.startswith("<")]
         others = [f"{other} {spec}" for other, spec in entry.versions.items() if other != name and spec.startswith("<")]
-        return ", ".join([f"{entry.user.since} on", *(part.replace("<", "below ") for part in [*upper[:1], *others])])
+        return "; ".join([",".join([f"{name} >={first}", *upper[:1]]), *others])
     scope = "; ".join(f"{name} {spec}" for name, spec in entry.versions.items())
     return scope or (f"seen in {entry.link.partition(':')[0]}" if entry.link else "not known")
 

@@ -1,4 +1,4 @@
-"""Checks of distillation: a teacher on a server, and GKD with a local teacher as the control.
+"""Checks of distillation: a teacher on a server, and GKD and GOLD with a local teacher as the control.
 
 A server returns log-probs of few tokens; TRL pads ragged completions with -inf and must keep that out of the loss. In
 trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the first step (reverse KL, beta 1).
@@ -6,7 +6,6 @@ trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the fir
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.divergence import completed, divergence
 from parity.fixes import patches
-from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, pairwise
+from parity.trainers.check import CheckCall, Quantity, check, holds, pairwise
 from parity.trainers.definitions.formulas import jsd
 from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import exact_step, first_step
@@ -26,7 +25,7 @@ from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import Sample
 
 ARCHITECTURE, TEACHER = "llama", "qwen2"
-COMMON = {"lmbda": 0.0, "max_length": 32}
+COMMON = {"lmbda": 0.0, "max_length": 32, "num_generations": 1}
 SAMPLES = {"ragged": ((2, 5), (4, 2)), "equal": ((3, 5), (3, 2))}
 """Tokens of prompt and completion, by what the prompts are; ragged ones shift the offsets within a batch."""
 SETTINGS = {
@@ -41,23 +40,24 @@ RAGGED = SETTINGS | {
 }
 LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
-SERVER, GKD = "server-distillation-trainer", "gkd-trainer"
+SERVER, LOCAL = "server-distillation-trainer", ("gkd-trainer", "gold-trainer")
 MIXTURE = {"beta": 0.3, "temperature": 0.7}
-SHORT: list[CheckCase] = [(SERVER, s) for s in (MIXTURE, LEAKED)]
-SHORT_GKD: list[CheckCase] = [
-    *((GKD, s | {"split": "1x2", "prompts": "ragged"}) for s in (LEAKED, MIXTURE)),
-    *((GKD, {"sampler": sampler, "prompts": "ragged"}) for sampler in ("student", "teacher")),
-    (GKD, {"sampler": "student", "longer": True}),
-]
+SHORT: tuple[Mapping[str, Any], ...] = (MIXTURE, LEAKED)
+SHORT_LOCAL: tuple[Mapping[str, Any], ...] = (
+    *(s | {"split": "1x2", "prompts": "ragged"} for s in (LEAKED, MIXTURE)),
+    *({"sampler": sampler, "prompts": "ragged"} for sampler in ("student", "teacher")),
+    {"sampler": "student", "longer": True},
+)
 
 
-def _paired(trainer: str, settings: Mapping[str, Setting], short: list[CheckCase]) -> dict[str, Any]:
-    """A check's trainer, settings and cases: every pair of values."""
-    cases = {"cases": lambda seed: ((trainer, s) for s in pairwise(settings, seed)), "quick": short, "pr": short}
-    return {"trainers": (trainer,), "settings": settings, **cases}
+def _paired(settings: Mapping[str, Setting], short: Sequence[Mapping[str, Any]], *trainers: str) -> dict[str, Any]:
+    """A check's trainers, settings and cases: every pair of values."""
+    listed = [(trainer, s) for trainer in trainers for s in short]
+    cases = {"cases": lambda seed: ((t, s) for t in trainers for s in pairwise(settings, seed))}
+    return {"trainers": trainers, "settings": settings, "quick": listed, "pr": listed, **cases}
 
 
-@check("teacher-server", **_paired(SERVER, SETTINGS, SHORT))
+@check("teacher-server", **_paired(SETTINGS, SHORT, SERVER))
 def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     """Distillation from a teacher on a server on ragged completions: finite, and by the definition."""
     s = call.settings
@@ -139,22 +139,16 @@ def samples(prompts: str = "ragged") -> list[Sample]:
     ]
 
 
-def sampled(s: SimpleNamespace) -> Sequences:
-    """The same prompts with other completions, of the dataset's lengths or longer."""
-    out = []
-    for i, sample in enumerate(samples(s.prompts)):
-        prompt, given = (stored_window.ids(text) for text in (sample.prompt, sample.completion))
-        completion = [*models.ids(i, "sampled", len(given) - 1 + 2 * s.longer), models.EOS]
-        out.append((prompt + completion, len(prompt)))
-    return out
+def _sampled(i: int, length: int) -> list[int]:
+    """The other completion of prompt `i`."""
+    return [*models.ids(i, "sampled", length), models.EOS]
 
 
 def served(teacher: Teacher, split: str, beta: float, temperature: float = 1.0) -> Any:
     """A trainer over a tiny student; `split` is "batch x accumulation"."""
     name = upstream()
     wanted = recorder.plain(split) | COMMON | {"beta": beta, "temperature": temperature}
-    wanted |= {"num_generations": 1, "loss_top_k": 1}
-    wanted |= {"teacher_model_server_url": "http://127.0.0.1", "use_teacher_server": True}
+    wanted |= {"loss_top_k": 1, "teacher_model_server_url": "http://127.0.0.1", "use_teacher_server": True}
     generates = hasattr(drive.trl_class(name), "_generate_single_turn")
     data = stored_window.dataset(samples(), "prompts" if generates else "turns")
     from trl.generation import vllm_client
@@ -169,28 +163,34 @@ def served(teacher: Teacher, split: str, beta: float, temperature: float = 1.0) 
     return made
 
 
-@check("ragged-control", **_paired(GKD, RAGGED, SHORT_GKD), moves=True)
+@check("ragged-control", **_paired(RAGGED, SHORT_LOCAL, *LOCAL), moves=True)
 def ragged_control(call: CheckCall) -> Iterator[Quantity]:
-    """GKD with a local teacher on ragged completions: finite also in releases whose server path was not."""
+    """GKD or GOLD with a local teacher on ragged completions: finite also in releases whose server path was not."""
     s = call.settings
     wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta, "temperature": s.temperature}
     data = stored_window.dataset(samples(s.prompts), "turns")
+    rows = [(stored_window.ids(r.prompt), stored_window.ids(r.completion)) for r in samples(s.prompts)]
+    if call.case.family == "gold-trainer":  # which reads no text that is split at spaces
+        data = data.add_column("input_ids", [prompt + completion for prompt, completion in rows])
+        data = data.add_column("completion_mask", [[0] * len(prompt) + [1] * len(end) for prompt, end in rows])
     given = {"teacher_model": models.model(TEACHER), "train_dataset": data}
     wanted |= {"lmbda": float(s.sampler == "student"), "seq_kd": s.sampler == "teacher"}
     trainer = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
     if s.sampler != "none":
-        stored = {tuple(ids[:n]): [ids[n:]] for ids, n in sampled(s)}
+        rows = [(prompt, _sampled(i, len(end) - 1 + 2 * s.longer)) for i, (prompt, end) in enumerate(rows)]
         sampler = trainer.model if s.sampler == "student" else trainer.teacher_model
-        twin_runs.generate_in_model(trainer, stored, model=sampler)
+        twin_runs.generate_in_model(trainer, {tuple(prompt): [end] for prompt, end in rows}, model=sampler)
         sampler.generate = asked = mock.Mock(wraps=sampler.generate)
     with drive.fixed(call.path, trainer):
         steps = recorder.train(trainer)
+    found = sorted(recorder.sequences_of(steps.batches))
+    right = sorted((prompt + end, len(prompt)) for prompt, end in rows)
+    yield holds("sequences", found == right, f"{found} instead of {right}", "exact")
     if s.sampler != "none":
-        found, right = (sorted(x) for x in (recorder.sequences_of(steps.batches), sampled(s)))
-        yield holds("sequences", found == right, f"{found} instead of {right}", "exact")
         given_at = [(g.do_sample, g.temperature) for g in (c.kwargs["generation_config"] for c in asked.call_args_list)]
         yield holds(
             "sampling", set(given_at) == {(True, s.temperature)}, f"sampled, at a temperature: {given_at}", "exact"
         )
     local = all(n is None for n in steps.items)  # before 1.10
-    yield from _judged(steps, lambda model, batch: jsd(Scored(model, batch, TEACHER), s.beta), local)
+    scale = s.temperature if call.case.family != "gkd-trainer" else 1.0
+    yield from _judged(steps, lambda model, batch: jsd(Scored(model, batch, TEACHER, scale), s.beta), local)
