@@ -116,6 +116,7 @@ SPECS = {
     "gold-trainer": TrainerSpec("GOLDTrainer"),
     "cpo-trainer": TrainerSpec("CPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT),
     "orpo-trainer": TrainerSpec("ORPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT, loss="orpo"),
+    "reward-trainer": TrainerSpec("RewardTrainer", "pairs"),
     "gmpo-trainer": TrainerSpec(
         "GMPOTrainer",
         generates="method",

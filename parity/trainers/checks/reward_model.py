@@ -1,0 +1,109 @@
+"""A reward model: the score of each sequence, and the loss of Bradley and Terry on pairs of them."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from parity.case.inputs import Setting
+from parity.errors import Unsupported
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, pairwise, shared
+from parity.trainers.definitions.scored import rows
+from parity.trainers.definitions.training_step import exact_step, first_step, logged, measured, window_loss
+from parity.trainers.rig import drawn, drive, models, recorder
+from parity.trainers.rig.stored_window import Window
+from parity.upstream import trl
+
+REWARD, MARGIN = "reward-trainer", 0.5
+SETTINGS = {
+    "model": Setting("llama", "tiny model", ("llama", "qwen2")),
+    "split": Setting("8x1", "batch x accumulation, of pairs", ("8x1", "2x4")),
+    "margin": Setting(False, "pairs come with a margin each", (False, True)),
+    "center": Setting(0.0, "center_rewards_coefficient", (0.0, 0.1)),
+    "longest": Setting(0, "max_length: a pair of which one sequence is longer is left out; 0: none", (0, 9)),
+}
+CASES: list[CheckCase] = [
+    (REWARD, {"margin": True, "center": 0.1}),
+    (REWARD, {"split": "2x4", "model": "qwen2", "center": 0.1}),
+    (REWARD, {"longest": 9}),
+]
+COUNTED = ("accuracy", "num_tokens")
+
+
+@drawn.once
+def _model(name: str) -> Any:
+    """The architecture with one score in place of logits, its weights by parameter name."""
+    import transformers
+
+    config = models.config(name)
+    config.num_labels, config._attn_implementation = 1, "eager"
+    config.architectures = [config.architectures[0].replace("ForCausalLM", "ForSequenceClassification")]
+    with trl.quiet():
+        out = getattr(transformers, config.architectures[0])(config)
+    models.fill(out)
+    return out.train()
+
+
+def _rewards(model: Any, sequences: list[list[int]]) -> Tensor:
+    """The score of the last token of each sequence, (N,)."""
+    hidden = model.model(**rows(sequences), use_cache=False).last_hidden_state
+    last = torch.tensor([len(ids) - 1 for ids in sequences])
+    return model.score(hidden[torch.arange(len(sequences)), last]).squeeze(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pairs:
+    chosen: list[list[int]]
+    rejected: list[list[int]]
+    margins: Tensor
+    center: float
+
+    def __call__(self, model: Any) -> Tensor:
+        """-log σ(r_c - r_r - margin) + center·(r_c + r_r)², the mean over pairs (arXiv 2307.09288, 2312.09244)."""
+        better, worse = _rewards(model, self.chosen + self.rejected).chunk(2)
+        return (-logsigmoid(better - worse - self.margins) + self.center * (better + worse).square()).mean()
+
+    def logged(self, model: Any) -> Mapping[str, Tensor]:
+        earned = _rewards(model, self.chosen + self.rejected)
+        better, worse = earned.chunk(2)
+        out = {"min_reward": earned.min(), "mean_reward": earned.mean(), "max_reward": earned.max()}
+        out |= {"accuracy": (better > worse).double().mean(), "margin": (better - worse).mean()}
+        return out | {"num_tokens": torch.tensor(float(sum(map(len, self.chosen + self.rejected))))}
+
+
+@check("reward-model", (REWARD,), SETTINGS, lambda seed: ((REWARD, s) for s in pairwise(SETTINGS, seed)), pr=CASES)
+def reward_model(call: CheckCall) -> Iterator[Quantity]:
+    """Pairs as they were given, loss, gradients and logged numbers by the score of each sequence's last token."""
+    s, window = call.settings, Window.of(call.case.family)
+    sides = [[ids for ids, _ in side] for side in window.pair()]
+    margins = [MARGIN * i for i in range(len(window.rows))]
+    kept = [i for i, pair in enumerate(zip(*sides, strict=True)) if max(map(len, pair)) <= (s.longest or 999)]
+    chosen, rejected = ([side[i] for i in kept] for side in sides)
+    pairs = _Pairs(chosen, rejected, torch.tensor(margins)[kept].double() * s.margin, s.center)
+    data = window.dataset()
+    data = data.add_column("margin", margins) if s.margin else data
+    wanted = recorder.plain(s.split) | recorder.LOGGED | {"per_device_eval_batch_size": 8}
+    wanted |= {"center_rewards_coefficient": s.center or None, "max_length": s.longest or None}
+    drive.needs(call.trainer, "center_rewards_coefficient")
+    trainer = drive.build(call.trainer, copy.deepcopy(_model(s.model)), wanted, train_dataset=data, eval_dataset=data)
+    with drive.fixed(call.path, trainer):
+        steps = recorder.train(trainer)
+        with trl.quiet():
+            evaluated = drive.numbers(trainer.evaluate())
+    if any("attention_mask" not in part for part in steps.batches):
+        raise Unsupported("the installed version hands chosen and rejected sequences to its loss apart")
+    batches = [zip(part["input_ids"], part["attention_mask"], strict=True) for part in steps.batches]
+    found = sorted(tokens[there.bool()].tolist() for batch in batches for tokens, there in batch)
+    given = sorted(chosen + rejected)
+    yield holds("sequences", found == given, f"{found} instead of {given}", "exact")
+    step = shared(call, "step", lambda: exact_step(copy.deepcopy(_model(s.model)).double(), pairs))
+    yield from first_step(step, steps)
+    yield window_loss(step, evaluated["eval_loss"], "evaluation loss")
+    truth = shared(call, "logged", lambda: measured(copy.deepcopy(_model(s.model)).double(), pairs.logged, COUNTED))
+    if s.split == "8x1":
+        yield from logged(truth, drive.logged(trainer))
+    yield from logged(truth, evaluated, of="eval_")
