@@ -1,38 +1,10 @@
 # TRL 1.16: GOLDTrainer divides the loss of generated completions by the token count of the dataset's
 # Trainer counts labels before _fill_buffer exchanges the completions (lmbda, 0.5 by default; here 1).
-import datasets
-import torch
-import transformers
-from setup_tiny import options, tiny, tokenizer
+from setup_distilled import tokenized, trained
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
-row = {
-    "messages": [{"role": "user", "content": "w2"}, {"role": "assistant", "content": "w4"}],
-    "input_ids": [2, 3, *[4] * 16],
-    "completion_mask": [0, 0, *[1] * 16],
-}
-steps = dict(max_steps=1, per_device_train_batch_size=2, lmbda=1.0, beta=0.5, temperature=1.0)
-args = GOLDConfig(**options(max_completion_length=4, max_length=32, **steps))
-dataset = datasets.Dataset.from_list([row] * 2)
-trainer = GOLDTrainer(tiny(), tiny(1), args=args, train_dataset=dataset, processing_class=tokenizer)
-trainer.remove_callback(transformers.PrinterCallback)  # its lines would stand in the table
-compute_loss, found = trainer.compute_loss, {}
-
-
-def watched(model, inputs, **more):
-    found.update(inputs=inputs, loss=compute_loss(model, inputs, **more))
-    return found["loss"]
-
-
-trainer.compute_loss = watched
-trainer.train()
-given = {name: found["inputs"][name] for name in ("input_ids", "attention_mask")}
-with torch.no_grad():
-    student, teacher = (m.double()(**given).logits[:, :-1].log_softmax(-1) for m in (tiny(), tiny(1)))
-mixture = torch.logaddexp(student, teacher) - torch.tensor(2.0).double().log()
-jsd = (0.5 * (student.exp() * (student - mixture) + teacher.exp() * (teacher - mixture))).sum(-1)
-own = found["inputs"]["labels"][:, 1:] != -100
-right = float(jsd[own].mean())
-print(f"| generated tokens | loss | mean of the JSD over them |\n|---|---|---|\n| {int(own.sum())} ", end="")
-print(f"| {float(found['loss'].detach()):.4g} | {right:.4g} |")
-raise SystemExit(int(abs(float(found["loss"]) / right - 1) > 1e-3))
+rows = [tokenized([2, 3], [4] * 16)] * 2
+found, right, tokens = trained(GOLDTrainer, GOLDConfig, rows, 2, 1, lmbda=1.0)
+print("| tokens of the dataset | generated | loss | mean of the JSD over the generated |\n|---|---|---|---|")
+print(f"| 32 | {tokens} | {found:.4g} | {right:.4g} |")
+raise SystemExit(int(abs(found / right - 1) > 1e-3))

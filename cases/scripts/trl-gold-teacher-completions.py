@@ -1,35 +1,20 @@
 # TRL 1.16: seq_kd of GOLDTrainer has no effect: the dataset's completions are trained on, not the teacher's
-import datasets
+# It is documented as training on completions that the teacher generates; nothing reads it.
 import transformers
-from setup_tiny import options, tiny, tokenizer
+from setup_distilled import tokenized, trained
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
-row = {
-    "messages": [{"role": "user", "content": "w2"}, {"role": "assistant", "content": "w4"}],
-    "input_ids": [2, 3, 4, 5, 6, 7],
-    "completion_mask": [0, 0, 1, 1, 1, 1],
-}
-steps = dict(max_steps=1, per_device_train_batch_size=2, lmbda=0.0, seq_kd=True)
-args = GOLDConfig(**options(max_completion_length=4, max_length=32, **steps))
-dataset = datasets.Dataset.from_list([row] * 2)
-trainer = GOLDTrainer(tiny(), tiny(1), args=args, train_dataset=dataset, processing_class=tokenizer)
-trainer.remove_callback(transformers.PrinterCallback)  # its lines would stand in the table
-asked, seen = [], []
-compute_loss, generate = trainer.compute_loss, trainer.teacher_model.generate
+generate, asked = transformers.GenerationMixin.generate, []
 
 
-def watched(model, inputs, **more):
-    seen.append(inputs["input_ids"][0].tolist())
-    return compute_loss(model, inputs, **more)
+def generating(self, *given, **more):
+    asked.append(self)
+    return generate(self, *given, **more)
 
 
-def generating(*given, **more):
-    asked.append(1)
-    return generate(*given, **more)
-
-
-trainer.compute_loss, trainer.teacher_model.generate = watched, generating
-trainer.train()
-print("| calls of the teacher's generate | trained on | the dataset's |\n|---|---|---|")
-print(f"| {len(asked)} | {seen[0]} | {row['input_ids']} |")
+transformers.GenerationMixin.generate = generating
+rows = [tokenized([2, 3], [4, 5, 6, 7, 8])] * 2
+_, _, tokens = trained(GOLDTrainer, GOLDConfig, rows, 2, 1, lmbda=0.0, seq_kd=True)
+print("| calls of generate | tokens of the dataset | trained on |\n|---|---|---|")
+print(f"| {len(asked)} | 10 | {tokens} |")
 raise SystemExit(int(not asked))

@@ -65,18 +65,19 @@ def average_over_window(trainer: Any) -> Patch:
     GKDTrainer (trl 1.7 to 1.16) divides completions that it generates by the token count of those that they replace: they are
     generated before tokens are counted.
 
-    GOLDTrainer (trl 1.7 to 1.16) besides gets each window once for each of its micro-batches, and counts all of them: what it
-    keeps for them is made before tokens are counted, and counted once.
+    GOLDTrainer (trl 1.7 to 1.16) and IWOPDTrainer (trl 1.9 to 1.16) besides get each window once for each of its micro-batches
+    and count all of them, none where the dataset has prompts alone: the micro-batches are made before tokens are counted.
 
     Wraps `trainer.get_batch_samples` and the method that takes the mean, for this trainer alone; in evaluation nothing changes.
     Nothing is done where the trainer takes no such mean (its source is read).
     """
-    if 'inputs["global_n_tokens"]' in source_of(getattr(type(trainer), "compute_loss", None)):
+    loss = source_of(getattr(type(trainer), "compute_loss", None))
+    if 'inputs["global_n_tokens"]' in loss:
         return _over_rollouts(trainer)
+    if hasattr(trainer, "_fill_buffer") and "num_items_in_batch=num_items_in_batch" in loss:
+        return _over_kept(trainer)
     if hasattr(trainer, "generate_on_policy_outputs") and hasattr(trainer, "_get_num_items_in_batch"):
-        if "num_items_in_batch" not in source_of(getattr(type(trainer), "generalized_jsd_loss", None)):
-            return Patch(WINDOW, reason="the trainer divides by the tokens of the micro-batch")
-        return _over_kept(trainer) if hasattr(trainer, "_buffered_inputs") else _over_generated(trainer)
+        return _over_generated(trainer)
     source = source_of(getattr(type(trainer), "concatenated_forward", None))
     if "nn.CrossEntropyLoss()" not in source or not hasattr(trainer, "get_batch_samples"):
         return Patch(WINDOW, reason="the trainer takes no mean of a micro-batch's likelihood")
@@ -126,6 +127,8 @@ def _over_rollouts(trainer: Any) -> Patch:
 
 
 def _over_generated(trainer: Any) -> Patch:
+    if "num_items_in_batch" not in source_of(getattr(type(trainer), "generalized_jsd_loss", None)):
+        return Patch(WINDOW, reason="the trainer divides by the tokens of the micro-batch")
     if not trainer.lmbda and not trainer.seq_kd:
         return Patch(WINDOW, reason="nothing is generated")
     change = overridden(trainer, "training_step", WINDOW)
@@ -159,26 +162,27 @@ def _over_generated(trainer: Any) -> Patch:
 
 
 def _over_kept(trainer: Any) -> Patch:
-    if trainer.use_uld_loss:
+    if getattr(trainer, "use_uld_loss", False):
         return Patch(WINDOW, reason="the loss over two tokenizers is not divided by the tokens of the window")
     change = overridden(trainer, "_prepare_inputs", WINDOW)
     if change is not None:
         return Patch(WINDOW, reason=ALREADY, _undo=change.hold(trainer))
     made: list[Any] = []
+    step = "_buffer_step" if hasattr(trainer, "_buffer_step") else "_step"  # it tells which micro-batch is next
 
     def sampled(self: Any, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         batches, _ = original(epoch_iterator, num_batches, device)
         made.clear()
         self.model.train()  # as its step does; in evaluation it prepares nothing
-        first, kept = self._step, [self._prepare_inputs(batch) for batch in batches]
-        self._step = first  # it tells the step which micro-batch it is
+        first, kept = getattr(self, step), [self._prepare_inputs(batch) for batch in batches]
+        setattr(self, step, first)
         made.extend(kept)
         return list(kept), self._get_num_items_in_batch(kept, device)
 
     def prepared(self: Any, original: Any, batch: Any) -> Any:
         if not any(batch is other for other in made):
             return original(batch)
-        self._step += 1
+        setattr(self, step, getattr(self, step) + 1)
         return batch
 
     samples = override(trainer, "get_batch_samples", WINDOW, sampled)

@@ -114,6 +114,7 @@ SPECS = {
     "server-distillation-trainer": TrainerSpec("ServerDistillationTrainer"),
     "gkd-trainer": TrainerSpec("GKDTrainer"),
     "gold-trainer": TrainerSpec("GOLDTrainer"),
+    "iw-opd-trainer": TrainerSpec("IWOPDTrainer"),
     "cpo-trainer": TrainerSpec("CPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT),
     "orpo-trainer": TrainerSpec("ORPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT, loss="orpo"),
     "reward-trainer": TrainerSpec("RewardTrainer", "pairs"),

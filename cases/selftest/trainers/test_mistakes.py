@@ -58,6 +58,8 @@ CASES = {
     "gold-trainer.behind": (GENERATED, "gradient"),
     "gold-trainer.temperature": ({"check": "ragged-control", "beta": 0.3, "temperature": 0.7}, "gradient"),
     "gold-trainer.flags": ({"check": "ragged-control", "split": "1x2", "path": "fixed"}, "sequences"),
+    "iw-opd-trainer.prefix": (GENERATED | {"objective": "iw_opd"}, "loss"),
+    "iw-opd-trainer.attached": (GENERATED | {"objective": "iw_opd"}, "gradient"),
     "gold-trainer.places": ({"check": "ragged-control", "prompts": "ragged"}, "loss"),
     **{f"reward-trainer.{name}": ({"check": "reward-model"}, "loss") for name in ("sides", "end")},
     "reward-trainer.accuracy": ({"check": "reward-model"}, "accuracy"),

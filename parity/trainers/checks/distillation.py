@@ -1,4 +1,4 @@
-"""Checks of distillation: a teacher on a server, and GKD and GOLD with a local teacher as the control.
+"""Checks of distillation: a teacher on a server, and GKD, GOLD, IW-OPD with a local teacher as the control.
 
 A server returns log-probs of few tokens; TRL pads ragged completions with -inf and must keep that out of the loss. In
 trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the first step (reverse KL, beta 1).
@@ -16,7 +16,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.divergence import completed, divergence
 from parity.fixes import patches
-from parity.trainers.check import CheckCall, Quantity, check, holds, pairwise
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, pairwise
 from parity.trainers.definitions.formulas import jsd
 from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import exact_step, first_step
@@ -37,27 +37,31 @@ RAGGED = SETTINGS | {
     "prompts": Setting("equal", "lengths of the prompts", tuple(SAMPLES)),
     "sampler": Setting("none", "who writes the completions, in place of the dataset's", ("none", "student", "teacher")),
     "longer": Setting(False, "they are longer than the dataset's", (False, True)),
+    "alone": Setting(False, "IW-OPD: the dataset has prompts alone"),
+    "objective": Setting("jsd", "IW-OPD: jsd or iw_opd"),
 }
 LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
-SERVER, LOCAL = "server-distillation-trainer", ("gkd-trainer", "gold-trainer")
+SERVER, IW_OPD, IW = "server-distillation-trainer", "iw-opd-trainer", "iw_opd"
+LOCAL = ("gkd-trainer", "gold-trainer", IW_OPD)
 MIXTURE = {"beta": 0.3, "temperature": 0.7}
-SHORT: tuple[Mapping[str, Any], ...] = (MIXTURE, LEAKED)
-SHORT_LOCAL: tuple[Mapping[str, Any], ...] = (
-    *(s | {"split": "1x2", "prompts": "ragged"} for s in (LEAKED, MIXTURE)),
-    *({"sampler": sampler, "prompts": "ragged"} for sampler in ("student", "teacher")),
-    {"sampler": "student", "longer": True},
-)
+SHORT: list[CheckCase] = [(SERVER, s) for s in (MIXTURE, LEAKED)]
+SHORT_LOCAL: list[CheckCase] = [
+    *((t, s | {"split": "1x2", "prompts": "ragged"}) for t in LOCAL for s in (LEAKED, MIXTURE)),
+    *((t, {"sampler": s, "prompts": "ragged"}) for t in LOCAL for s in ("student", "teacher")[: 1 + (t != IW_OPD)]),
+    *((t, {"sampler": "student", "longer": True}) for t in LOCAL),
+    *((IW_OPD, {"sampler": "student", "alone": alone, "objective": o}) for alone, o in ((True, "jsd"), (False, IW))),
+]
 
 
-def _paired(settings: Mapping[str, Setting], short: Sequence[Mapping[str, Any]], *trainers: str) -> dict[str, Any]:
-    """A check's trainers, settings and cases: every pair of values."""
-    listed = [(trainer, s) for trainer in trainers for s in short]
-    cases = {"cases": lambda seed: ((t, s) for t in trainers for s in pairwise(settings, seed))}
-    return {"trainers": trainers, "settings": settings, "quick": listed, "pr": listed, **cases}
+def _paired(settings: Mapping[str, Setting], short: list[CheckCase]) -> dict[str, Any]:
+    """A check's trainers, settings and cases: the short ones, and every pair of values."""
+    trainers = tuple(dict.fromkeys(trainer for trainer, _ in short))
+    cases = {"cases": lambda seed: [*short, *((t, s) for t in trainers for s in pairwise(settings, seed))]}
+    return {"trainers": trainers, "settings": settings, "quick": short, "pr": short, **cases}
 
 
-@check("teacher-server", **_paired(SETTINGS, SHORT, SERVER))
+@check("teacher-server", **_paired(SETTINGS, SHORT))
 def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     """Distillation from a teacher on a server on ragged completions: finite, and by the definition."""
     s = call.settings
@@ -163,26 +167,32 @@ def served(teacher: Teacher, split: str, beta: float, temperature: float = 1.0) 
     return made
 
 
-@check("ragged-control", **_paired(RAGGED, SHORT_LOCAL, *LOCAL), moves=True)
+@check("ragged-control", **_paired(RAGGED, SHORT_LOCAL), moves=True)
 def ragged_control(call: CheckCall) -> Iterator[Quantity]:
-    """GKD or GOLD with a local teacher on ragged completions: finite also in releases whose server path was not."""
-    s = call.settings
+    """GKD, GOLD or IW-OPD with a local teacher on ragged completions: finite also in releases whose server path was not."""
+    trainer, s = call.case.family, call.settings
+    if (s.alone or s.objective == IW) and (trainer != IW_OPD or s.sampler != "student"):
+        raise Unsupported("only IW-OPD goes without completions, or weights those that the student generates")
     wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta, "temperature": s.temperature}
-    data = stored_window.dataset(samples(s.prompts), "turns")
+    wanted |= {"lmbda": float(s.sampler == "student"), "loss_top_k": 0, "distillation_objective": s.objective}
+    if s.sampler == "teacher":
+        drive.needs(call.trainer, "seq_kd")
+        wanted |= {"seq_kd": True}
+    data = stored_window.dataset(samples(s.prompts), "messages" if s.alone else "turns")
     rows = [(stored_window.ids(r.prompt), stored_window.ids(r.completion)) for r in samples(s.prompts)]
-    if call.case.family == "gold-trainer":  # which reads no text that is split at spaces
+    if trainer == "gold-trainer":  # which reads no text that is split at spaces
         data = data.add_column("input_ids", [prompt + completion for prompt, completion in rows])
         data = data.add_column("completion_mask", [[0] * len(prompt) + [1] * len(end) for prompt, end in rows])
     given = {"teacher_model": models.model(TEACHER), "train_dataset": data}
-    wanted |= {"lmbda": float(s.sampler == "student"), "seq_kd": s.sampler == "teacher"}
-    trainer = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
+    built = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
+    built._local_teacher_tokenizer_matches_student = True  # IW-OPD's, which reads it from files
     if s.sampler != "none":
         rows = [(prompt, _sampled(i, len(end) - 1 + 2 * s.longer)) for i, (prompt, end) in enumerate(rows)]
-        sampler = trainer.model if s.sampler == "student" else trainer.teacher_model
-        twin_runs.generate_in_model(trainer, {tuple(prompt): [end] for prompt, end in rows}, model=sampler)
+        sampler = built.model if s.sampler == "student" else built.teacher_model
+        twin_runs.generate_in_model(built, {tuple(prompt): [end] for prompt, end in rows}, model=sampler)
         sampler.generate = asked = mock.Mock(wraps=sampler.generate)
-    with drive.fixed(call.path, trainer):
-        steps = recorder.train(trainer)
+    with drive.fixed(call.path, built):
+        steps = recorder.train(built)
     found = sorted(recorder.sequences_of(steps.batches))
     right = sorted((prompt + end, len(prompt)) for prompt, end in rows)
     yield holds("sequences", found == right, f"{found} instead of {right}", "exact")
@@ -191,6 +201,21 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
         yield holds(
             "sampling", set(given_at) == {(True, s.temperature)}, f"sampled, at a temperature: {given_at}", "exact"
         )
-    local = all(n is None for n in steps.items)  # before 1.10
-    scale = s.temperature if call.case.family != "gkd-trainer" else 1.0
-    yield from _judged(steps, lambda model, batch: jsd(Scored(model, batch, TEACHER, scale), s.beta), local)
+    scale = s.temperature if trainer != "gkd-trainer" else 1.0
+
+    def terms(model: Any, batch: Sequences) -> list[Tensor]:
+        student = Scored(model, batch, TEACHER, scale)
+        return _weighted(student) if s.objective == IW else jsd(student, s.beta)
+
+    yield from _judged(steps, terms, local=all(n is None for n in steps.items))  # before 1.10
+
+
+def _weighted(student: Scored) -> list[Tensor]:
+    """IW-OPD at each token t of each completion, (T_i,): -w·a·log π, a = log q - log π and w without a gradient,
+    w_t = 1 + γ (1 - Σ_(u<t) |a_u| / Σ_u |a_u|), γ 0.5 (trl/experimental/iw_opd)."""
+    out = []
+    for logps, teachers in zip(student.tokens, student.base.tokens, strict=True):
+        a = (teachers - logps).detach()
+        weights = 1.5 - 0.5 * (a.abs().cumsum(0) - a.abs()) / a.abs().sum()
+        out.append(-weights * a * logps)
+    return out
