@@ -69,7 +69,7 @@ class Tensor:
             x = integers(case.seed, name, shape, bound)
             if style == "repeated":
                 x = torch.full_like(x, int(integers(case.seed, name, (1,), bound)))
-            x = x.clamp(0, 1) * (bound - 1) if style == "edges" else x
+            x = x % 2 * (bound - 1) if style == "edges" else x
             return laid((x if self.then is None else self.then(x)).to(case.device), layout)
         x = normal(case.seed, name, shape)
         if style == "extreme":

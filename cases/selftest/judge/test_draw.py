@@ -50,6 +50,8 @@ def test_a_few_dozen_cases_cover_what_breaks_kernels():
     ids = [c for c in TABLE.cases(60) if c.values.get("ids") == "repeated"]
     assert any(len(set(c.inputs["ids"].tolist())) == 1 and c.sizes["N"] > 1000 for c in ids)
     assert {c.values.get("ids", "plain") for c in TABLE.cases(60)} == set(REPEATS)
+    ends = [c for c in draw(ids=index("N", below=4096)).cases(60) if c.values.get("ids") == "edges"]
+    assert all(set(c.inputs["ids"].tolist()) == {0, 4095} for c in ends if c.sizes["N"] > 30)
     assert any(not c.sizes["N"] for c in TABLE.cases(60))
     rows = draw(weight=tensor("V", "H"), ids=index("N", below="V")).cases(60)
     assert all(c.sizes["V"] for c in rows) and max(c.sizes["N"] for c in rows) > 2000
