@@ -37,9 +37,9 @@ _EXACT = frozenset(
 
 _COMPARING = frozenset(
     """gt ge lt le eq ne logical_not logical_and logical_or logical_xor count_nonzero nonzero any all sign sgn floor
-    ceil""".split()
+    ceil log log2 log10""".split()
 )
-"""Operations of the forward pass that see an exact zero as 0."""
+"""Operations of the forward pass that see an exact zero as 0, of whose noise a logarithm is -665 or no number."""
 
 ONE_SIDED = 0.5
 """Mean error of an exponential, at most, in u: a library's is off by an ulp, and by more on one side than on the other. On an

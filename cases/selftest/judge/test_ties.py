@@ -113,7 +113,7 @@ def test_a_constant_is_rounded_once_in_a_replica():
 
 
 SEEING = {
-    **{name: getattr(torch, name) for name in "count_nonzero nonzero any all sign floor ceil logical_not".split()},
+    **{name: getattr(torch, name) for name in "count_nonzero nonzero any all sign floor ceil logical_not log".split()},
     **{name: lambda z, by=name: getattr(torch, by)(z, 0.0) for name in "gt ge lt le eq ne".split()},
     **{
         name: lambda z, by=name: getattr(torch, by)(z, z + 0.0) for name in ("logical_and", "logical_or", "logical_xor")
@@ -128,6 +128,19 @@ def test_an_exact_zero_is_seen_as_zero(see):
     x = torch.linspace(1, 2, 12, dtype=torch.float64).repeat(24, 1)
     for zero in (lambda v: v * 0.0, lambda v: 3e9 * (v - v)):
         assert torch.equal(under(Recipe(), "fp32", lambda v: see(zero(v)), x), see(zero(x)))  # noqa: B023
+
+
+@pytest.mark.parametrize("instead", [0.0, torch.nan])
+def test_a_row_without_terms_has_a_logarithm_of_minus_infinity(instead):
+    x, kept = torch.linspace(-3, 2, 24).view(4, 6), torch.arange(24).view(4, 6) > 5
+
+    def log_sum_exp(x, kept):
+        return torch.where(kept, x, -torch.inf).exp().sum(-1).log()
+
+    inputs = {"x": x, "kept": kept}
+    assert check_parity(log_sum_exp, log_sum_exp, inputs).agrees
+    wrong = check_parity(lambda x, kept: torch.where(kept.any(-1), log_sum_exp(x, kept), instead), log_sum_exp, inputs)
+    assert wrong.wrong["output"].gate == "structure"
 
 
 def test_zeros_tie():
