@@ -110,7 +110,7 @@ class AnyOperation(MonteCarlo):
                     return func.decompose(*args, **kwargs)
             return _not_a_number(func, func(*args, **kwargs))
         out = super().operation(func, args, kwargs)
-        if name in INEXACT and not _integer_power(name, args):
+        if name in INEXACT and is_floating(out) and not _integer_power(name, args):
             near_zero = POLYNOMIAL if name == "erf" else 0.0
             return self.scattered(out, self.u_sum * (2 * out.abs() + near_zero))
         if name in ("bmm", "mm") and UNIT_ROUNDOFF[self.elementwise] > NARROW:
@@ -132,7 +132,9 @@ class AnyOperation(MonteCarlo):
         return out * (self.scattered(whole, scale) - whole).exp()
 
     def _within(self, out: torch.Tensor, size: torch.Tensor, terms: torch.Tensor | float) -> torch.Tensor:
-        """A sum of products, `size` the same of absolute values: off by max(2, √terms/2)·u·size, then rounded."""
+        """A sum of products, `size` that of absolute values: off by max(2, √terms/2)·u·size, then rounded; integers are exact."""
+        if not out.is_floating_point():
+            return out
         walk = (torch.as_tensor(terms, dtype=out.dtype, device=out.device).sqrt() / 2).clamp(min=2.0)
         return self.rounded(self.scattered(out, size * walk * self.u_sum))
 

@@ -532,6 +532,25 @@ def test_a_definition_that_overwrites_integers_has_its_own():
     assert inputs["ids"].tolist() == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda i: i.cumsum(0),
+        lambda i: i.clone().cumsum_(0),
+        lambda i: (i > 1).cumsum(0),
+        lambda i: i.cumprod(0),
+        lambda i: i.prod(),
+        lambda i: i.dot(i),
+        lambda i: torch.stack([i, i]) @ i,
+        lambda i: 2**i,
+    ],
+)
+def test_integers_are_not_rounded(count):
+    ids = {"ids": torch.tensor([3, 1, 2, 3])}
+    assert check_parity(count, count, ids).agrees
+    assert check_parity(lambda ids: count(ids) + 1, count, ids).wrong["output"].gate == "exact"
+
+
 def test_a_softmax_may_come_from_its_log_sum_exp():
     """As attention computes it backward, from what a flash kernel keeps of its forward pass."""
     inputs = {"x": drawn(torch.float32, x=(16, 96))["x"] + 30}
