@@ -79,7 +79,8 @@ class FunctionCalls(protocol.Calls[Tensors]):
         return {n: x[n] for n in self.problem.leaves}
 
     def forward(self, x: Tensors) -> Tensors:
-        handed = {n: t.clone() if n in self.in_place and t.requires_grad else t for n, t in x.items()}
+        own = {n: x[n].clone() if x[n].requires_grad else laid_out(x[n]) for n in x if n in self.in_place}
+        handed = {**x, **own}
         out = named(call(self.function, self.problem.inputs, handed, self.problem.parameters))
         known = self.problem.outputs
         if len(out) == len(known) and not set(out) & set(known):  # other names, in the same order

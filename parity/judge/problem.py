@@ -291,7 +291,8 @@ def in_order(function: Any, names: Collection[str]) -> bool:
 def laid_out(x: torch.Tensor) -> torch.Tensor:
     """A copy with the strides of x, also where they leave gaps or repeat entries, and with as uneven a storage offset.
 
-    In front of a floating tensor that does not begin its storage there is NaN.
+    In front of a floating tensor that does not begin its storage there is NaN. Autograd knows it as no view: those no
+    `torch.autograd.Function` of several results may overwrite.
     """
     x = x.detach()
     if x.layout != torch.strided or not x.numel():
@@ -300,7 +301,7 @@ def laid_out(x: torch.Tensor) -> torch.Tensor:
     span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     memory = x.new_full((front + span,), torch.nan if x.is_floating_point() else 0)
     memory[front:] = x.as_strided((span,), (1,))
-    return memory.as_strided(x.shape, x.stride(), front)
+    return memory.as_strided(x.shape, x.stride(), front).detach()
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from parity.judge.problem import cotangent
 from parity.judge.products import CutOperands
 from parity.testing import EAGER, ParityError, Recipe, assert_parity, check_parity, stored, tolerance
+from parity.testing.drawing import laid
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -288,6 +289,25 @@ def test_what_a_call_overwrites_is_declared():
     parity = check_parity(overwrites, rms_norm, inputs, grad=("weight",))
     assert not parity.agrees and parity.protocol == ("input x was changed in place",)
     assert_parity(overwrites, rms_norm, inputs, grad=("weight",), in_place=("x",))
+
+
+class SumInPlace(torch.autograd.Function):
+    """x + y, also as y."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.mark_dirty(y.add_(x))
+        return y * 1.0, y
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return first + second, first + second
+
+
+def test_an_input_in_uneven_memory_may_be_overwritten():
+    inputs = {"x": drawn(torch.float32, x=X)["x"], "y": laid(drawn(torch.float32, y=X)["y"], "sliced")}
+    both = lambda x, y: (x + y, x + y)  # noqa: E731
+    assert_parity(lambda x, y: SumInPlace.apply(x, y), both, inputs, grad=("x",), in_place=("y",))
 
 
 class NormInPlace(torch.autograd.Function):
