@@ -81,6 +81,8 @@ class AnyOperation(MonteCarlo):
             return self._in_place(func, name[:-1], args, kwargs)
         if name in INDEXED:
             return self._indexed(func, name, args, kwargs)
+        if name in ("sort", "topk"):
+            return self._in_any_order(func, args, kwargs)
         if func in REWRITTEN:
             with self._entered():
                 return REWRITTEN[func](*args, **kwargs)
@@ -144,6 +146,19 @@ class AnyOperation(MonteCarlo):
         if overload is None or name in EXACT or (rounds_nothing(name) and name not in INDEXED):
             return func(*args, **kwargs)
         return args[0].copy_(self.operation(overload, args, kwargs))
+
+    def _in_any_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A sort or top-k in which equal floating-point numbers come in an order of each replica, unless it is stable."""
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        x, dim = args[0], given.get("dim", -1)
+        if not is_floating(x) or not x.numel() or not x.dim() or given.get("stable"):
+            return func(*args, **kwargs)
+        ordered, n = x.sort(dim).values, x.shape[dim]
+        if not bool((ordered.narrow(dim, 1, n - 1) == ordered.narrow(dim, 0, n - 1)).any()):
+            return func(*args, **kwargs)
+        order = self.noise.like(x).argsort(dim)
+        values, index = func(x.gather(dim, order), *args[1:], **kwargs)
+        return values, order.gather(dim, index)
 
     def _indexed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         adds = "index_put" not in name or (args[3] if len(args) > 3 else kwargs.get("accumulate", False))

@@ -149,6 +149,44 @@ def test_zeros_tie():
     assert len(under(Recipe(), "fp32", lambda v: (v * 0.0).argmax(-1), x).unique()) > 6
 
 
+def last_of_equal(x, k):
+    values, index = x.flip(-1).sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], x.shape[-1] - 1 - index[..., :k]
+
+
+SORTS = {
+    "topk": lambda x, k: tuple(x.topk(k)),
+    "sort": lambda x, k: tuple(part[..., :k] for part in x.sort(descending=True)),
+    "argsort": lambda x, k: (lambda order: (x.gather(-1, order), order))(x.argsort(-1, descending=True)[..., :k]),
+}
+
+
+@pytest.mark.parametrize("definition", list(SORTS.values()), ids=list(SORTS))
+def test_equal_numbers_come_in_any_order(definition):
+    """torch promises none but of a stable sort: a kernel that takes the last of equal logits is as right."""
+    x = (torch.linspace(-3, 3, 96).view(6, 16).cos() * 3).round().index_fill(1, torch.tensor(3), -torch.inf)
+    inputs = {"x": x, "k": 4}
+    assert check_parity(last_of_equal, definition, inputs, protocol="none").agrees
+    wrong = check_parity(lambda x, k: (x.topk(k).values, x.argsort(-1)[..., :k]), definition, inputs)
+    assert "output[1]" in wrong.wrong
+
+
+def test_a_stable_sort_has_one_order():
+    def stable(x, k):
+        return tuple(part[..., :k] for part in x.sort(dim=-1, descending=True, stable=True))
+
+    found = check_parity(last_of_equal, stable, {"x": torch.ones(4, 6), "k": 2}, protocol="none")
+    assert "output[1]" in found.wrong
+
+
+def test_twelve_replicas_that_agree_by_chance_decide_no_tie():
+    """Of 20,000 ties of two five had the same winner in all of them."""
+    x = {"x": torch.zeros(20_000, 2)}
+    assert check_parity(
+        lambda x: 1 - x.topk(1).indices, lambda x: x.topk(1).indices, x, grad=(), protocol="none"
+    ).agrees
+
+
 @pytest.mark.parametrize(
     "function",
     [lambda x: (x.softmax(-1) > 0).sum(-1).float(), lambda x: (x * 1e-25) * 1e25, lambda x: (x * 1e-50 > 0).sum(-1)],
