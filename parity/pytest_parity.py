@@ -58,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         REPLAYED[:] = replayed
         config.pluginmanager.register(Judged(OBSERVERS, replayed), "parity-judged")
+    if config.getoption("--parity-definition") and not config.getoption("--parity-audit"):
+        raise pytest.UsageError("--parity-definition: belongs to --parity-audit, which was not given")
     if config.getoption("--parity-audit"):
         config.pluginmanager.register(Audit(config.getoption("--parity-definition")), "parity-audit")
 
@@ -163,6 +165,7 @@ class Audit(Recorder):
 
         super().__init__()
         self.torch, self.names, self.patch, self.asking = torch, names, pytest.MonkeyPatch(), False
+        self.known: list[str] = []  # the names that this test has
         self.runs: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self.close, self.all_close = torch.testing.assert_close, torch.allclose
         torch.testing.assert_close = self._assert_close
@@ -173,11 +176,13 @@ class Audit(Recorder):
         """The definitions that this test's module or its parameters have take notes of their calls."""
         self.patch.undo()
         self.runs.clear()
+        self.known.clear()
         params = getattr(getattr(item, "callspec", None), "params", {})
         for name in self.names:
             *path, last = name.split(".")
             owner = functools.reduce(lambda o, n: getattr(o, n, None), path, getattr(item, "module", None))
             found = params.get(name, getattr(owner, last, None))
+            self.known += [name] * callable(found)
             if found is not None and hasattr(found, "forward"):
                 self.patch.setattr(found, "forward", self._noted(found.forward))
             elif callable(found):
@@ -283,7 +288,7 @@ class Audit(Recorder):
             known = self._derived(actual, expected) if isinstance(expected, self.torch.Tensor) else None
         except (ValueError, NotImplementedError) as error:  # what the judge cannot ask of a definition
             known = str(error)
-        self.note(where=where, asked=list(found), passes=lets, derived=known)
+        self.note(where=where, asked=list(found), passes=lets, derived=known, names=list(self.known))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """A line for each place: how many calls, in how many each mistake would have passed, and the widest derived tolerance."""
@@ -302,6 +307,10 @@ class Audit(Recorder):
             if derived[where] and not why:
                 holds = "  derived: atol={:.2g}, rtol={:.2g}".format(*map(max, zip(*derived[where], strict=True)))
             terminalreporter.write_line(f"{counts['calls']:>5}{cells}  {where}{holds}")
+        for name in self.names:
+            if not any(name in note["names"] for _, note in self.seen):
+                line = f"--parity-definition: no test with such a tolerance has a function or module {name}"
+                terminalreporter.write_line(line, red=True)
 
 
 def _zeroed(x: Any, dim: int) -> Any:

@@ -179,6 +179,15 @@ def test_the_audit_takes_modules_and_parameters_of_tests_for_definitions(tmp_pat
     assert all(1e-9 < float(atol) < 1e-4 or name not in AUDITED for atol in re.findall("atol=(.*),", section)), section
 
 
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_a_definition_that_no_test_has_is_named(tmp_path, workers):
+    """A typo left the derived tolerances away without a word, and so did the option without the audit."""
+    asked = ("--parity-definition=Norm", "--parity-definition=Nrom")
+    section = run(tmp_path, MODULES, "--parity-audit", *asked, *workers).split("of the calls")[1]
+    assert re.findall("--parity-definition: no test .* has a function or module (.*)", section) == ["Nrom"], section
+    assert " passed" not in run(tmp_path, MODULES, *asked, *workers)
+
+
 UNKNOWN_ONCE = """
 import torch
 from torch.testing import assert_close
