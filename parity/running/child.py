@@ -50,12 +50,12 @@ class Clock:
 
     def over(self, limit: float, latest: float | None = None) -> str:
         """Whether it has had `limit` seconds of CPU time; or on the clock `latest`, by default BACKSTOP times as many, SLEEPING
-        times for one `asleep`; less the time in which it waited for a core. If so, how much it had; else nothing."""
+        times for one `asleep`, less the time in which it waited for a core. If so, how much it had; else nothing."""
         if self.passed <= min(limit, math.inf if latest is None else latest):
             return ""
         self._spent = max(self._spent, cpu_time(self._pid) - self._cpu)
         self._waited = max(self._waited, starved(self._pid) - self._starved)
-        passed = self.passed - self._waited
+        passed = self.passed - (self._waited if latest is None else 0.0)
         self.asleep = latest is None and passed > SLEEPING * limit and self._spent < ASLEEP * passed
         over = self.asleep or self._spent > limit or passed > (BACKSTOP * limit if latest is None else latest)
         return f"no answer for {passed:.0f} s, {self._spent:.1f} s of them CPU time" if over else ""

@@ -1,6 +1,7 @@
 """A process is held to CPU time, its children's included; what burns none is ended by the clock. What others say is no event."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -121,6 +122,17 @@ def test_who_computes_little_has_its_time_on_the_clock(monkeypatch, backstop, li
     clock = child.Clock(1)
     for now, why in over.items():  # noqa: B007
         assert (clock.over(limit), clock.asleep) == (why, False)
+
+
+def test_a_limit_on_the_clock_holds_for_what_waits_for_a_core(monkeypatch):
+    """Two workers on busy cores wait longer together than the clock shows: 120 s of a user's own limit never ended."""
+    now = 0.0
+    monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(child, "cpu_time", lambda pid: now / 2)
+    monkeypatch.setattr(child, "starved", lambda pid: 1.5 * now)
+    clock = child.Clock(1)
+    now = 121.0
+    assert clock.over(math.inf, 120.0) == "no answer for 121 s, 60.5 s of them CPU time"
 
 
 WORDS = """
