@@ -148,7 +148,8 @@ def part(step: CommandOutcome) -> Part:
     """What one command says about the upgrade, by its exit code; what it had no time for is not safe."""
     gone = {0: (SAFE, "nothing new is wrong"), 4: (CHANGED, "a known failure is gone")}
     answers = gone | {1: (NOT_SAFE, "something is wrong that is not known"), None: (UNKNOWN, CUT)}
-    found, said = answers.get(step.exit_code, (UNKNOWN, f"it could not answer (exit code {step.exit_code})"))
+    why = step.tail.rpartition("\n")[2]
+    found, said = answers.get(step.exit_code, (UNKNOWN, f"it could not answer (exit code {step.exit_code}): {why}"))
     if step.reached and step.exit_code in gone:
         found, said = UNKNOWN, f"nothing new is wrong so far, but {CUT}: {step.reached}"
     return Part(step.name, found, said, step.tail)

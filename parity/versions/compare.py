@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import shlex
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -114,15 +115,17 @@ def compare(
     device: str = "cpu",
     clock: float | None = None,
 ) -> Compared:
-    """The cases `asked`, by default `cases`, in both environments, each in `clock` seconds. EnvironmentUnusable when
-    one of the environments cannot be made, imported or run, or nothing was compared."""
+    """The cases `asked`, by default `cases`, in both environments, in `clock` seconds with what it takes to make these.
+    EnvironmentUnusable when one cannot be made, imported or run, or nothing was compared."""
     parsed = [parse_all(one) for one in specs]
     if parsed[0] == parsed[1]:
         raise UsageError(f"compare: both sides are {', '.join(map(str, parsed[0]))}; name two")
     wanted = implementations(named, (spec.package for one in parsed for spec in one))
     package = parsed[0][0].package if asked is None else ""
     asked = cases(wanted, families) if asked is None else asked
+    begun = time.monotonic()
     before, after = (Environment.of(one) for one in specs)
+    clock = None if clock is None else max(clock - (time.monotonic() - begun), 1.0)
     given = [case for _, case in asked]
     shown = functools.partial(look, cases=given, implementations=wanted, config=True, clock=clock, device=device)
     with ThreadPoolExecutor(2) as pool:  # the two environments are processes

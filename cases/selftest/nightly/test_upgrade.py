@@ -29,13 +29,13 @@ from parity.versions.row_diff import Difference
         (0, "9 of 20 cases", UNKNOWN, "so far, but its time was over: 9 of 20 cases"),
         (4, "9 of 20 cases", UNKNOWN, "9 of 20 cases"),
         (None, "", UNKNOWN, "its time was over"),
-        (3, "", UNKNOWN, "exit code 3"),
+        (3, "", UNKNOWN, "it could not answer (exit code 3): the end of its log"),
         (3, "9 of 20 cases", UNKNOWN, "exit code 3"),
     ],
 )
 def test_what_a_command_says(code, reached, found, said):
-    part = upgrade.part(CommandOutcome("run", "parity run", code, 9.0, "the end of its log", reached))
-    assert part.verdict == found and said in part.summary and part.printed == "the end of its log"
+    part = upgrade.part(CommandOutcome("run", "parity run", code, 9.0, "its log\nthe end of its log", reached))
+    assert part.verdict == found and said in part.summary and part.printed == "its log\nthe end of its log"
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,24 @@ def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_pat
     assert time.monotonic() - begun < 30 and found == UNKNOWN
     assert [p.name for p in parts] == [upgrade.OWN, "run", "compare"]
     assert re.search(r"no answer for \d+ s, ", parts[0].summary)
+
+
+def test_the_time_in_which_environments_are_made_counts(monkeypatch):
+    clocks = []
+
+    def made(specs):
+        time.sleep(0.2)
+        return HERE
+
+    def look(environment, clock, **_):
+        clocks.append(clock)
+        return SimpleNamespace(rows=[RIGHT], config={})
+
+    monkeypatch.setattr(upgrade.compare.Environment, "of", made)
+    monkeypatch.setattr(upgrade.compare, "look", look)
+    for limit in (20.0, 0.1, None):
+        upgrade.compare.compare((["trl==1.16.0"], ["trl==1.15.0"]), asked=[], clock=limit)
+    assert all(10.0 < clock <= 19.6 for clock in clocks[:2]) and clocks[2:] == [1.0, 1.0, None, None]
 
 
 def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeypatch):
