@@ -23,6 +23,11 @@ BOUNDARY = 2.0
 Supports = Sequence[tuple[float, int, float]]  # top-p, top-k and min-p each
 
 
+def alike(dtype: str) -> str:
+    """Said of a difference of which only the size is known."""
+    return f"no cause that was tried; by size alone as far apart as the arithmetic of {dtype}"
+
+
 def explanations(
     found: Difference,
     rows: Rows,
@@ -51,7 +56,7 @@ def explanations(
         for name, score in coarser.items():
             other = Difference(found.values, score()).units()
             if agrees(other) and rms(other) <= 1 and (name == "bfloat16" if rounded else rms(other) > 0.1):
-                return [f"as far apart as the arithmetic of {name}"]
+                return [alike(name)]
         return []
     least, out = min(left for left, *_ in fits), dict[str, list[str]]()
     for left, text, detail in sorted(fits):

@@ -114,8 +114,8 @@ class Verdict:
     # top-p or top-k excludes the token
     log_ratios: Tensor
     fits: Mapping[str, float]  # other explanation -> rms of the sampler's log-probs against it, best first
-    # what explains a disagreement: it leaves at most half the rms and no more than is allowed, or is another dtype's
-    # rounding
+    # what explains a disagreement: it leaves at most half the rms and no more than is allowed; or another dtype's rounding
+    # that is as large, whatever the cause
     explanation: str | None
 
     @property
@@ -185,8 +185,7 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
         if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps:
             again = oracle.judge(values, EAGER.resolve(NAMES[dtype]))
             if all(j.agrees for j in again.values()) and again["log-probs"].gates["norm"] > ALIKE:
-                explanation = f"as far apart as the arithmetic of {NAMES[dtype]}"
-                return Verdict(definition, judgements, found, fits, explanation)
+                return Verdict(definition, judgements, found, fits, causes.alike(NAMES[dtype]))
     return Verdict(definition, judgements, found, fits, None)
 
 
@@ -308,7 +307,8 @@ def explanations(
     candidates["missing ones are filled with 0"] = mine.masked_fill(sampler == 0, 0.0)
     if scores.likeliest is not None:
         candidates["those of the likeliest token"] = mine - scores.full + scores.likeliest
-    differences = {name: (logps - sampler)[mask] for name, logps in candidates.items()}
+    others = {name: logps for name, logps in candidates.items() if not torch.equal(logps[mask], mine[mask])}
+    differences = {name: (logps - sampler)[mask] for name, logps in others.items()}
     out = {name: rms(d[d.isfinite()]) for name, d in differences.items() if bool(d.isfinite().any())}
     return dict(sorted(out.items(), key=lambda item: item[1]))
 

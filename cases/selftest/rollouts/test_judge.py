@@ -18,6 +18,7 @@ from parity.rollouts.scoring import kept_mass
 
 ROWS = 8
 """Of a recording of 64, where replicas are drawn: each costs a pass of the model."""
+SAID = "no cause that was tried; by size alone as far apart as the arithmetic of "
 
 
 def short(name):
@@ -122,7 +123,7 @@ def test_an_engine_of_a_coarser_dtype_is_named():
     """What vLLM's dtype "auto" makes of float32 weights."""
     found = short("gemma2-bf16-t0.7-p1")
     verdict = judge(found, Trainer(engine_models.folder_of(found.facts["model"]), torch.float32))
-    assert not verdict.agrees and verdict.explanation == "as far apart as the arithmetic of bf16"
+    assert not verdict.agrees and verdict.explanation == SAID + "bf16"
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,23 @@ def test_a_setting_of_the_sampler_that_the_recording_does_not_say_is_named(name,
     found = dataclasses.replace(found, facts={**found.facts, "top_k": 0})
     verdict = judge(found, trainer)
     assert not verdict.agrees and cause in str(verdict.explanation)
+
+
+def test_a_padded_vocabulary_is_not_said_to_be_arithmetic_and_what_is_judged_is_no_other_explanation():
+    """40 logits of -1 that the trainer lacks: as large as the rounding of fp16, of which the report made a cause."""
+    found = short("llama-fp32-t1-p1")
+    trainer = trainer_of(found)
+
+    def padded(model):
+        head = model.get_output_embeddings()
+        plain = head.forward
+        head.forward = lambda x: torch.nn.functional.pad(plain(x), (0, 40), value=-1.0)
+        return model
+
+    scores = dataclasses.replace(trainer, change=padded).score(found.rows(), 32, (1.0, 1.0, 0))
+    verdict = judge(dataclasses.replace(found, sampler_logps=scores.full.float()), trainer)
+    assert not verdict.agrees and verdict.explanation == SAID + "fp16"
+    assert "missing ones are filled with 0" not in verdict.fits
 
 
 def test_completions_of_one_token_have_no_token_before_or_after_it_that_would_explain_them():
