@@ -177,7 +177,9 @@ def test_a_sampler_in_bfloat16_or_its_log_softmax_alone(tmp_path, whole):
     planted = {"model": models.model("llama", torch.bfloat16)} if whole else {"change": lambda x: x.bfloat16().float()}
     rollout = functools.partial(sampler, **planted)
     watch, _ = watched(grpo(rollout, max_steps=1), tmp_path)
-    assert found(watch) == [("sampler", "no cause that was tried; by size alone as far apart as the arithmetic of bfloat16")]
+    assert found(watch) == [
+        ("sampler", "no cause that was tried; by size alone as far apart as the arithmetic of bfloat16")
+    ]
 
 
 @pytest.mark.parametrize("penalty", ["1.01", "1.15", "0.9"])
