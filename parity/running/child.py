@@ -48,14 +48,14 @@ class Clock:
         """Seconds on the clock."""
         return time.monotonic() - self._begun
 
-    def over(self, limit: float, latest: float | None = None) -> str:
+    def over(self, limit: float, latest: float | None = None, waits: bool = True) -> str:
         """Whether it has had `limit` seconds of CPU time; or on the clock `latest`, by default BACKSTOP times as many, SLEEPING
-        times for one `asleep`, less the time in which it waited for a core. If so, how much it had; else nothing."""
+        times for one `asleep`; where it `waits`, less the time in which it waited for a core. If so, how much; else nothing."""
         if self.passed <= min(limit, math.inf if latest is None else latest):
             return ""
         self._spent = max(self._spent, cpu_time(self._pid) - self._cpu)
         self._waited = max(self._waited, starved(self._pid) - self._starved)
-        passed = self.passed - (self._waited if latest is None else 0.0)
+        passed = self.passed - self._waited * waits
         self.asleep = latest is None and passed > SLEEPING * limit and self._spent < ASLEEP * passed
         over = self.asleep or self._spent > limit or passed > (BACKSTOP * limit if latest is None else latest)
         return f"no answer for {passed:.0f} s, {self._spent:.1f} s of them CPU time" if over else ""
@@ -145,7 +145,7 @@ def run(
                     out, err = process.communicate(timeout=LOOK)
                     return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
                 except subprocess.TimeoutExpired:
-                    if why := used.over(cpu, BACKSTOP * cpu if clock is None else clock):
+                    if why := used.over(cpu, BACKSTOP * cpu if clock is None else clock, waits=clock is None):
                         raise LimitExceeded(why) from None
         except BaseException:
             end(process.pid)

@@ -132,7 +132,8 @@ def test_a_limit_on_the_clock_holds_for_what_waits_for_a_core(monkeypatch):
     monkeypatch.setattr(child, "starved", lambda pid: 1.5 * now)
     clock = child.Clock(1)
     now = 121.0
-    assert clock.over(math.inf, 120.0) == "no answer for 121 s, 60.5 s of them CPU time"
+    assert not clock.over(math.inf, 120.0)
+    assert clock.over(math.inf, 120.0, waits=False) == "no answer for 121 s, 60.5 s of them CPU time"
 
 
 WORDS = """
