@@ -12,6 +12,7 @@ from parity.fixes.patch import ALREADY, Patch
 
 NAME = "divide_by_accumulation"
 WINDOW = "average_over_window"
+LOCAL = "the trainer divides by the tokens of the micro-batch"
 
 
 def divide_by_accumulation(trainer: Any) -> Patch:
@@ -63,19 +64,23 @@ def average_over_window(trainer: Any) -> Patch:
     AsyncGRPOTrainer (trl 1.0 to 1.16) divides the sum of each micro-batch by its own tokens, `global_n_tokens`: it gets N/M.
 
     GKDTrainer (trl 1.7 to 1.16) divides completions that it generates by the token count of those that they replace: they are
-    generated before tokens are counted.
+    generated before tokens are counted. Besides it divides by the tokens of all processes, whose gradients are averaged: by
+    their mean.
 
-    GOLDTrainer (trl 1.7 to 1.16) and IWOPDTrainer (trl 1.9 to 1.16) besides get each window once for each of its micro-batches
-    and count all of them, none where the dataset has prompts alone: the micro-batches are made before tokens are counted.
+    GOLDTrainer (trl 1.7 to 1.16) and IWOPDTrainer (trl 1.9 to 1.16) are handed the whole window once for each of its
+    micro-batches, and its labels are counted each time; in a dataset of prompts there are none. The count becomes that of the
+    micro-batches that the trainer makes of it, the mean of the processes.
 
     Wraps `trainer.get_batch_samples` and the method that takes the mean, for this trainer alone; in evaluation nothing changes.
     Nothing is done where the trainer takes no such mean (its source is read).
     """
-    loss = source_of(getattr(type(trainer), "compute_loss", None))
+    losses = [vars(kind)["compute_loss"] for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)]
+    loss = "".join(map(source_of, losses))
     if 'inputs["global_n_tokens"]' in loss:
         return _over_rollouts(trainer)
-    if hasattr(trainer, "_fill_buffer") and "num_items_in_batch=num_items_in_batch" in loss:
-        return _over_kept(trainer)
+    if hasattr(trainer, "_fill_buffer"):
+        taken = "num_items_in_batch=num_items_in_batch" in loss
+        return _over_kept(trainer) if taken else Patch(WINDOW, reason=LOCAL)
     if hasattr(trainer, "generate_on_policy_outputs") and hasattr(trainer, "_get_num_items_in_batch"):
         return _over_generated(trainer)
     source = source_of(getattr(type(trainer), "concatenated_forward", None))
@@ -128,16 +133,19 @@ def _over_rollouts(trainer: Any) -> Patch:
 
 def _over_generated(trainer: Any) -> Patch:
     if "num_items_in_batch" not in source_of(getattr(type(trainer), "generalized_jsd_loss", None)):
-        return Patch(WINDOW, reason="the trainer divides by the tokens of the micro-batch")
-    if not trainer.lmbda and not trainer.seq_kd:
-        return Patch(WINDOW, reason="nothing is generated")
-    change = overridden(trainer, "training_step", WINDOW)
+        return Patch(WINDOW, reason=LOCAL)
+    generates, ranks = bool(trainer.lmbda or trainer.seq_kd), _averaged(trainer)
+    if not generates and ranks == 1:
+        return Patch(WINDOW, reason="nothing is generated, by one process")
+    change = overridden(trainer, "get_batch_samples", WINDOW)
     if change is not None:
         return Patch(WINDOW, reason=ALREADY, _undo=change.hold(trainer))
     from transformers import Trainer
 
     def sampled(self: Any, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        batches, _ = original(epoch_iterator, num_batches, device)
+        batches, items = original(epoch_iterator, num_batches, device)
+        if not generates or items is None:
+            return batches, None if items is None else items / ranks
         batches = [self._prepare_inputs(batch) for batch in batches]
         step, Trainer.training_step = Trainer.training_step, lambda *args, **kwargs: None
         try:
@@ -145,7 +153,7 @@ def _over_generated(trainer: Any) -> Patch:
                 type(self).training_step(self, self.model_wrapped, batch)
         finally:
             Trainer.training_step = step
-        return batches, self._get_num_items_in_batch(batches, device)
+        return batches, self._get_num_items_in_batch(batches, device) / ranks
 
     def stepped(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         asked = self.lmbda, self.seq_kd
@@ -155,40 +163,42 @@ def _over_generated(trainer: Any) -> Patch:
         finally:
             self.lmbda, self.seq_kd = asked
 
-    samples = override(trainer, "get_batch_samples", WINDOW, sampled)
-    step = override(trainer, "training_step", WINDOW, stepped)
-    undo: list[Callable[[], object]] = [*samples.hold(trainer), *step.hold(trainer)]
-    return Patch(WINDOW, changed=("trainer.get_batch_samples", "trainer.training_step"), _undo=undo)
+    changes = {"get_batch_samples": sampled} | ({"training_step": stepped} if generates else {})
+    undo: list[Callable[[], object]] = []
+    for name, changed in changes.items():
+        undo += override(trainer, name, WINDOW, changed).hold(trainer)
+    return Patch(WINDOW, changed=tuple(f"trainer.{name}" for name in changes), _undo=undo)
 
 
 def _over_kept(trainer: Any) -> Patch:
-    if getattr(trainer, "use_uld_loss", False):
-        return Patch(WINDOW, reason="the loss over two tokenizers is not divided by the tokens of the window")
+    if getattr(trainer, "use_uld_loss", False) or getattr(trainer, "use_teacher_server", False):
+        return Patch(WINDOW, reason="this loss of the trainer is not divided by the tokens of the window")
     change = overridden(trainer, "_prepare_inputs", WINDOW)
     if change is not None:
         return Patch(WINDOW, reason=ALREADY, _undo=change.hold(trainer))
-    made: list[Any] = []
-    step = "_buffer_step" if hasattr(trainer, "_buffer_step") else "_step"  # it tells which micro-batch is next
+    counts: list[Tensor] = []  # that of a window of which no micro-batch has been made
 
-    def sampled(self: Any, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        batches, _ = original(epoch_iterator, num_batches, device)
-        made.clear()
-        self.model.train()  # as its step does; in evaluation it prepares nothing
-        first, kept = getattr(self, step), [self._prepare_inputs(batch) for batch in batches]
-        setattr(self, step, first)
-        made.extend(kept)
-        return list(kept), self._get_num_items_in_batch(kept, device)
+    def sampled(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        batches, items = original(*args, **kwargs)
+        counts[:] = [] if items is None else [torch.as_tensor(items).float()]
+        return batches, counts[0] if counts else items
 
     def prepared(self: Any, original: Any, batch: Any) -> Any:
-        if not any(batch is other for other in made):
-            return original(batch)
-        setattr(self, step, getattr(self, step) + 1)
-        return batch
+        out = original(batch)
+        if self.model.training and counts:  # the first of a window: its micro-batches are made
+            count = counts.pop()
+            count.copy_(self._get_num_items_in_batch(self._buffered_inputs, count.device) / _averaged(self))
+        return out
 
     samples = override(trainer, "get_batch_samples", WINDOW, sampled)
     inputs = override(trainer, "_prepare_inputs", WINDOW, prepared)
     undo: list[Callable[[], object]] = [*samples.hold(trainer), *inputs.hold(trainer)]
     return Patch(WINDOW, changed=("trainer.get_batch_samples", "trainer._prepare_inputs"), _undo=undo)
+
+
+def _averaged(trainer: Any) -> int:
+    """The processes whose tokens are counted together, and whose gradients are averaged."""
+    return trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
 
 
 def _labelled(batch: Mapping[str, Tensor], encoder: bool) -> Tensor:

@@ -52,7 +52,7 @@ def apply(trainer: Any) -> Applied:
 
     In this order: `lift_text_config_attributes` for the model and, as "lift_text_config_attributes (reference)", for a
     reference model; `require_input_grads`; `divide_by_accumulation` where its own step does not; `average_over_window` in CPO,
-    ORPO, GKD and asynchronous GRPO; `exchange_alpha` for DPO's alpha divergence;
+    ORPO, GKD, GOLD, IW-OPD and asynchronous GRPO; `exchange_alpha` for DPO's alpha divergence;
     `mask_padded_log_probs` where its own step logs sums over padding; `count_positions` where a model's positions are learned;
     `keep_gradient_checkpointing` where the trainer checkpoints; `mask_teacher_padding` where it distils from a teacher
     server; `compare_heads`, which changes nothing and warns where policy and reference have different heads;

@@ -278,23 +278,44 @@ def _judge(
     return dataclasses.replace(found, message=f"{found.message}; Recipe(…, output='input') allows it")
 
 
+FEW_WRONG = 8
+"""Integers that may be wrong by chance of few replicas."""
+
+
 def _judge_exact(problem: Problem, name: str, value: torch.Tensor, recipe: Recipe, count: int) -> Judgement:
     """Integers and booleans: equal, wherever the replicas are. By chance they are in some of the entries that rounding decides:
-    more replicas are drawn while no more entries are wrong than undecided."""
+    more replicas are drawn while few entries are wrong. Elsewhere none is farther from the replicas' values than these lie apart,
+    which is a chance of 2^-R of R replicas where any of a range is right, and none stands twice in a row where theirs do once.
+    """
     exact = problem.oracle.exact[name]
     if value.shape != exact.shape:
         return failed(f"shape {tuple(value.shape)}, expected {tuple(exact.shape)}")
     value = value.to(exact.device)
     for drawn in (n for n in problem.oracle.steps if n >= count):
-        decided = (problem.oracle.replicas(recipe, drawn)[name] == exact).all(0)
-        wrong, undecided = (value != exact) & decided, int((~decided).sum())
+        seen = torch.cat([problem.oracle.replicas(recipe, drawn)[name], exact.unsqueeze(0)])
+        decided = (seen == exact).all(0)
+        least, most = (x.double() for x in seen.aminmax(dim=0))
+        far = ((value.double() - (least + most) / 2).abs() > 1.5 * (most - least)) & ~decided
+        twice = _twice(value) & ~decided if not bool(_twice(seen).any()) else torch.zeros_like(far)
+        wrong, undecided = ((value != exact) & decided) | far | twice, int((~decided).sum())
         if not bool(wrong.any()):
             return Judgement({"exact": 0.0}, undecided=undecided)
-        if int(wrong.sum()) > undecided:
+        if int(wrong.sum()) > max(undecided, FEW_WRONG):
             break
     index = tuple(int(i) for i in wrong.nonzero()[0])
     entry = (index, float(value[index]), float(exact[index]), float(value[index]) - float(exact[index]))
     return Judgement({"exact": float("inf")}, f"{int(wrong.sum())} of {wrong.numel()} entries differ", worst=(entry,))
+
+
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    """Which integers stand beside an equal one in the last dimension; of booleans and of a single one none."""
+    out = torch.zeros_like(x, dtype=torch.bool)
+    if x.dtype == torch.bool or not x.dim() or x.shape[-1] < 2:
+        return out
+    ordered = x.sort(-1)
+    equal = ordered.values[..., 1:] == ordered.values[..., :-1]
+    none = torch.zeros_like(equal[..., :1])
+    return out.scatter(-1, ordered.indices, torch.cat([none, equal], -1) | torch.cat([equal, none], -1))
 
 
 def _explained(

@@ -56,9 +56,9 @@ def _blocks(rows: Tensor) -> Iterator[tuple[slice, slice]]:
 
 ETA = torch.finfo(torch.float32).smallest_normal
 """By so much a result is off where subnormal numbers are 0."""
-ZERO, NEARLY = 2.0**-960, 2.0**-400
-"""By the first an exact zero is off: ties of zeros are undecided. What is below the second stands for one; no float32
-computation comes to a number as small, and the root of a zero's noise is as well."""
+ZERO, FAINT, NEARLY = 2.0**-960, 2.0**-900, 2.0**-400
+"""By the first an exact zero is off: ties of zeros are undecided. Sums of such are below the second. What is below the third
+stands for one; no float32 computation comes to a number as small, and the root of a zero's noise is as well."""
 
 
 def on_grid(x: Tensor, dtype: str, stretch: Tensor, noise: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from parity.judge.blocks import ETA, NEARLY, on_grid
+from parity.judge.blocks import ETA, FAINT, NEARLY, on_grid
 from parity.judge.identities import ByIndex, Held, MadeAgain, Stored, in_front
 from parity.judge.long_sums import LANES, MANY, drift, mass_of_maxima
 from parity.judge.noise import Noise
@@ -37,9 +37,11 @@ _EXACT = frozenset(
 
 _COMPARING = frozenset(
     """gt ge lt le eq ne logical_not logical_and logical_or logical_xor count_nonzero nonzero any all sign sgn floor
-    ceil log log2 log10""".split()
+    ceil""".split()
 )
-"""Operations of the forward pass that see an exact zero as 0, of whose noise a logarithm is -665 or no number."""
+"""Operations of the forward pass that see as 0 whatever is below float32's range."""
+_LOGARITHMS = frozenset(("log", "log2", "log10"))
+"""They see an exact zero as 0: of its noise they are -665 or no number. exp(-600) is none."""
 
 ONE_SIDED = 0.5
 """Mean error of an exponential, at most, in u: a library's is off by an ulp, and by more on one side than on the other. On an
@@ -111,9 +113,10 @@ class MonteCarlo(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        compares = func._opname in _COMPARING or kwargs.get("dtype") is torch.bool
-        if compares and not (self.quiet or self.backward):
-            args = [_zero_as_such(a) for a in args]
+        below = NEARLY if func._opname in _COMPARING or kwargs.get("dtype") is torch.bool else 0.0
+        below = FAINT if func._opname in _LOGARITHMS else below
+        if below and not (self.quiet or self.backward):
+            args = [_zero_as_such(a, below) for a in args]
         return self.operation(func, args, kwargs)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -486,9 +489,9 @@ def rounds_nothing(name: str) -> bool:
     return name in _EXACT or name[-1] == "_"
 
 
-def _zero_as_such(x: Any) -> Any:
-    """x, where it is a tensor, with 0 for what stands for an exact zero."""
-    return x.masked_fill(x.abs() < NEARLY, 0.0) if torch.is_tensor(x) and x.is_floating_point() else x
+def _zero_as_such(x: Any, below: float) -> Any:
+    """x, where it is a tensor, with 0 for what is `below` a bound."""
+    return x.masked_fill(x.abs() < below, 0.0) if torch.is_tensor(x) and x.is_floating_point() else x
 
 
 def _is_rounded(factor: Any) -> bool:

@@ -149,7 +149,9 @@ def part(step: CommandOutcome) -> Part:
     gone = {0: (SAFE, "nothing new is wrong"), 4: (CHANGED, "a known failure is gone")}
     answers = gone | {1: (NOT_SAFE, "something is wrong that is not known"), None: (UNKNOWN, CUT)}
     why = step.tail.rpartition("\n")[2]
-    found, said = answers.get(step.exit_code, (UNKNOWN, f"it could not answer (exit code {step.exit_code}): {why}"))
+    found, said = answers.get(
+        step.exit_code, (UNKNOWN, f"it could not answer (exit code {step.exit_code}){why and f': {why}'}")
+    )
     if step.reached and step.exit_code in gone:
         found, said = UNKNOWN, f"nothing new is wrong so far, but {CUT}: {step.reached}"
     return Part(step.name, found, said, step.tail)

@@ -125,7 +125,9 @@ def compare(
     asked = cases(wanted, families) if asked is None else asked
     begun = time.monotonic()
     before, after = (Environment.of(one) for one in specs)
-    clock = None if clock is None else max(clock - (time.monotonic() - begun), 1.0)
+    clock = None if clock is None else clock - (time.monotonic() - begun)
+    if clock is not None and clock <= 0:
+        raise EnvironmentUnusable("its time was over when the environments were made")
     given = [case for _, case in asked]
     shown = functools.partial(look, cases=given, implementations=wanted, config=True, clock=clock, device=device)
     with ThreadPoolExecutor(2) as pool:  # the two environments are processes

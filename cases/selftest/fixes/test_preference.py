@@ -1,5 +1,7 @@
 """Corrected preference losses: DPO's alpha divergence, the likelihood of CPO and ORPO over a window of micro-batches."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -108,6 +110,56 @@ def test_rollouts_are_averaged_over_the_window():
         assert patch and "already applied" in str(patches.average_over_window(trainer))
         assert [float(batch["global_n_tokens"]) for batch in trainer.get_batch_samples()[0]] == [4.0, 4.0]
     assert "get_batch_samples" not in vars(trainer)
+
+
+class Distilling:
+    """A window of two rows with 3 and 5 labels, of which the training loop counts 16, by two processes."""
+
+    args, lmbda, seq_kd = SimpleNamespace(average_tokens_across_devices=True), 0.0, False
+    model, accelerator = SimpleNamespace(training=True), SimpleNamespace(num_processes=2)
+
+    def generate_on_policy_outputs(self):
+        return None
+
+    def generalized_jsd_loss(self, num_items_in_batch):
+        return num_items_in_batch
+
+    def compute_loss(self, num_items_in_batch):
+        return self.generalized_jsd_loss(num_items_in_batch=num_items_in_batch)
+
+    def get_batch_samples(self, batches, count, device):
+        return [[3, 5]] * 2, torch.tensor(16)
+
+    def _get_num_items_in_batch(self, batches, device):
+        return torch.tensor(sum(batches))
+
+
+class Keeping(Distilling):
+    def _fill_buffer(self, window):
+        self._buffered_inputs = window
+
+    def _prepare_inputs(self, window):
+        self._fill_buffer(window)
+        return window[0]
+
+
+class Subclass(Keeping):
+    def compute_loss(self, *args, **more):
+        return super().compute_loss(*args, **more)
+
+
+@pytest.mark.parametrize(("kind", "right"), [(Distilling, 8.0), (Keeping, 4.0), (Subclass, 4.0)])
+def test_tokens_are_counted_once_and_their_mean_taken_over_processes(kind, right):
+    trainer = kind()
+    with patches.average_over_window(trainer) as patch:
+        assert patch and "already applied" in str(patches.average_over_window(trainer))
+        for _ in range(2):
+            (first, _), items = trainer.get_batch_samples(None, 2, "cpu")
+            if kind is not Distilling:
+                trainer._prepare_inputs(first)
+            assert float(items) == right
+    assert set(vars(trainer)) <= {"_buffered_inputs"}
+    assert float(trainer.get_batch_samples(None, 2, "cpu")[1]) == 16
 
 
 def test_other_trainers_get_reasons():

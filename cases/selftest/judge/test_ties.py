@@ -171,6 +171,41 @@ def test_equal_numbers_come_in_any_order(definition):
     assert "output[1]" in wrong.wrong
 
 
+@pytest.mark.parametrize("instead", [lambda i: i + 777, lambda i: i - 50, lambda i: i[..., :1].expand(i.shape)])
+def test_among_equal_numbers_an_index_is_one_of_theirs_and_stands_once(instead):
+    definition = lambda x: x.topk(3).indices  # noqa: E731
+    found = check_parity(
+        lambda x: instead(definition(x)), definition, {"x": torch.ones(4, 6)}, grad=(), protocol="none"
+    )
+    assert not found.agrees
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_index_that_rounding_decides_is_not_wrong(seed):
+    """Of two products an ulp apart the smaller is the larger in one replica of 17."""
+    x = torch.full((1, 2), 1.5)
+    x[0, 1] = torch.nextafter(x[0, 0], torch.tensor(2.0))
+    inputs = {"x": x, "y": torch.full((1, 2), 1.1 + seed / 100)}
+    found = check_parity(
+        lambda x, y: 1 - (x * y).argmax(-1), lambda x, y: (x * y).argmax(-1), inputs, grad=(), protocol="none"
+    )
+    assert found.agrees
+
+
+@pytest.mark.parametrize("instead", [0.0, torch.nan, -1000.0])
+@pytest.mark.parametrize("far", [-300.0, -600.0])
+def test_the_logarithm_of_a_number_below_float32_is_judged(instead, far):
+    """Of the definition it is finite: a stable function has it."""
+    x = torch.zeros(4, 6).index_fill(1, torch.tensor(2), far)
+    column = torch.arange(6) == 2
+    definition = lambda x: x.softmax(-1).log()  # noqa: E731
+    found = check_parity(
+        lambda x: x.log_softmax(-1).masked_fill(column, instead), definition, {"x": x}, grad=(), protocol="none"
+    )
+    assert not found.agrees
+    assert check_parity(lambda x: x.log_softmax(-1), definition, {"x": x}, grad=(), protocol="none").agrees
+
+
 def test_a_stable_sort_has_one_order():
     def stable(x, k):
         return tuple(part[..., :k] for part in x.sort(dim=-1, descending=True, stable=True))

@@ -64,7 +64,7 @@ CASES = {
     **{f"reward-trainer.{name}": ({"check": "reward-model"}, "loss") for name in ("sides", "end")},
     "reward-trainer.accuracy": ({"check": "reward-model"}, "accuracy"),
     "reward-trainer.center": ({"check": "reward-model", "center": 0.1}, "gradient"),
-    "reward-trainer.longest": ({"check": "reward-model", "longest": 9}, "sequences"),
+    "reward-trainer.longest": ({"check": "reward-model", "limit": True}, "sequences"),
     **{f"reward-trainer.{name}": ({"check": "reward-model", "margin": True}, "loss") for name in ("margin", "columns")},
     "async-grpo-trainer.bounds": (QUEUE, "loss"),
     "async-grpo-trainer.places": (QUEUE, "gradient"),

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, pairwise, shared
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, pairwise, shared, tells
 from parity.trainers.definitions.scored import rows
 from parity.trainers.definitions.training_step import exact_step, first_step, logged, measured, window_loss
 from parity.trainers.rig import drawn, drive, models, recorder
@@ -24,12 +24,12 @@ SETTINGS = {
     "split": Setting("8x1", "batch x accumulation, of pairs", ("8x1", "2x4")),
     "margin": Setting(False, "pairs come with a margin each", (False, True)),
     "center": Setting(0.0, "center_rewards_coefficient", (0.0, 0.1)),
-    "longest": Setting(0, "max_length: a pair of which one sequence is longer is left out; 0: none", (0, 9)),
+    "limit": Setting(False, "max_length: pairs of which one sequence is longer are left out", (False, True)),
 }
 CASES: list[CheckCase] = [
     (REWARD, {"margin": True, "center": 0.1}),
     (REWARD, {"split": "2x4", "model": "qwen2", "center": 0.1}),
-    (REWARD, {"longest": 9}),
+    (REWARD, {"limit": True}),
 ]
 COUNTED = ("accuracy", "num_tokens")
 
@@ -81,13 +81,19 @@ def reward_model(call: CheckCall) -> Iterator[Quantity]:
     s, window = call.settings, Window.of(call.case.family)
     sides = [[ids for ids, _ in side] for side in window.pair()]
     margins = [MARGIN * i for i in range(len(window.rows))]
-    kept = [i for i, pair in enumerate(zip(*sides, strict=True)) if max(map(len, pair)) <= (s.longest or 999)]
+    lengths = [max(map(len, pair)) for pair in zip(*sides, strict=True)]
+    limit = sorted(lengths)[1] if s.limit else None
+    kept = [i for i, length in enumerate(lengths) if limit is None or length <= limit]
+    if s.limit:
+        yield tells("left out", len(kept) < len(lengths), f"{len(kept)} of {len(lengths)} pairs are within {limit}")
+    if len(kept) % 2 and s.split != "8x1":
+        raise Unsupported("the last micro-batch has one pair, and weighs as much as one of two")
     chosen, rejected = ([side[i] for i in kept] for side in sides)
     pairs = _Pairs(chosen, rejected, torch.tensor(margins)[kept].double() * s.margin, s.center)
     data = window.dataset()
     data = data.add_column("margin", margins) if s.margin else data
     wanted = recorder.plain(s.split) | recorder.LOGGED | {"per_device_eval_batch_size": 8}
-    wanted |= {"center_rewards_coefficient": s.center or None, "max_length": s.longest or None}
+    wanted |= {"center_rewards_coefficient": s.center or None, "max_length": limit}
     drive.needs(call.trainer, "center_rewards_coefficient")
     trainer = drive.build(call.trainer, copy.deepcopy(_model(s.model)), wanted, train_dataset=data, eval_dataset=data)
     with drive.fixed(call.path, trainer):
