@@ -31,7 +31,7 @@ from parity.running.shard import Session
 
 KERNELS = "fixtures/kernels.py"
 FIRST = ["logprobs-a3d28913ce", "logprobs-bc0ceaa0e2", "logprobs-61a77ec991"]
-PROFILE = Profile(shrink_seconds=900.0, findings=2)
+PROFILE = Profile(shrink_seconds=900.0, minimise_seconds=900.0, findings=2)
 FROZEN = Shard(family="logprobs", kind="frozen", count=1, seed=1)
 
 
