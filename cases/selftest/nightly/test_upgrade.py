@@ -137,9 +137,11 @@ def test_the_time_in_which_environments_are_made_counts(monkeypatch):
 
     monkeypatch.setattr(upgrade.compare.Environment, "of", made)
     monkeypatch.setattr(upgrade.compare, "look", look)
-    for limit in (20.0, 0.1, None):
+    for limit in (20.0, None):
         upgrade.compare.compare((["trl==1.16.0"], ["trl==1.15.0"]), asked=[], clock=limit)
-    assert all(10.0 < clock <= 19.6 for clock in clocks[:2]) and clocks[2:] == [1.0, 1.0, None, None]
+    assert all(10.0 < clock <= 19.6 for clock in clocks[:2]) and clocks[2:] == [None, None]
+    with pytest.raises(EnvironmentUnusable, match="its time was over"):
+        upgrade.compare.compare((["trl==1.16.0"], ["trl==1.15.0"]), asked=[], clock=0.1)
 
 
 def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeypatch):
