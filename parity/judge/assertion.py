@@ -293,11 +293,13 @@ def _judge_exact(problem: Problem, name: str, value: torch.Tensor, recipe: Recip
     value = value.to(exact.device)
     for drawn in (n for n in problem.oracle.steps if n >= count):
         seen = torch.cat([problem.oracle.replicas(recipe, drawn)[name], exact.unsqueeze(0)])
-        decided = (seen == exact).all(0)
-        least, most = (x.double() for x in seen.aminmax(dim=0))
-        far = ((value.double() - (least + most) / 2).abs() > 1.5 * (most - least)) & ~decided
-        twice = _twice(value) & ~decided if not bool(_twice(seen).any()) else torch.zeros_like(far)
-        wrong, undecided = ((value != exact) & decided) | far | twice, int((~decided).sum())
+        decided, wrong = (seen == exact).all(0), value != exact
+        undecided = int((~decided).sum())
+        if bool(wrong.any()):
+            least, most = seen.double().aminmax(dim=0)
+            far = (value.double() - (least + most) / 2).abs() > 1.5 * (most - least)
+            once = not bool(_twice(seen).any())
+            wrong = torch.where(decided, wrong, far | (_twice(value) & once))
         if not bool(wrong.any()):
             return Judgement({"exact": 0.0}, undecided=undecided)
         if int(wrong.sum()) > max(undecided, FEW_WRONG):
@@ -312,7 +314,7 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
     out = torch.zeros_like(x, dtype=torch.bool)
     if x.dtype == torch.bool or not x.dim() or x.shape[-1] < 2:
         return out
-    ordered = x.sort(-1)
+    ordered = x.long().sort(-1)  # torch sorts no unsigned ones but bytes
     equal = ordered.values[..., 1:] == ordered.values[..., :-1]
     none = torch.zeros_like(equal[..., :1])
     return out.scatter(-1, ordered.indices, torch.cat([none, equal], -1) | torch.cat([equal, none], -1))

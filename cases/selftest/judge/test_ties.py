@@ -180,6 +180,14 @@ def test_among_equal_numbers_an_index_is_one_of_theirs_and_stands_once(instead):
     assert not found.agrees
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint8, torch.bool, torch.int64])
+def test_every_dtype_of_integers_is_judged(dtype):
+    function = lambda x: (x > 0).to(dtype)  # noqa: E731
+    inputs = {"x": torch.linspace(-1, 1, 12).view(3, 4)}
+    assert check_parity(function, function, inputs, grad=(), protocol="none").agrees
+    assert not check_parity(lambda x: (x <= 0).to(dtype), function, inputs, grad=(), protocol="none").agrees
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_one_index_that_rounding_decides_is_not_wrong(seed):
     """Of two products an ulp apart the smaller is the larger in one replica of 17."""
