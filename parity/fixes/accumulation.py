@@ -86,9 +86,6 @@ def average_over_window(trainer: Any) -> Patch:
     source = source_of(getattr(type(trainer), "concatenated_forward", None))
     if "nn.CrossEntropyLoss()" not in source or not hasattr(trainer, "get_batch_samples"):
         return Patch(WINDOW, reason="the trainer takes no mean of a micro-batch's likelihood")
-    change = overridden(trainer, "concatenated_forward", WINDOW)
-    if change is not None:
-        return Patch(WINDOW, reason=ALREADY, _undo=change.hold(trainer))
     encoder = bool(getattr(trainer, "is_encoder_decoder", False))
     count = _prompt_too if '"concatenated_input_ids"].clone()' in source and not encoder else _labelled
     of_window: dict[str, Any] = {"micro-batches": 0, "tokens": 1.0}
@@ -109,17 +106,20 @@ def average_over_window(trainer: Any) -> Patch:
         factor = float(count(batch, encoder)) * of_window["micro-batches"] / max(of_window["tokens"], 1.0)
         return (*out[:4], out[4] * factor, *out[5:])
 
-    samples = override(trainer, "get_batch_samples", WINDOW, sampled)
-    forward = override(trainer, "concatenated_forward", WINDOW, weighted)
-    undo: list[Callable[[], object]] = [*samples.hold(trainer), *forward.hold(trainer)]
-    return Patch(WINDOW, changed=("trainer.get_batch_samples", "trainer.concatenated_forward"), _undo=undo)
+    return _changed(trainer, get_batch_samples=sampled, concatenated_forward=weighted)
+
+
+def _changed(trainer: Any, **methods: Callable[..., Any]) -> Patch:
+    """These methods overridden, or held where they are already."""
+    there = [overridden(trainer, name, WINDOW) for name in methods]
+    made = [] if any(there) else [override(trainer, name, WINDOW, change) for name, change in methods.items()]
+    undo = [step for change in (*there, *made) if change for step in change.hold(trainer)]
+    if not made:
+        return Patch(WINDOW, reason=ALREADY, _undo=undo)
+    return Patch(WINDOW, changed=tuple(f"trainer.{name}" for name in methods), _undo=undo)
 
 
 def _over_rollouts(trainer: Any) -> Patch:
-    change = overridden(trainer, "get_batch_samples", WINDOW)
-    if change is not None:
-        return Patch(WINDOW, reason=ALREADY, _undo=change.hold(trainer))
-
     def sampled(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         batches, items = original(*args, **kwargs)
         if batches:
@@ -127,8 +127,7 @@ def _over_rollouts(trainer: Any) -> Patch:
             batches = [{**batch, "global_n_tokens": mean} for batch in batches]
         return batches, items
 
-    change = override(trainer, "get_batch_samples", WINDOW, sampled)
-    return Patch(WINDOW, changed=("trainer.get_batch_samples",), _undo=change.hold(trainer))
+    return _changed(trainer, get_batch_samples=sampled)
 
 
 def _over_generated(trainer: Any) -> Patch:
@@ -137,9 +136,6 @@ def _over_generated(trainer: Any) -> Patch:
     generates, ranks = bool(trainer.lmbda or trainer.seq_kd), _averaged(trainer)
     if not generates and ranks == 1:
         return Patch(WINDOW, reason="nothing is generated, by one process")
-    change = overridden(trainer, "get_batch_samples", WINDOW)
-    if change is not None:
-        return Patch(WINDOW, reason=ALREADY, _undo=change.hold(trainer))
     from transformers import Trainer
 
     def sampled(self: Any, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -163,19 +159,12 @@ def _over_generated(trainer: Any) -> Patch:
         finally:
             self.lmbda, self.seq_kd = asked
 
-    changes = {"get_batch_samples": sampled} | ({"training_step": stepped} if generates else {})
-    undo: list[Callable[[], object]] = []
-    for name, changed in changes.items():
-        undo += override(trainer, name, WINDOW, changed).hold(trainer)
-    return Patch(WINDOW, changed=tuple(f"trainer.{name}" for name in changes), _undo=undo)
+    return _changed(trainer, get_batch_samples=sampled, **({"training_step": stepped} if generates else {}))
 
 
 def _over_kept(trainer: Any) -> Patch:
     if getattr(trainer, "use_uld_loss", False) or getattr(trainer, "use_teacher_server", False):
         return Patch(WINDOW, reason="this loss of the trainer is not divided by the tokens of the window")
-    change = overridden(trainer, "_prepare_inputs", WINDOW)
-    if change is not None:
-        return Patch(WINDOW, reason=ALREADY, _undo=change.hold(trainer))
     counts: list[Tensor] = []  # that of a window of which no micro-batch has been made
 
     def sampled(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,10 +179,7 @@ def _over_kept(trainer: Any) -> Patch:
             count.copy_(self._get_num_items_in_batch(self._buffered_inputs, count.device) / _averaged(self))
         return out
 
-    samples = override(trainer, "get_batch_samples", WINDOW, sampled)
-    inputs = override(trainer, "_prepare_inputs", WINDOW, prepared)
-    undo: list[Callable[[], object]] = [*samples.hold(trainer), *inputs.hold(trainer)]
-    return Patch(WINDOW, changed=("trainer.get_batch_samples", "trainer._prepare_inputs"), _undo=undo)
+    return _changed(trainer, get_batch_samples=sampled, _prepare_inputs=prepared)
 
 
 def _averaged(trainer: Any) -> int:
