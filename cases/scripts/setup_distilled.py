@@ -26,8 +26,8 @@ def tokenized(prompt, completion):
     }
 
 
-def trained(kind, config, rows, batch, accumulation, **more):
-    """One step: the loss of its window, the mean over its tokens of the JSD (beta 0.5) to the teacher, and their number."""
+def made(kind, config, rows, batch, accumulation=1, **more):
+    """A trainer with a teacher, of one step."""
     cut = dict(per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=1)
     length = "max_new_tokens" if hasattr(config, "max_new_tokens") else "max_completion_length"
     args = config(**options(beta=0.5, temperature=1.0, max_length=32, **{length: 4}, **cut, **more))
@@ -35,7 +35,12 @@ def trained(kind, config, rows, batch, accumulation, **more):
     teacher.config._name_or_path = tempfile.mkdtemp()
     tokenizer.save_pretrained(teacher.config._name_or_path)
     data = datasets.Dataset.from_list(rows)
-    trainer = kind(tiny(), teacher, args=args, train_dataset=data, processing_class=tokenizer)
+    return kind(tiny(), teacher, args=args, train_dataset=data, processing_class=tokenizer)
+
+
+def trained(kind, config, rows, batch, accumulation, **more):
+    """One step: the loss of its window, the mean over its tokens of the JSD (beta 0.5) to the teacher, and their number."""
+    trainer = made(kind, config, rows, batch, accumulation, **more)
     trainer.remove_callback(transformers.PrinterCallback)  # its lines would stand in the table
     compute_loss, losses, terms = trainer.compute_loss, [], []
 

@@ -231,7 +231,7 @@ def test_ranks_on_the_cpu_see_no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     monkeypatch.setattr(ranks.subprocess, "Popen", started)
     with pytest.raises(Unsupported):
-        ranks.launch({}, "none", 2)
+        ranks.launch("", {}, "none", 2)
     assert [env["CUDA_VISIBLE_DEVICES"] for env in seen] == [""]
 
 

@@ -125,7 +125,7 @@ def two_ranks(monkeypatch):
         log = drive.logged(whole.built)
         found = [ranks.Rank(taken[i], list(half), dict(log), **rank) for i, half in enumerate((own[:4], own[4:]))]
         monkeypatch.setattr(processes, "_launched", lambda *args: {"sft-trainer": found})
-        monkeypatch.setattr(processes, "_metrics", lambda: {"sft-trainer": found})
+        monkeypatch.setattr(processes, "_metrics", lambda *args: {"sft-trainer": found})
         return found
 
     return launched
@@ -166,7 +166,7 @@ def test_a_tied_matrix_that_is_sharded_as_two(two_ranks):
 def test_a_rank_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(ranks.sys, "executable", "/bin/false")
     with pytest.raises(Unsupported, match="2 ranks failed: exit code 1"):
-        ranks.launch({"sft-trainer": {}}, "none", 2)
+        ranks.launch(processes.BUILD, {"sft-trainer": {}}, "none", 2)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the fir
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.divergence import completed, divergence
 from parity.fixes import patches
+from parity.judge.oracle import Oracle
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, pairwise
 from parity.trainers.definitions.formulas import jsd
 from parity.trainers.definitions.scored import Scored
@@ -23,18 +26,19 @@ from parity.trainers.definitions.training_step import exact_step, first_step
 from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import Sample
+from parity.trainers.specs import SPECS
 
 ARCHITECTURE, TEACHER = "llama", "qwen2"
 COMMON = {"lmbda": 0.0, "max_length": 32, "num_generations": 1}
-SAMPLES = {"ragged": ((2, 5), (4, 2)), "equal": ((3, 5), (3, 2))}
-"""Tokens of prompt and completion, by what the prompts are; ragged ones shift the offsets within a batch."""
+SAMPLES = {"ragged": ((2, 5), (4, 2)), "equal": ((3, 5), (3, 2)), "even": ((3, 4), (3, 4))}
+"""Tokens of prompt and completion, by what the prompts are; ragged ones shift the offsets within a batch; even: both alike."""
 SETTINGS = {
     "beta": Setting(1.0, "teacher's weight in the divergence: 0 forward KL, 1 reverse KL", (0.0, 0.3, 0.5, 1.0)),
     "split": Setting("2x1", "batch x accumulation", ("1x2", "2x1")),
     "temperature": Setting(1.0, "of student and teacher; GKD: of sampling alone", (1.0, 0.7)),
 }
 RAGGED = SETTINGS | {
-    "prompts": Setting("equal", "lengths of the prompts", tuple(SAMPLES)),
+    "prompts": Setting("equal", "lengths of the prompts", ("ragged", "equal")),
     "sampler": Setting("none", "who writes the completions, in place of the dataset's", ("none", "student", "teacher")),
     "longer": Setting(False, "they are longer than the dataset's", (False, True)),
     "alone": Setting(False, "IW-OPD: the dataset has prompts alone"),
@@ -77,18 +81,20 @@ def teacher_server(call: CheckCall) -> Iterator[Quantity]:
         pairs = zip(Scored(model, batch, temperature=s.temperature).tables, batch, strict=True)
         return [_sparse(logps, teacher.answers[tuple(ids)], torch.tensor(ids[n:]), s.beta) for logps, (ids, n) in pairs]
 
-    yield from _judged(steps, terms, local=True)  # the server path's own normaliser
-
-
-def _judged(steps: recorder.Steps, terms: Callable[[Any, Sequences], list[Tensor]], local: bool) -> Iterator[Quantity]:
-    """By the mean of `terms` over the completion tokens of the window; `local`: of each micro-batch, then over those."""
     window = [recorder.sequences_of([batch]) for batch in steps.batches]
+    yield from first_step(by_definition(terms, window, local=True), steps)  # the server path's own normaliser
+
+
+def by_definition(
+    terms: Callable[[Any, Sequences], list[Tensor]], window: list[Sequences], local: bool, model: str = ARCHITECTURE
+) -> Oracle:
+    """The mean of `terms` over the completion tokens of the window; `local`: of each micro-batch, then over those."""
 
     def averaged(model: Any) -> Tensor:
         parts = [torch.cat(terms(model, batch)) for batch in window]
         return torch.stack([p.mean() for p in parts]).mean() if local else torch.cat(parts).mean()
 
-    yield from first_step(exact_step(models.model(ARCHITECTURE, torch.float64).train(), averaged), steps)
+    return exact_step(models.model(model, torch.float64).train(), averaged)
 
 
 def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float) -> Tensor:
@@ -172,22 +178,10 @@ def served(teacher: Teacher, split: str, beta: float, temperature: float = 1.0) 
 @check("ragged-control", **_paired(RAGGED, SHORT_LOCAL), moves=True)
 def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     """GKD, GOLD or IW-OPD with a local teacher on ragged completions: finite also in releases whose server path was not."""
-    trainer, s = call.case.family, call.settings
+    trainer, s = call.case.family, SimpleNamespace(model=ARCHITECTURE, **vars(call.settings))
     if (s.alone or s.objective == IW) and (trainer != IW_OPD or s.sampler != "student"):
         raise Unsupported("only IW-OPD goes without completions, or weights those that the student generates")
-    wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta, "temperature": s.temperature}
-    wanted |= {"lmbda": float(s.sampler == "student"), "loss_top_k": 0, "distillation_objective": s.objective}
-    if s.sampler == "teacher":
-        drive.needs(call.trainer, "seq_kd")
-        wanted |= {"seq_kd": True}
-    data = stored_window.dataset(samples(s.prompts), "messages" if s.alone else "turns")
-    rows = [(stored_window.ids(r.prompt), stored_window.ids(r.completion)) for r in samples(s.prompts)]
-    if trainer == "gold-trainer":  # which reads no text that is split at spaces
-        data = data.add_column("input_ids", [prompt + completion for prompt, completion in rows])
-        data = data.add_column("completion_mask", [[0] * len(prompt) + [1] * len(end) for prompt, end in rows])
-    given = {"teacher_model": models.model(TEACHER), "train_dataset": data}
-    built = drive.build(call.trainer, models.model(ARCHITECTURE), wanted, device=call.device, **given)
-    built._local_teacher_tokenizer_matches_student = True  # IW-OPD's, which reads it from files
+    rows, built = dealt(s), control(trainer, s, device=call.device)
     if s.sampler != "none":
         rows = [(prompt, _sampled(i, len(end) - 1 + 2 * s.longer)) for i, (prompt, end) in enumerate(rows)]
         sampler = built.model if s.sampler == "student" else built.teacher_model
@@ -203,13 +197,44 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
         yield holds(
             "sampling", set(given_at) == {(True, s.temperature)}, f"sampled, at a temperature: {given_at}", "exact"
         )
-    scale = s.temperature if trainer != "gkd-trainer" else 1.0
+    window = [recorder.sequences_of([batch]) for batch in steps.batches]
+    local = all(n is None for n in steps.items)  # before 1.10
+    yield from first_step(by_definition(functools.partial(objective, trainer, s), window, local), steps)
 
-    def terms(model: Any, batch: Sequences) -> list[Tensor]:
-        student = Scored(model, batch, TEACHER, scale)
-        return _weighted(student) if s.objective == IW else jsd(student, s.beta)
 
-    yield from _judged(steps, terms, local=all(n is None for n in steps.items))  # before 1.10
+def dealt(s: SimpleNamespace) -> list[tuple[list[int], list[int]]]:
+    """Prompts and completions of the dataset, their tokens."""
+    return [(stored_window.ids(r.prompt), stored_window.ids(r.completion)) for r in samples(s.prompts)]
+
+
+def taught(student: str) -> str:
+    """The teacher's architecture, another one than the student's."""
+    return TEACHER if student != TEACHER else ARCHITECTURE
+
+
+def control(trainer: str, s: SimpleNamespace, device: str = "cpu", **config: Any) -> Any:
+    """GKD, GOLD or IW-OPD over the tiny student `s.model` and its local teacher."""
+    upstream = SPECS[trainer].upstream
+    wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta, "temperature": s.temperature}
+    wanted |= {"lmbda": float(s.sampler == "student"), "loss_top_k": 0, "distillation_objective": s.objective}
+    if s.sampler == "teacher":
+        drive.needs(upstream, "seq_kd")
+        wanted |= {"seq_kd": True}
+    data = stored_window.dataset(samples(s.prompts), "messages" if s.alone else "turns")
+    if trainer == "gold-trainer":  # which reads no text that is split at spaces
+        rows = dealt(s)
+        data = data.add_column("input_ids", [prompt + completion for prompt, completion in rows])
+        data = data.add_column("completion_mask", [[0] * len(prompt) + [1] * len(end) for prompt, end in rows])
+    given = {"teacher_model": models.model(taught(s.model)), "train_dataset": data}
+    built = drive.build(upstream, models.model(s.model), wanted | config, device=device, **given)
+    built._local_teacher_tokenizer_matches_student = True  # IW-OPD's, which reads it from files
+    return built
+
+
+def objective(trainer: str, s: SimpleNamespace, model: Any, batch: Sequences) -> list[Tensor]:
+    """The trainer's divergence at each token of each completion, (T_i,)."""
+    student = Scored(model, batch, taught(s.model), s.temperature if trainer != "gkd-trainer" else 1.0)
+    return _weighted(student) if s.objective == IW else jsd(student, s.beta)
 
 
 def _weighted(student: Scored) -> list[Tensor]:

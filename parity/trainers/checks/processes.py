@@ -1,21 +1,26 @@
-"""One optimizer window of stored data dealt out to two processes, ranks with unequal token counts: the gradients are those of
-the whole window, reduced by DDP or FSDP2, and what is logged is of the whole batch."""
+"""One optimizer window of stored data dealt out to two processes: the gradients are those of the whole window, reduced by DDP
+or FSDP2, and what is logged is of the whole batch."""
 
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from parity.case.inputs import Setting
+from parity.case.inputs import Setting, defaults
 from parity.errors import Unsupported
+from parity.judge.oracle import Oracle
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, tells
-from parity.trainers.checks import metrics
-from parity.trainers.checks.twins import by_definition, twin
-from parity.trainers.definitions.training_step import gradients, logged, measured
+from parity.trainers.checks import distillation, metrics
+from parity.trainers.checks.twins import twin
+from parity.trainers.definitions.formulas import Loss
+from parity.trainers.definitions.training_step import exact_step, gradients, logged, measured
 from parity.trainers.rig import drawn, ranks, stored_window
 from parity.trainers.rig.ranks import Rank
+from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import Window
+from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import SPECS, TWINS
 
 RANKS = 2
@@ -28,22 +33,26 @@ SHARDINGS = {
 PROCESSES = {
     "sharding": Setting("none", "; ".join(f"{k}: {v}" for k, v in SHARDINGS.items()), tuple(SHARDINGS)),
     "model": Setting("llama", "tiny model; embeddings and head of qwen2 are one matrix", ("llama", "qwen2")),
+    "even": Setting(
+        False, "ranks with equal token counts, each counting its own (average_tokens_across_devices off)", (False, True)
+    ),
 }
+ALL = (*TWINS, *distillation.LOCAL, "cpo-trainer", "orpo-trainer")
 LOGGING = [t for t in TWINS if t in metrics.TRAINERS and SPECS[t].generates != "model"]
 """Those whose metrics are judged; online DPO's count padding, which one process shows."""
 
 
 def process_cases(seed: int) -> Iterator[CheckCase]:
-    """Every trainer by DDP and FSDP2, and with one matrix that a wrapper must not take for two."""
-    for settings in ({}, {"sharding": "fsdp2"}, {"sharding": "fsdp2", "model": "qwen2"}):
-        yield from ((trainer, settings) for trainer in TWINS)
+    """Every trainer by DDP and FSDP2, and with one matrix that a wrapper must not take for two; then on even ranks."""
+    for settings in ({}, {"sharding": "fsdp2"}, {"sharding": "fsdp2", "model": "qwen2"}, {"even": True}):
+        yield from ((trainer, settings) for trainer in ALL)
 
 
-@check("processes", TWINS, PROCESSES, process_cases, paths=("released",), drives=False)
+@check("processes", ALL, PROCESSES, process_cases, drives=False)
 def processes(call: CheckCall) -> Iterator[Quantity]:
     """The window dealt out to two ranks: both take the gradient of the whole window."""
     trainer, s = call.case.family, call.settings
-    found = _launched(s.sharding, s.model)[trainer]
+    found = _launched(s.sharding, s.model, s.even, call.path)[trainer]
     if found[0].failure.startswith(f"{Unsupported.__name__}: "):
         raise Unsupported(found[0].failure.partition(": ")[2])
     failed = [f"rank {i}: {rank.failure}" for i, rank in enumerate(found) if rank.failure]
@@ -52,38 +61,74 @@ def processes(call: CheckCall) -> Iterator[Quantity]:
         return
     if s.sharding != "none":
         yield holds("sharded", bool(found[0].sharded), "no parameter is sharded", gate="exact")
-    wanted, got = sorted(Window.of(trainer).expected), sorted(s for rank in found for s in rank.sequences)
+    ran = of_processes(trainer, s.model, s.even)
+    wanted, got = sorted(_expected(trainer, ran)), sorted(s for rank in found for s in rank.sequences)
     yield holds("sequences", wanted == got, f"{len(got)} of {len(wanted)} sequences reached a rank", gate="exact")
     tokens = [sum(len(ids) - start for ids, start in rank.sequences) for rank in found]
-    yield tells("unequal ranks", len(set(tokens)) > 1, f"the ranks have {tokens} scored tokens")
+    yield tells(
+        "even ranks" if s.even else "unequal ranks", (len(set(tokens)) == 1) is s.even, f"scored tokens: {tokens}"
+    )
     apart = [n for n, g in found[0].gradients.items() if not torch.equal(g, found[1].gradients[n])]
     yield holds("ranks", not apart, f"{len(apart)} gradients differ between the ranks, first {apart[:1]}", gate="exact")
-    yield gradients(by_definition(trainer, of_processes(trainer, s.model)), found[0].gradients)
-    if trainer in LOGGING and s.sharding == "none" and s.model == "llama":
+    yield gradients(_step(trainer, ran, found), found[0].gradients)
+    if trainer in LOGGING and s.sharding == "none" and s.model == "llama" and not s.even:
         define = functools.partial(metrics.define, Window.of(trainer), of_metrics(trainer))
         truth = measured(stored_window.policy(s.model, torch.float64), define, metrics.COUNTED)
-        together = _metrics()[trainer][0]
+        together = _metrics(call.path)[trainer][0]
         yield holds("logged", not together.failure, together.failure)
         yield from logged(truth, together.log, "what both ranks log together")
 
 
+BUILD = f"{__name__}:build"
+
+
+def build(trainer: str, s: SimpleNamespace, path: str, **config: Any) -> Any:
+    """The trainer of one rank."""
+    config["average_tokens_across_devices"] = not s.even
+    if trainer in distillation.LOCAL:
+        return distillation.control(trainer, s, **config)
+    return Run(trainer, s, path, _window(trainer, s).rows, **config).built
+
+
 @drawn.once
-def _launched(sharding: str, model: str) -> dict[str, list[Rank]]:
+def _launched(sharding: str, model: str, even: bool, path: str) -> dict[str, list[Rank]]:
     """Every trainer in one launch: importing them takes longer than training."""
-    return ranks.launch({t: vars(of_processes(t, model)) for t in TWINS}, sharding, RANKS)
+    return ranks.launch(BUILD, {t: vars(of_processes(t, model, even)) for t in ALL}, sharding, RANKS, path)
 
 
 @drawn.once
-def _metrics() -> dict[str, list[Rank]]:
+def _metrics(path: str) -> dict[str, list[Rank]]:
     """What trainers log of one batch of eight, four for each rank, all in one launch."""
-    return ranks.launch({t: vars(of_metrics(t)) for t in LOGGING}, "none", RANKS)
+    return ranks.launch(BUILD, {t: vars(of_metrics(t)) for t in LOGGING}, "none", RANKS, path)
 
 
 def of_metrics(trainer: str) -> SimpleNamespace:
     """One micro-batch for each rank, with a KL to log."""
-    return twin(trainer, beta=0.3, split="4x1", ranks=RANKS, kl=SPECS[trainer].data == "labels")
+    kl = SPECS[trainer].data == "labels"
+    return twin(trainer, beta=0.3, split="4x1", ranks=RANKS, kl=kl, even=False)
 
 
-def of_processes(trainer: str, model: str = "llama") -> SimpleNamespace:
-    """A window of eight in two processes, accumulated where accumulating is not itself a finding."""
-    return twin(trainer, model=model, loss=LOSS, split="2x2" if SPECS[trainer].accumulates else "4x1")
+def of_processes(trainer: str, model: str = "llama", even: bool = False) -> SimpleNamespace:
+    """A window of eight in two processes, accumulated where accumulating is not itself a finding; two in distillation."""
+    if trainer in distillation.LOCAL:
+        own = {"split": "1x1", "model": model, "even": even, "prompts": "even" if even else "equal"}
+        return SimpleNamespace(**defaults(distillation.RAGGED) | own)
+    return twin(trainer, model=model, loss=LOSS, even=even, split="2x2" if SPECS[trainer].accumulates else "4x1")
+
+
+def _window(trainer: str, s: SimpleNamespace) -> Window:
+    window = Window.of(trainer)
+    return Window.of(trainer, stored_window.even(window.rows)) if s.even else window
+
+
+def _expected(trainer: str, s: SimpleNamespace) -> Sequences:
+    if trainer in distillation.LOCAL:
+        return [(prompt + end, len(prompt)) for prompt, end in distillation.dealt(s)]
+    return _window(trainer, s).expected
+
+
+def _step(trainer: str, s: SimpleNamespace, found: list[Rank]) -> Oracle:
+    if trainer not in distillation.LOCAL:
+        return exact_step(stored_window.policy(s.model, torch.float64), Loss(_window(trainer, s), s))
+    terms, window = functools.partial(distillation.objective, trainer, s), [rank.sequences for rank in found]
+    return distillation.by_definition(terms, window, not found[0].counted, s.model)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -42,16 +43,19 @@ class Rank:
     sequences: list[tuple[list[int], int]]  # those that it was given
     log: dict[str, float] = dataclasses.field(default_factory=dict)  # the numbers that it logged
     sharded: int = 0  # the number of parameters of which it holds a shard
+    counted: bool = True  # whether the training loop told it how many tokens the window has
     failure: str = ""  # the exception that ended the step, empty if none did
 
 
-def launch(trainers: Mapping[str, Mapping[str, Any]], sharding: str, ranks: int) -> dict[str, list[Rank]]:
-    """Train a twin of each trainer in `ranks` processes, one launch for all of them. `trainers`: family -> settings of
-    the twin, as `twins.SETTINGS`; `sharding`: "none" or "fsdp2". Raises Unsupported when a process fails or takes longer
-    than `TIMEOUT` seconds, with the last error."""
+def launch(
+    build: str, trainers: Mapping[str, Mapping[str, Any]], sharding: str, ranks: int, path: str = "released"
+) -> dict[str, list[Rank]]:
+    """Train trainers in `ranks` processes, one launch for all of them. `build`: "module:function" that makes one, called with
+    its family, its settings, the path and fields of its config; `trainers`: family -> settings; `sharding`: "none" or
+    "fsdp2". Raises Unsupported when a process fails or takes longer than `TIMEOUT` seconds, with the last error."""
     with tempfile.TemporaryDirectory(prefix="parity-ranks-") as name:
         plan = Path(name, "plan.json")
-        plan.write_text(json.dumps([trainers, sharding]))
+        plan.write_text(json.dumps([build, trainers, sharding, path]))
         started("parity.trainers.rig.ranks", [str(plan)], ranks)
         return {t: [Rank(**torch.load(plan.parent / f"{t}-{i}")) for i in range(ranks)] for t in trainers}
 
@@ -82,27 +86,30 @@ def main(argv: Sequence[str]) -> NoReturn:
     from parity.process import prepare
 
     prepare("cpu")
-    from parity.trainers.rig import drive, models, twin_runs
+    from parity.trainers.rig import drive, models
 
     joining = {name: os.environ.pop(name) for name in JOINING}  # with them transformers saves a model on one rank alone
     for architecture in ("llama", "qwen2"):
         models.saved(architecture)
     os.environ.update(joining)
-    path = Path(argv[0])
-    trainers, sharding = json.loads(path.read_text())
+    plan = Path(argv[0])
+    build, trainers, sharding, path = json.loads(plan.read_text())
+    built_by = pkgutil.resolve_name(build)
     with sharding_on_any_device() if sharding == "fsdp2" else contextlib.nullcontext():
         for trainer, settings in trainers.items():
             more = recorder.LOGGED | (FULL_SHARD if sharding == "fsdp2" else {})
             try:
-                built = twin_runs.Run(trainer, SimpleNamespace(**settings), **more).built
-                steps = recorder.train(built)
+                built = built_by(trainer, SimpleNamespace(**settings), path, **more)
+                with drive.fixed(path, built):
+                    steps = recorder.train(built)
                 gradients = {n: g for n, g in steps.gradients[0].items() if g is not None}
                 log = {n: v for n, v in drive.logged(built).items() if isinstance(v, int | float)}
-                found = Rank(gradients, recorder.sequences_of(steps.window(0)), log, steps.sharded)
+                counted = any(n is not None for n in steps.items)
+                found = Rank(gradients, recorder.sequences_of(steps.window(0)), log, steps.sharded, counted)
             except Exception as error:  # on every rank alike, or the others wait for this one until the launch gives up
                 traceback.print_exc()
                 found = Rank({}, [], failure=told(error)[:300])
-            torch.save(dataclasses.asdict(found), path.parent / f"{trainer}-{os.environ['RANK']}")
+            torch.save(dataclasses.asdict(found), plan.parent / f"{trainer}-{os.environ['RANK']}")
     leave()
 
 
