@@ -81,8 +81,8 @@ def teacher_server(call: CheckCall) -> Iterator[Quantity]:
         pairs = zip(Scored(model, batch, temperature=s.temperature).tables, batch, strict=True)
         return [_sparse(logps, teacher.answers[tuple(ids)], torch.tensor(ids[n:]), s.beta) for logps, (ids, n) in pairs]
 
-    window = [recorder.sequences_of([batch]) for batch in steps.batches]
-    yield from first_step(by_definition(terms, window, local=True), steps)  # the server path's own normaliser
+    batches = [recorder.sequences_of([batch]) for batch in steps.batches]
+    yield from first_step(by_definition(terms, batches, local=True), steps)  # the server path's own normaliser
 
 
 def by_definition(
