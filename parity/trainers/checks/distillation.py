@@ -43,6 +43,7 @@ RAGGED = SETTINGS | {
     "longer": Setting(False, "they are longer than the dataset's", (False, True)),
     "alone": Setting(False, "IW-OPD: the dataset has prompts alone"),
     "objective": Setting("jsd", "IW-OPD: jsd or iw_opd"),
+    "top": Setting(0, "IW-OPD: loss_top_k, the tokens that jsd is restricted to beside a tail bucket; 0: all"),
 }
 LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
@@ -57,6 +58,7 @@ SHORT_LOCAL: list[CheckCase] = [
     (IW_OPD, {"sampler": "student", "alone": True}),
     (IW_OPD, {"sampler": "student", "objective": IW, "prompts": "ragged", "temperature": 0.7}),
     (IW_OPD, {"sampler": "student", "objective": IW, "prompts": "ragged", "split": "1x2", "alone": True}),
+    *((IW_OPD, {"top": k, "beta": beta, "temperature": 0.7}) for k, beta in ((1, 0.3), (2, 0.3), (2, 0.0), (1, 1.0))),
 ]
 
 
@@ -97,15 +99,15 @@ def by_definition(
     return exact_step(models.model(model, torch.float64).train(), averaged)
 
 
-def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float) -> Tensor:
-    """The divergence at each token on the support that a server gives, completed by a tail bucket, (T,). beta 0: the
-    teacher's likeliest token; 1: the token that is there; between: both, once where they are the same."""
-    top = answer.argmax(-1, keepdim=True)
-    actual = tokens.unsqueeze(-1)
-    support = top if beta == 0.0 else actual if beta == 1.0 else torch.cat([top, actual], -1)
+def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float, k: int = 1) -> Tensor:
+    """The divergence at each token on k of its tokens, completed by a tail bucket, (T,). beta 0: the teacher's likeliest; 1:
+    the student's, of one the token that is there; between: both, once where they are the same."""
+    top = answer.topk(k).indices
+    own = logps.topk(k).indices if k > 1 else tokens.unsqueeze(-1)
+    support = top if beta == 0.0 else own if beta == 1.0 else torch.cat([top, own], -1)
     gone = torch.zeros_like(support, dtype=torch.bool)
-    if support.shape[-1] == 2:
-        gone[:, 1] = support[:, 0] == support[:, 1]
+    if 0.0 < beta < 1.0:
+        gone[:, k:] = (own.unsqueeze(-1) == top.unsqueeze(-2)).any(-1)
     p, q = (completed(x.gather(-1, support), gone, tail=True) for x in (logps, answer.double()))
     gone = torch.cat([gone, torch.zeros_like(gone[:, :1])], -1)
     return divergence(p, q, gone, gone, beta).sum(-1)
@@ -181,6 +183,8 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     trainer, s = call.case.family, SimpleNamespace(model=ARCHITECTURE, **vars(call.settings))
     if (s.alone or s.objective == IW) and (trainer != IW_OPD or s.sampler != "student"):
         raise Unsupported("only IW-OPD goes without completions, or weights those that the student generates")
+    if s.top and (trainer != IW_OPD or s.objective == IW):
+        raise Unsupported("only IW-OPD's jsd is restricted to some tokens")
     rows, built = dealt(s), control(trainer, s, device=call.device)
     if s.sampler != "none":
         rows = [(prompt, _sampled(i, len(end) - 1 + 2 * s.longer)) for i, (prompt, end) in enumerate(rows)]
@@ -216,7 +220,7 @@ def control(trainer: str, s: SimpleNamespace, device: str = "cpu", **config: Any
     """GKD, GOLD or IW-OPD over the tiny student `s.model` and its local teacher."""
     upstream = SPECS[trainer].upstream
     wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta, "temperature": s.temperature}
-    wanted |= {"lmbda": float(s.sampler == "student"), "loss_top_k": 0, "distillation_objective": s.objective}
+    wanted |= {"lmbda": float(s.sampler == "student"), "loss_top_k": s.top, "distillation_objective": s.objective}
     if s.sampler == "teacher":
         drive.needs(upstream, "seq_kd")
         wanted |= {"seq_kd": True}
@@ -234,6 +238,9 @@ def control(trainer: str, s: SimpleNamespace, device: str = "cpu", **config: Any
 def objective(trainer: str, s: SimpleNamespace, model: Any, batch: Sequences) -> list[Tensor]:
     """The trainer's divergence at each token of each completion, (T_i,)."""
     student = Scored(model, batch, taught(s.model), s.temperature if trainer != "gkd-trainer" else 1.0)
+    if s.top:
+        pairs = zip(student.tables, student.base.tables, batch, strict=True)
+        return [_sparse(p, q, torch.tensor(ids[n:]), s.beta, s.top) for p, q, (ids, n) in pairs]
     return _weighted(student) if s.objective == IW else jsd(student, s.beta)
 
 
