@@ -15,7 +15,6 @@ from parity.cli.progress import Shown
 from parity.errors import NOTHING, UsageError
 
 MONTH = 30 * 24 * 3600.0  # seconds
-_LEDGER = options.path("--ledger", "your own; default: that of the run, else the shipped one")
 
 
 @click.group("ledger", cls=Commands)
@@ -31,7 +30,7 @@ def ledger_command() -> None:
 @click.option("--link", help="an issue, or file and function of a release")
 @options.time("--expires", "ask to look at it again after this time; default with --all: 720h")
 @options.path("--run", "a results file", "reports/results.ndjson")
-@_LEDGER
+@options.path("--ledger", "your own; default: that of the run, else the shipped one")
 def add_command(
     case: str | None,
     every: bool,
@@ -65,9 +64,13 @@ def add_command(
         raise UsageError("ledger add CASE: say what is wrong and where, with --reason and --link")
     else:
         known = ", ".join(f"{f.lead.case} ({f.implementation})" for f in found) or "none: it has no new findings"
-        found = [f for f in found if f.lead.case == case and implementation in (None, f.implementation)]
+        its = [f for f in found if case in {part.lead.case for part in f.parts}]
+        found = [f for f in its if implementation in (None, f.implementation)]
         if not found:
-            raise UsageError(f"case {case!r}: {run} has no new finding on it, choose from {known}")
+            whose = f" of {implementation}" if implementation else ""
+            raise UsageError(f"case {case!r}: {run} has no new finding{whose} on it, choose from {known}")
+        if len(several := sorted({f.implementation for f in found})) > 1:
+            raise UsageError(f"case {case!r}: {', '.join(several)} fail on it: say which, with --implementation")
     if not found:
         click.echo(f"{run}: no new findings")
         return
@@ -76,13 +79,21 @@ def add_command(
     entries, asked = [], header.header.asked.ledger if header.header.asked else None
     for finding in (f for f in found if f.lead.settings):  # one about the whole run has no case
         of, _ = find(finding.lead.case, run.parent)
-        sizes, library = [*family(of.family).shapes, "lengths"], libraries.get(finding.implementation, "")
-        new = entry(of, finding, library, reason, link, until and until.date(), sizes)
-        its = [r for r in rows if (r.case, r.implementation) == (of.id, finding.implementation)]
-        gave = recorded.of(its, finding.lead.device, header.header.versions, entered=True)
+        about, library = family(of.family), libraries.get(finding.implementation, "")
+        rows_of = [r for r in rows if r.implementation == finding.implementation]
+        agreeing = [r for r in rows_of if r.verdict == "agree" and r.quantity in finding.roots]
+        defaults = {name: setting.default for name, setting in about.settings.items()}
+        sizes, day = [*about.shapes, "lengths"], until and until.date()
+        new = entry(of, finding, library, reason, link, day, sizes, defaults, agreeing)
+        at_case = [r for r in rows_of if r.case == of.id]
+        gave = recorded.of(at_case, finding.lead.device, header.header.versions, entered=True)
         entries.append((new, of, gave))
-    for id in append(ledger or (Path(asked) if asked else data.ledger_file()), entries, again=every):
-        click.echo(f"entered {id}")
+    file = ledger or (Path(asked) if asked else data.ledger_file())
+    ids = append(file, entries, again=every)
+    for id in ids:
+        click.echo(f"entered {id} in {file}")
+    if not ids:
+        click.echo(f"{file}: has all of them already")
 
 
 @ledger_command.command("measure", epilog="Example: parity ledger measure liger-luspo-padding")
@@ -91,7 +102,7 @@ def add_command(
 @options.IMPLEMENTATIONS
 @options.DEVICE
 @options.with_versions
-@_LEDGER
+@options.path("--ledger", "your own; default: the shipped one")
 def measure_command(
     names: tuple[str, ...],
     families: tuple[str, ...],
@@ -118,6 +129,10 @@ def measure_command(
     own = book.own.parent.resolve() if book.own else None
     mine = {Path(e.case).name for e in entries if own and (book.folder / e.case).is_relative_to(own)}
     chosen = tuple(sorted({known[name] for name in names} or mine or files))
+    its = [e for e in entries if Path(e.case).name in chosen and (e.id in names or not names or known[e.id] in names)]
+    own_functions = sorted({name for e in its for name in e.implementations if ".py:" in name})
+    if own_functions and not implementations:  # which run when they are named, and then no others
+        implementations = tuple(sorted({name for e in its for name in e.implementations}))
     asked = Options(families=families, implementations=implementations, device=device, ledger=ledger, only=chosen)
     with tempfile.TemporaryDirectory() as folder, Shown() as progress:
         run = execute(dataclasses.replace(asked, reports=Path(folder)), progress, progress.say)
@@ -131,4 +146,7 @@ def measure_command(
         click.echo(f"{name}: {state}{', left out as it is new: ' + ', '.join(new) if new else ''}")
     for line in run.lost:
         options.say(f"parity: a worker was lost: {line}")
-    sys.exit(NOTHING if run.lost or not any(r.judged for r in run.rows) else 0)
+    ran = {r.implementation for r in run.rows}
+    if missed := [e.id for e in its if e.id in names and not any(map(e.covers_implementation, ran))]:
+        options.say(f"parity: {', '.join(missed)}: not measured, none of its implementations ran (--implementation)")
+    sys.exit(NOTHING if run.lost or missed or not any(r.judged for r in run.rows) else 0)

@@ -69,7 +69,8 @@ def average_over_window(trainer: Any) -> Patch:
 
     GOLDTrainer (trl 1.7 to 1.16) and IWOPDTrainer (trl 1.9 to 1.16) are handed the whole window once for each of its
     micro-batches, and its labels are counted each time; in a dataset of prompts there are none. The count becomes that of the
-    micro-batches that the trainer makes of it, the mean of the processes.
+    micro-batches that the trainer makes of it, the mean of the processes. GOLD's ULD loss and IW-OPD's JSD to a server are means
+    of a micro-batch that nobody divides by their number: without a count Trainer does.
 
     Wraps `trainer.get_batch_samples` and the method that takes the mean, for this trainer alone; in evaluation nothing changes.
     Nothing is done where the trainer takes no such mean (its source is read).
@@ -163,8 +164,9 @@ def _over_generated(trainer: Any) -> Patch:
 
 
 def _over_kept(trainer: Any) -> Patch:
-    if getattr(trainer, "use_uld_loss", False) or getattr(trainer, "use_teacher_server", False):
-        return Patch(WINDOW, reason="this loss of the trainer is not divided by the tokens of the window")
+    served = getattr(trainer, "use_teacher_server", False) and trainer.distillation_objective != "iw_opd"
+    if served or getattr(trainer, "use_uld_loss", False):
+        return _changed(trainer, get_batch_samples=lambda self, original, *args: (original(*args)[0], None))
     counts: list[Tensor] = []  # that of a window of which no micro-batch has been made
 
     def sampled(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:

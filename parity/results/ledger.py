@@ -61,6 +61,7 @@ one without AVX, changed none on its frozen case by more than 1.4 (precision: 1.
 OLDER = "ledger-older.toml"
 """Beside the ledger: findings that a newer release has mended, for runs with an older one. Its entries tell users nothing."""
 
+Device = Literal["cpu", "cuda"]
 Text = Annotated[str, Meta(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Meta(min_length=1)]
 
@@ -89,11 +90,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     link: str = ""
     unlinked: str = ""
     expires: str = ""
-    headroom: float | None = None
+    headroom: Annotated[float, Meta(gt=0)] | None = None
     settings: dict[str, Any] = {}
-    dtypes: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()
-    rests_on: tuple[str, ...] = ()
+    dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ()
+    devices: tuple[Device, ...] = ()
+    rests_on: tuple[Device, ...] = ()
     verdicts: tuple[Verdict, ...] = ("disagree",)
     versions: dict[str, str] = {}
     gates: tuple[str, ...] = ()
@@ -274,6 +275,9 @@ def _entry(raw: dict[str, Any], path: Path) -> Entry:
     for setting, wanted in entry.settings.items():
         for word in wanted.keys() - {"min", "max", "not"} if isinstance(wanted, dict) else ():
             raise UsageError(f"{where}: settings.{setting}: {word!r} is unknown, choose from min, max, not")
+        limits = [wanted.get(word, 0) for word in ("min", "max")] if isinstance(wanted, dict) else []
+        if not all(isinstance(limit, int | float) for limit in limits):
+            raise UsageError(f"{where}: settings.{setting}: min and max are numbers")
     return entry
 
 

@@ -1,5 +1,6 @@
 """New entries of a ledger, written from what a run found: as narrow as the finding, its case frozen beside the ledger."""
 
+import collections
 import datetime
 import json
 import re
@@ -14,8 +15,11 @@ from parity.process import installed
 from parity.results.ledger import Ledger
 from parity.results.recorded import Recorded, save
 from parity.results.report.findings import Finding
+from parity.results.row import Row
 
 CASES = "regressions"  # folder beside the ledger for the cases of its entries
+AGREEING = 3
+"""Rows that agree at a setting's default, from which a finding that has no case there is one of other values alone."""
 
 
 def entry(
@@ -26,12 +30,17 @@ def entry(
     link: str,
     expires: datetime.date | None,
     sizes: Iterable[str],
+    defaults: Mapping[str, Any],
+    agreeing: Iterable[Row],
 ) -> dict[str, Any]:
     """The fields of an entry that covers a finding and no more than its like; `case` is its smallest case. Scope: the
     implementation, the quantities, dtypes and devices in which it fails, the settings not at their default that all its
     cases share (`sizes` left out), the installed version of `library`, the class where all have one, and the size of
-    the failure where it has one."""
+    the failure where it has one. A setting that has other values in each case, never its default, is `not` its default
+    where `AGREEING` rows of the same run agree at that."""
     first, its = finding.lead, [part.first.settings for part in finding.parts]
+    right = collections.Counter(name for row in agreeing for name in defaults.keys() - row.settings.keys())
+    away = {k for k in case.settings.keys() & defaults.keys() if all(k in s for s in its) and right[k] >= AGREEING}
     failing = [r for r in finding.rows if r.failing]
     classes = {r.cls for r in failing} if len(finding.classes) == 1 else set()
     out: dict[str, Any] = {
@@ -43,7 +52,9 @@ def entry(
         "dtypes": sorted({r.dtype for r in finding.failing}),
         "devices": sorted({r.device for r in finding.failing}),
         "settings": {
-            k: v for k, v in case.settings.items() if k not in set(sizes) and all(k in s and s[k] == v for s in its)
+            k: v if same else {"not": "none" if defaults[k] is None else defaults[k]}
+            for k, v in case.settings.items()
+            if k not in set(sizes) and ((same := all(k in s and s[k] == v for s in its)) or k in away)
         },
         "versions": {library: f"=={version}"} if library and (version := installed(library)) else {},
         "reason": reason,

@@ -39,6 +39,7 @@ class Run:
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     models: tuple[str | Unknown, ...] = ()
     uses: frozenset[str] = frozenset()
+    unread: tuple[str, ...] = ()  # names in its file that are no setting of its trainer, model or data
 
     def value(self, name: str) -> Any:
         """The argument, else its default; None for a setting that these trainers have not."""
@@ -194,7 +195,10 @@ def _of_file(path: Path, asked: str | None, known: Sequence[str]) -> Run:
         fits = f"fit {', '.join(likely)}" if likely else "are none of a trainer that a finding is of"
         raise UsageError(f"{path}: its settings {fits}; say which runs it (--trainer GRPOTrainer)")
     models = tuple(_model(str(args[k])) for k in MODELS if args.get(k))
-    return Run(str(path), tuple(likely), args, models, uses=frozenset(k for k, v in args.items() if v is True))
+    others = (name for kind in ("ModelConfig", "ScriptArguments") for name in trl.fields(trl.class_named(kind)))
+    fields = {*_fields(likely[0]), *others, *MODELS, *ALIASES.values()}
+    unread = tuple(sorted(name for name in args.keys() - fields if not name.startswith("_")))
+    return Run(str(path), tuple(likely), args, models, frozenset(k for k, v in args.items() if v is True), unread)
 
 
 def _model(name: str) -> str | Unknown:

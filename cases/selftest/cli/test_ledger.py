@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 from parity.case.case import Frozen
 from parity.cli.commands import main
@@ -64,6 +65,19 @@ def test_add_writes_one_narrow_entry(red, tmp_path):
     assert again.exit_code == 2 and "is there already" in again.output and "line" in again.output
 
 
+def test_of_two_that_fail_on_a_case_one_is_entered(red, tmp_path):
+    """The reason is of one of them."""
+    header, rows = read(red / "reports/results.ndjson")
+    twice = [*rows, *(structs.replace(r, implementation="other.py:norm") for r in rows)]
+    rewrite(tmp_path / "results.ndjson", header, twice)
+    with writer(tmp_path / "results.ndjson", append=True) as write:
+        write(Last(end=header.end, run=header.run))
+    case = next(r.case for r in rows if r.new and r.settings)
+    at = ["--run", str(tmp_path / "results.ndjson"), "--ledger", str(tmp_path / "mine.toml")]
+    done = CliRunner().invoke(main, ["ledger", "add", case, "--reason", "x", "--link", "y", *at])
+    assert done.exit_code == 2 and "fail on it: say which, with --implementation" in done.output, done.output
+
+
 def test_what_is_accepted_is_known_in_the_next_run(red):
     done = ledger(red, "add", "--all", "--expires", "24h")
     assert done.exit_code == 0, done.output
@@ -88,12 +102,16 @@ def test_measured_anew_what_grew_is_known_again(red):
     (red / "kernel.py").write_text(kernel.replace("1.5", "2.25"))
     before = path.read_text()
     at = ["--ledger", f"{red}/mine/ledger.toml", "--device", "cpu", "--family", f"{NORM}:FAMILY"]
-    done = CliRunner().invoke(main, ["ledger", "measure", entry.id, "--implementation", own, *at])
+    done = CliRunner().invoke(main, ["ledger", "measure", entry.id, *at])
     (red / "kernel.py").write_text(kernel)
     assert done.exit_code == 0 and f"{path.name}: written" in done.output, done.output
     sizes = [json.loads(text)["recorded"][0]["failing"][own]["y"][1] for text in (before, path.read_text())]
     assert 2.4 < sizes[1] / sizes[0] < 2.6
     path.write_text(before)
+    (red / "other.py").write_text(kernel)
+    words = ["ledger", "measure", entry.id, "--implementation", f"{red}/other.py:norm", *at]
+    other = CliRunner().invoke(main, words)
+    assert other.exit_code == 3 and f"{entry.id}: not measured" in other.output, other.output
     done = CliRunner().invoke(main, ["ledger", "measure", *at])
     assert {line.partition(":")[0] for line in done.output.splitlines() if ".json: " in line} == {path.name}
 

@@ -65,6 +65,17 @@ def test_values_that_say_nothing_are_unknown(tmp_path, text, unknown):
     assert any(unknown in f.unless_known and len(f.unless_known) < 200 for f in said)
 
 
+def test_names_that_are_no_settings_are_told(tmp_path):
+    text = "gradient_accumulation_stepss: 8\nmodel_name_or_path: gpt2\ndataset_name: x\ntraining: {beta: 0.1}\n"
+    assert checked(config(tmp_path, text), "OnlineDPOTrainer").run.unread == (
+        "gradient_accumulation_stepss",
+        "training",
+    )
+    saved = trl.configured(drive.config("GRPOTrainer"), "cpu", {}).to_json_string()
+    (tmp_path / "args.json").write_text(saved)
+    assert checked(tmp_path / "args.json", "GRPOTrainer").run.unread == ()
+
+
 def test_words_are_read_as_the_parser_of_a_config_reads_them(tmp_path):
     online = found(config(tmp_path, 'gradient_accumulation_steps: "4"'), trainer="OnlineDPOTrainer")
     assert online["trl-online-dpo-accumulation"].certain

@@ -16,15 +16,26 @@ def row(case, settings, quantity="logps", headroom=5.0):
     return runs.row(case, quantity, "disagree", gate="row", settings=settings, headroom=headroom, **where)
 
 
-def written(*rows):
+def written(*rows, agreeing=()):
     (found,) = findings(grouped(rows))
-    return entry(Case("logprobs", 1, "fp32", SMALL), found, "", "why", "lib.f", None, ("B",))
+    defaults = {"softcap": None, "temperature": 1.0, "layout": "plain"}
+    return entry(Case("logprobs", 1, "fp32", SMALL), found, "", "why", "lib.f", None, ("B",), defaults, agreeing)
 
 
 def test_of_settings_only_those_that_all_its_cases_share():
     one, other = row("a", SMALL), row("b", {"B": 9, "T": 9, "softcap": 30.0, "temperature": 0.7})
     assert written(one)["settings"] == {"softcap": 30.0, "temperature": 0.5, "layout": "flat"}
     assert written(one, other)["settings"] == {"softcap": 30.0}
+
+
+def test_a_setting_that_is_never_at_its_default_where_others_agree():
+    """Else the same function may break at the default too, and nobody is told."""
+    rows = [row("a", SMALL), row("b", SMALL | {"temperature": 0.7, "softcap": 5.0})]
+    plain = [row(f"c{i}", {"softcap": 30.0}) for i in range(3)]
+    assert written(*rows, agreeing=plain)["settings"] == {"temperature": {"not": 1.0}, "layout": "flat"}
+    assert written(*rows, agreeing=plain[:2])["settings"] == {"layout": "flat"}
+    plain = [row(f"c{i}", {}) for i in range(3)]
+    assert written(*rows, agreeing=plain)["settings"]["softcap"] == {"not": "none"}
 
 
 @pytest.mark.parametrize(("size", "largest"), [(900.0, 900.0), (None, None)])
