@@ -208,13 +208,13 @@ def report_command(file: Path, reports: Path | None, against: Path | None, verbo
 
         click.echo(comment(read(against), (header, rows)), nl=False)
         return
-    end = header.end.exit_code if isinstance(header.end, End) else None
+    end, told = (header.end.exit_code, header.end.reasons) if isinstance(header.end, End) else (None, [])
     stopped = header.interrupted is True if end is None else end in (NOTHING, INTERRUPTED, TERMINATED)
     code = NOTHING if stopped else 0
     ended = (code or int(any(row.new for row in rows))) if end is None else end
     past = memory.runs(file.parent / "history", lambda line: options.say(f"parity: {line}"))
     kept = next((run for run in past if run.id == header.run), None)  # a night may be graver
-    ended, reasons = (kept.exit_code, kept.reasons) if kept else (ended, [])
+    ended, reasons = (kept.exit_code, kept.reasons) if kept else (ended, told)
     report(header, rows, file, reports or file.parent, reasons, ended, verbose)
     sys.exit(code)
 

@@ -158,6 +158,7 @@ class End(msgspec.Struct, kw_only=True):
     of: int
     complete: bool
     exit_code: int
+    reasons: list[str] = msgspec.field(default_factory=list)  # of the exit code
 
 
 class Part(msgspec.Struct, kw_only=True):

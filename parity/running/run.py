@@ -165,7 +165,7 @@ def finish(state: RunResult, device: str, path: Path, cannot: str | None = None)
     elif not (complete or cannot):
         why = "a worker was lost" if state.lost else "the time was over"
         reasons = [*reasons, f"{why}: stopped after {state.done:,} of {of:,} cases"]
-    head.end = End(cases=state.done, of=of, complete=complete, exit_code=code)
+    head.end = End(cases=state.done, of=of, complete=complete, exit_code=code, reasons=list(reasons))
     with writer(path, append=True) as write:
         for row in whole:
             write(row)

@@ -44,6 +44,15 @@ def end(**fields):
     return Last(end=End(**{"cases": 12, "of": 340, "complete": False, "exit_code": 130} | fields), run="aa")
 
 
+def test_a_report_gives_the_reasons_of_the_exit_code(tmp_path):
+    """Of a part of the implementations too, of which no history is kept."""
+    stale = "ledger entry mine no longer reproduces, its case agrees: mine.toml line 3"
+    ended = end(cases=340, complete=True, exit_code=4, reasons=[stale])
+    path = file_of(tmp_path / "results.ndjson", HEADER, row(), ended)
+    done = CliRunner().invoke(main, ["report", str(path), "-v"])
+    assert stale in " ".join(done.output.split()), done.output
+
+
 @pytest.mark.parametrize(
     ("records", "says"),
     [
