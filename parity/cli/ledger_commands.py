@@ -51,6 +51,7 @@ def add_command(
     from parity.results.report.rows import read
     from parity.results.report.summary import summarise
     from parity.sampling.find import find
+    from parity.trainers.catalogue import TrainerFamily
 
     if every == (case is not None):
         raise UsageError("ledger add: name a CASE, or --all")
@@ -82,12 +83,16 @@ def add_command(
         about, library = family(of.family), libraries.get(finding.implementation, "")
         rows_of = [r for r in rows if r.implementation == finding.implementation]
         agreeing = [r for r in rows_of if r.verdict == "agree" and r.quantity in finding.roots]
-        defaults = {name: setting.default for name, setting in about.settings.items()}
+        settings = about.check(of).settings if isinstance(about, TrainerFamily) else about.settings
+        defaults = {name: setting.default for name, setting in settings.items()}
         sizes, day = [*about.shapes, "lengths"], until and until.date()
         new = entry(of, finding, library, reason, link, day, sizes, defaults, agreeing)
         at_case = [r for r in rows_of if r.case == of.id]
         gave = recorded.of(at_case, finding.lead.device, header.header.versions, entered=True)
         entries.append((new, of, gave))
+    if not entries:
+        click.echo(f"{run}: its new findings are about the whole run; none has a case to be entered with")
+        return
     file = ledger or (Path(asked) if asked else data.ledger_file())
     ids = append(file, entries, again=every)
     for id in ids:
@@ -115,7 +120,7 @@ def measure_command(
     A later run shows a finding as new that grew threefold there, changed its class, or fails in another quantity. Without a
     name: all frozen cases; with --ledger those of that ledger.
     """
-    from parity.registry import meant
+    from parity.registry import load, meant
     from parity.results import recorded
     from parity.results.ledger import Ledger
     from parity.running.plan import Options, frozen_files
@@ -129,10 +134,14 @@ def measure_command(
     own = book.own.parent.resolve() if book.own else None
     mine = {Path(e.case).name for e in entries if own and (book.folder / e.case).is_relative_to(own)}
     chosen = tuple(sorted({known[name] for name in names} or mine or files))
-    its = [e for e in entries if Path(e.case).name in chosen and (e.id in names or not names or known[e.id] in names)]
-    own_functions = sorted({name for e in its for name in e.implementations if ".py:" in name})
-    if own_functions and not implementations:  # which run when they are named, and then no others
-        implementations = tuple(sorted({name for e in its for name in e.implementations}))
+    its = [
+        e for e in entries if Path(e.case).name in chosen and (e.id in names or not {*names} & {e.id for e in entries})
+    ]
+    scopes = {name for e in its for name in e.implementations}
+    functions = sorted(n for n in scopes if ".py:" in n and Path(n.rpartition(":")[0]).exists())
+    if functions and not implementations:  # which run when they are named, and then nothing else does
+        shipped = [i.id for i in load().values() if not i.opt_in and any(".py:" not in n for n in scopes)]
+        implementations = (*functions, *shipped)
     asked = Options(families=families, implementations=implementations, device=device, ledger=ledger, only=chosen)
     with tempfile.TemporaryDirectory() as folder, Shown() as progress:
         run = execute(dataclasses.replace(asked, reports=Path(folder)), progress, progress.say)

@@ -166,7 +166,9 @@ def _over_generated(trainer: Any) -> Patch:
 def _over_kept(trainer: Any) -> Patch:
     served = getattr(trainer, "use_teacher_server", False) and trainer.distillation_objective != "iw_opd"
     if served or getattr(trainer, "use_uld_loss", False):
-        return _changed(trainer, get_batch_samples=lambda self, original, *args: (original(*args)[0], None))
+        return _changed(
+            trainer, get_batch_samples=lambda self, original, *args, **kwargs: (original(*args, **kwargs)[0], None)
+        )
     counts: list[Tensor] = []  # that of a window of which no micro-batch has been made
 
     def sampled(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -90,7 +90,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     link: str = ""
     unlinked: str = ""
     expires: str = ""
-    headroom: Annotated[float, Meta(gt=0)] | None = None
+    headroom: Annotated[float, Meta(ge=0)] | None = None
     settings: dict[str, Any] = {}
     dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ()
     devices: tuple[Device, ...] = ()

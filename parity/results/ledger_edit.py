@@ -4,7 +4,7 @@ import collections
 import datetime
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def entry(
     reason: str,
     link: str,
     expires: datetime.date | None,
-    sizes: Iterable[str],
+    sizes: Collection[str],
     defaults: Mapping[str, Any],
     agreeing: Iterable[Row],
 ) -> dict[str, Any]:
@@ -37,10 +37,14 @@ def entry(
     implementation, the quantities, dtypes and devices in which it fails, the settings not at their default that all its
     cases share (`sizes` left out), the installed version of `library`, the class where all have one, and the size of
     the failure where it has one. A setting that has other values in each case, never its default, is `not` its default
-    where `AGREEING` rows of the same run agree at that."""
+    where `AGREEING` rows of the same run, within the rest of the scope, agree at that."""
     first, its = finding.lead, [part.first.settings for part in finding.parts]
-    right = collections.Counter(name for row in agreeing for name in defaults.keys() - row.settings.keys())
+    where = {(r.dtype, r.device) for r in finding.failing}
+    shared = {k: v for k, v in case.settings.items() if k not in {*sizes} and all(k in s and s[k] == v for s in its)}
+    beside = [r.settings for r in agreeing if (r.dtype, r.device) in where and shared.items() <= r.settings.items()]
+    right = collections.Counter(name for settings in beside for name in defaults.keys() - settings.keys())
     away = {k for k in case.settings.keys() & defaults.keys() if all(k in s for s in its) and right[k] >= AGREEING}
+    away -= {*shared, *sizes}
     failing = [r for r in finding.rows if r.failing]
     classes = {r.cls for r in failing} if len(finding.classes) == 1 else set()
     out: dict[str, Any] = {
@@ -51,11 +55,7 @@ def entry(
         "verdicts": sorted({r.verdict for r in failing}),
         "dtypes": sorted({r.dtype for r in finding.failing}),
         "devices": sorted({r.device for r in finding.failing}),
-        "settings": {
-            k: v if same else {"not": "none" if defaults[k] is None else defaults[k]}
-            for k, v in case.settings.items()
-            if k not in set(sizes) and ((same := all(k in s and s[k] == v for s in its)) or k in away)
-        },
+        "settings": shared | {k: {"not": "none" if defaults[k] is None else defaults[k]} for k in sorted(away)},
         "versions": {library: f"=={version}"} if library and (version := installed(library)) else {},
         "reason": reason,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -20,6 +20,17 @@ from parity.results.report.stack import LIBRARIES, Stack
 from parity.upstream import trl
 
 ALIASES = {"lora_modules_to_save": "modules_to_save", "activation_checkpointing": "gradient_checkpointing"}
+SCRIPT = ("ModelConfig", "ScriptArguments", "DatasetMixtureConfig")
+COMMAND = (
+    "accelerate_config",
+    "config",
+    "datasets",
+    "env",
+    "num_processes",
+    "reward_funcs",
+    "reward_model_name_or_path",
+)
+"""Classes of settings, and settings, that a file for `trl grpo --config` has besides its trainer's."""
 MODELS = ("model", "model_name", "model_name_or_path")
 
 
@@ -156,8 +167,12 @@ def _config(trainer: str) -> type:
 
 def _fields(trainer: str) -> Mapping[str, Any]:
     """The settings of a trainer's config class with their defaults; none where it is not installed."""
+    return _fields_of(trainer.removesuffix("Trainer") + "Config")
+
+
+def _fields_of(config: str) -> Mapping[str, Any]:
     try:
-        return trl.fields(_config(trainer))
+        return trl.fields(trl.class_named(config))
     except Unsupported:
         return {}
 
@@ -195,9 +210,9 @@ def _of_file(path: Path, asked: str | None, known: Sequence[str]) -> Run:
         fits = f"fit {', '.join(likely)}" if likely else "are none of a trainer that a finding is of"
         raise UsageError(f"{path}: its settings {fits}; say which runs it (--trainer GRPOTrainer)")
     models = tuple(_model(str(args[k])) for k in MODELS if args.get(k))
-    others = (name for kind in ("ModelConfig", "ScriptArguments") for name in trl.fields(trl.class_named(kind)))
-    fields = {*_fields(likely[0]), *others, *MODELS, *ALIASES.values()}
-    unread = tuple(sorted(name for name in args.keys() - fields if not name.startswith("_")))
+    own, others = _fields(likely[0]), {name for kind in SCRIPT for name in _fields_of(kind)}
+    odd = args.keys() - {*own, *others, *COMMAND, *MODELS, *ALIASES.values()} if own else ()
+    unread = tuple(sorted(name for name in odd if not name.startswith("_")))
     return Run(str(path), tuple(likely), args, models, frozenset(k for k, v in args.items() if v is True), unread)
 
 

@@ -112,6 +112,8 @@ def test_measured_anew_what_grew_is_known_again(red):
     words = ["ledger", "measure", entry.id, "--implementation", f"{red}/other.py:norm", *at]
     other = CliRunner().invoke(main, words)
     assert other.exit_code == 3 and f"{entry.id}: not measured" in other.output, other.output
+    by_case = CliRunner().invoke(main, ["ledger", "measure", path.stem, *at])
+    assert by_case.exit_code == 0, by_case.output
     done = CliRunner().invoke(main, ["ledger", "measure", *at])
     assert {line.partition(":")[0] for line in done.output.splitlines() if ".json: " in line} == {path.name}
 

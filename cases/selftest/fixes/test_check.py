@@ -10,6 +10,7 @@ from parity import data
 from parity.cli.commands import main
 from parity.errors import Unsupported, UsageError
 from parity.results.ledger import Ledger
+from parity.tools import settings_check
 from parity.tools.settings_check import LIBRARIES, Run, Unknown, check, holds
 from parity.trainers.rig import drive
 from parity.upstream import trl
@@ -65,7 +66,7 @@ def test_values_that_say_nothing_are_unknown(tmp_path, text, unknown):
     assert any(unknown in f.unless_known and len(f.unless_known) < 200 for f in said)
 
 
-def test_names_that_are_no_settings_are_told(tmp_path):
+def test_names_that_are_no_settings_are_told(tmp_path, monkeypatch):
     text = "gradient_accumulation_stepss: 8\nmodel_name_or_path: gpt2\ndataset_name: x\ntraining: {beta: 0.1}\n"
     assert checked(config(tmp_path, text), "OnlineDPOTrainer").run.unread == (
         "gradient_accumulation_stepss",
@@ -74,6 +75,8 @@ def test_names_that_are_no_settings_are_told(tmp_path):
     saved = trl.configured(drive.config("GRPOTrainer"), "cpu", {}).to_json_string()
     (tmp_path / "args.json").write_text(saved)
     assert checked(tmp_path / "args.json", "GRPOTrainer").run.unread == ()
+    monkeypatch.setattr(settings_check, "_fields_of", lambda config: {})  # a release without them
+    assert checked(config(tmp_path, text), "OnlineDPOTrainer").run.unread == ()
 
 
 def test_words_are_read_as_the_parser_of_a_config_reads_them(tmp_path):

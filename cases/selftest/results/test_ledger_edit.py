@@ -1,6 +1,7 @@
 """An entry written from a finding covers every case of it."""
 
 import pytest
+from msgspec import structs
 
 from cases.selftest.results import runs
 from parity.case.case import Case
@@ -31,11 +32,14 @@ def test_of_settings_only_those_that_all_its_cases_share():
 def test_a_setting_that_is_never_at_its_default_where_others_agree():
     """Else the same function may break at the default too, and nobody is told."""
     rows = [row("a", SMALL), row("b", SMALL | {"temperature": 0.7, "softcap": 5.0})]
-    plain = [row(f"c{i}", {"softcap": 30.0}) for i in range(3)]
-    assert written(*rows, agreeing=plain)["settings"] == {"temperature": {"not": 1.0}, "layout": "flat"}
+    plain = [row(f"c{i}", {"layout": "flat", "softcap": 30.0}) for i in range(3)]
+    assert written(*rows, agreeing=plain)["settings"] == {"layout": "flat", "temperature": {"not": 1.0}}
     assert written(*rows, agreeing=plain[:2])["settings"] == {"layout": "flat"}
-    plain = [row(f"c{i}", {}) for i in range(3)]
-    assert written(*rows, agreeing=plain)["settings"]["softcap"] == {"not": "none"}
+    both = [row(f"c{i}", {"layout": "flat"}) for i in range(3)]
+    assert written(*rows, agreeing=both)["settings"]["softcap"] == {"not": "none"}
+    elsewhere = [row(f"c{i}", {}) for i in range(3)]  # another layout
+    elsewhere += [structs.replace(r, dtype="bf16") for r in plain]
+    assert written(*rows, agreeing=elsewhere)["settings"] == {"layout": "flat"}
 
 
 @pytest.mark.parametrize(("size", "largest"), [(900.0, 900.0), (None, None)])
