@@ -164,7 +164,8 @@ def _over_generated(trainer: Any) -> Patch:
 
 
 def _over_kept(trainer: Any) -> Patch:
-    served = getattr(trainer, "use_teacher_server", False) and trainer.distillation_objective != "iw_opd"
+    weighted = getattr(trainer, "distillation_objective", "") == "iw_opd"
+    served = getattr(trainer, "use_teacher_server", False) and not weighted
     if served or getattr(trainer, "use_uld_loss", False):
         return _changed(
             trainer, get_batch_samples=lambda self, original, *args, **kwargs: (original(*args, **kwargs)[0], None)
