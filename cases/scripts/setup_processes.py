@@ -6,18 +6,36 @@ import transformers
 
 
 class Keep(transformers.TrainerCallback):
+    """Norms of the gradients of each step, behind the reduction."""
+
+    def __init__(self):
+        self.norms = []
+
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         squares = [float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None]
-        self.norm = sum(squares) ** 0.5
+        self.norms.append(sum(squares) ** 0.5)
 
 
 def norm(trainer):
-    """Of the gradient of one step, behind the reduction."""
+    """Of the last gradient of a run."""
     keep = Keep()
     trainer.add_callback(keep)
     trainer.remove_callback(transformers.PrinterCallback)  # its lines would stand in the table
     trainer.train()
-    return keep.norm
+    return keep.norms[-1]
+
+
+def step(trainer):
+    """One step: the sum of what `compute_loss` returned, and the norm of the gradient."""
+    losses, compute = [], trainer.compute_loss
+
+    def watched(*given, **options):
+        losses.append(compute(*given, **options))
+        return losses[-1]
+
+    trainer.compute_loss = watched
+    found = norm(trainer)
+    return float(sum(losses).detach()), found
 
 
 def compared(made):

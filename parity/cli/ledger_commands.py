@@ -134,13 +134,12 @@ def measure_command(
     own = book.own.parent.resolve() if book.own else None
     mine = {Path(e.case).name for e in entries if own and (book.folder / e.case).is_relative_to(own)}
     chosen = tuple(sorted({known[name] for name in names} or mine or files))
-    its = [
-        e for e in entries if Path(e.case).name in chosen and (e.id in names or not {*names} & {e.id for e in entries})
-    ]
+    its = [e for e in entries if Path(e.case).name in chosen and (not names or {e.id, Path(e.case).stem} & {*names})]
     scopes = {name for e in its for name in e.implementations}
-    functions = sorted(n for n in scopes if ".py:" in n and Path(n.rpartition(":")[0]).exists())
+    own_scopes = {name for name in scopes if ".py:" in name}
+    functions = sorted(name for name in own_scopes if Path(name.rpartition(":")[0]).exists())
     if functions and not implementations:  # which run when they are named, and then nothing else does
-        shipped = [i.id for i in load().values() if not i.opt_in and any(".py:" not in n for n in scopes)]
+        shipped = [i.id for i in load().values() if not i.opt_in] if scopes > own_scopes else []
         implementations = (*functions, *shipped)
     asked = Options(families=families, implementations=implementations, device=device, ledger=ledger, only=chosen)
     with tempfile.TemporaryDirectory() as folder, Shown() as progress:

@@ -40,7 +40,7 @@ def entry(
     where `AGREEING` rows of the same run, within the rest of the scope, agree at that."""
     first, its = finding.lead, [part.first.settings for part in finding.parts]
     where = {(r.dtype, r.device) for r in finding.failing}
-    shared = {k: v for k, v in case.settings.items() if k not in {*sizes} and all(k in s and s[k] == v for s in its)}
+    shared = {k: v for k, v in case.settings.items() if k not in sizes and all(k in s and s[k] == v for s in its)}
     beside = [r.settings for r in agreeing if (r.dtype, r.device) in where and shared.items() <= r.settings.items()]
     right = collections.Counter(name for settings in beside for name in defaults.keys() - settings.keys())
     away = {k for k in case.settings.keys() & defaults.keys() if all(k in s for s in its) and right[k] >= AGREEING}

@@ -1,14 +1,12 @@
 """AsyncDistillationTrainer's loss depends on how a window is cut into micro-batches. Rollouts come from a list."""
 
-import itertools
-import queue
 import types
 
 import datasets
 import numpy as np
 import torch
-import transformers
-from setup_processes import Keep
+from setup_processes import step
+from setup_rollouts import LENGTHS, Nobody, Rollouts
 from setup_tiny import options, tiny, tokenizer
 from trl.experimental.async_distillation import (
     AsyncDistillationConfig,
@@ -18,12 +16,11 @@ from trl.experimental.async_distillation import (
 
 async_distillation_trainer.get_peak_flops_per_device = lambda *args: None
 async_distillation_trainer.compute_flops_per_token = lambda *args: 1.0
-transformers.utils.logging.disable_progress_bar()
 K = 4
 
 
 def sample(i):
-    n = (1, 2, 7, 8)[i]
+    n = LENGTHS[i]
     return [2 + i, *range(10 + i, 10 + i + n)], n
 
 
@@ -41,33 +38,20 @@ def taught(ids):
     return top.numpy(), values.numpy()
 
 
-class Nobody:
-    def __getattr__(self, name):
-        return lambda *args: None
-
-
-class Rollouts(Nobody):
-    def __init__(self):
-        self.rollout_buffer, self.metrics_queue, self.given = self, queue.Queue(), itertools.cycle(range(4))
-
-    def qsize(self):
-        return 1
-
-    def get(self, timeout):
-        i = next(self.given)
-        ids, n = sample(i)
-        top, values = taught(ids)
-        return types.SimpleNamespace(
-            input_ids=np.array(ids),
-            completion_mask=(np.arange(n + 1) > 0).astype("i8"),
-            teacher_topk_ids=top,
-            teacher_topk_logprobs=values,
-            teacher_id="default",
-            prompt_id=i,
-            model_version=0,
-            metrics={},
-            enqueued_at=None,
-        )
+def rollout(i):
+    ids, n = sample(i)
+    top, values = taught(ids)
+    return types.SimpleNamespace(
+        input_ids=np.array(ids),
+        completion_mask=(np.arange(n + 1) > 0).astype("i8"),
+        teacher_topk_ids=top,
+        teacher_topk_logprobs=values,
+        teacher_id="default",
+        prompt_id=i,
+        model_version=0,
+        metrics={},
+        enqueued_at=None,
+    )
 
 
 def right():
@@ -88,7 +72,7 @@ def right():
 
 
 def found(batch, accumulation):
-    keep, folder, losses = Keep(), options()["output_dir"], []
+    folder = options()["output_dir"]
     tiny().save_pretrained(folder)
     cut = dict(per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=1, token_budget=0)
     args = AsyncDistillationConfig(
@@ -103,25 +87,15 @@ def found(batch, accumulation):
         )
     )
     data = datasets.Dataset.from_list([{"prompt": "w2"}])
-    stubs = dict(rollout_worker=Rollouts(), weight_transfer=Nobody(), callbacks=[keep])
+    stubs = dict(rollout_worker=Rollouts(rollout), weight_transfer=Nobody())
     trainer = AsyncDistillationTrainer(folder, args=args, train_dataset=data, processing_class=tokenizer, **stubs)
-    trainer.remove_callback(transformers.PrinterCallback)
-    compute = trainer.compute_loss
-
-    def watched(*given, **more):
-        losses.append(compute(*given, **more))
-        return losses[-1]
-
-    trainer.compute_loss = watched
-    trainer.train()
-    return float(sum(losses).detach()), keep.norm
+    return step(trainer)
 
 
-if __name__ == "__main__":
-    bad, (x, y) = 0, right()
-    print("| micro-batches | loss | right | gradient norm | right |\n|---|---|---|---|---|")
-    for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
-        a, b = found(batch, accumulation)
-        bad |= abs(b / y - 1) > 1e-3
-        print(f"| {accumulation} of {batch} | {a:.6g} | {x:.6g} | {b:.6g} | {y:.6g} |", flush=True)
-    raise SystemExit(int(bad))
+bad, (x, y) = 0, right()
+print("| micro-batches | loss | right | gradient norm | right |\n|---|---|---|---|---|")
+for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
+    a, b = found(batch, accumulation)
+    bad |= abs(b / y - 1) > 1e-3
+    print(f"| {accumulation} of {batch} | {a:.6g} | {x:.6g} | {b:.6g} | {y:.6g} |", flush=True)
+raise SystemExit(int(bad))

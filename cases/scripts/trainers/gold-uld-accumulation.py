@@ -3,12 +3,10 @@
 import tempfile
 
 import datasets
-import transformers
-from setup_processes import Keep
+from setup_processes import norm
 from setup_tiny import options, tiny, tokenizer
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
-transformers.utils.logging.disable_progress_bar()
 ROWS = [{"prompt": f"w{2 + i} w3", "completion": f" w{4 + i} w{9 + i}"} for i in range(4)]
 PATH = tempfile.mkdtemp()
 tokenizer.save_pretrained(PATH)
@@ -35,8 +33,7 @@ def found(batch, accumulation):
     trainer = GOLDTrainer(
         tiny(), tiny(1), args=args, train_dataset=datasets.Dataset.from_list(ROWS), processing_class=tokenizer
     )
-    trainer.remove_callback(transformers.PrinterCallback)
-    keep, losses, loss_fn = Keep(), [], trainer.uld_loss_fn
+    losses, loss_fn = [], trainer.uld_loss_fn
 
     def watched(*given, **more):
         losses.append(loss_fn(*given, **more))
@@ -45,13 +42,12 @@ def found(batch, accumulation):
 
     watched.use_extended_uld = False
     trainer.uld_loss_fn = watched
-    trainer.add_callback(keep)
-    trainer.train()
+    gradient = norm(trainer)
     log = trainer.state.log_history[0]
     return (
         float(sum(losses).detach()) / accumulation,
         log["loss"],
-        keep.norm,
+        gradient,
         log["matched_loss"],
         log.get("off_policy_loss"),
     )

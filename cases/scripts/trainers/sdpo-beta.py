@@ -9,18 +9,9 @@ def rewarded(prompts, completion_ids, **_):
     return [float(len(set(ids))) + i for i, ids in enumerate(completion_ids)]
 
 
-class All(Keep):
-    def __init__(self):
-        self.norms = []
-
-    def on_pre_optimizer_step(self, *given, **more):
-        super().on_pre_optimizer_step(*given, **more)
-        self.norms.append(self.norm)
-
-
 def norms(beta, **more):
     trainer = sdpo(saved(tiny()), rewarded, beta=beta, distillation_weight=0.0, max_steps=4, learning_rate=1e-2, **more)
-    keep = All()
+    keep = Keep()
     trainer.add_callback(keep)
     trainer.train()
     return keep.norms

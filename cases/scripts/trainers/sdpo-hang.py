@@ -30,7 +30,7 @@ if os.environ.get("RANK") is not None:  # one of the two
     trainer.add_callback(keep)
     faulthandler.dump_traceback_later(HANGS, exit=True, file=told)  # where it waits
     trainer.train()
-    print(f"trained, gradient norm {keep.norm:.5g}", file=told, flush=True)
+    print(f"trained, gradient norm {keep.norms[0]:.5g}", file=told, flush=True)
     os._exit(0)
 
 

@@ -2,8 +2,7 @@
 
 import datasets
 import torch
-import transformers
-from setup_processes import Keep
+from setup_processes import step
 from setup_tiny import options, tiny, tokenizer
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
@@ -15,7 +14,7 @@ ROWS = [
 ]
 
 
-def right(alpha=1.0, beta=0.01):
+def right(alpha, beta):
     model = tiny().double()
     chosen, nll, tokens = 0.0, 0.0, 0
     for row in ROWS:
@@ -34,31 +33,20 @@ def right(alpha=1.0, beta=0.01):
     return float(loss), sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5
 
 
-def found(batch, accumulation, **more):
+def found(batch, accumulation):
     args = TPOConfig(
-        **options(per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=1, **more)
+        **options(per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=1)
     )
     trainer = TPOTrainer(tiny(), args=args, train_dataset=datasets.Dataset.from_list(ROWS), processing_class=tokenizer)
-    trainer.remove_callback(transformers.PrinterCallback)
-    keep, losses, compute = Keep(), [], trainer.compute_loss
-    trainer.add_callback(keep)
-
-    def watched(*given, **options):
-        losses.append(compute(*given, **options))
-        return losses[-1]
-
-    trainer.compute_loss = watched
-    trainer.train()
-    return float(sum(losses).detach()) / accumulation, keep.norm, trainer
+    loss, gradient = step(trainer)
+    return loss / accumulation, gradient
 
 
-if __name__ == "__main__":
-    bad = 0
-    beta = found(4, 1)[2].args.beta
-    x, y = right(found(4, 1)[2].args.tpo_alpha, beta)
-    print("| micro-batches | loss | right | gradient norm | right |\n|---|---|---|---|---|")
-    for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
-        a, b, _ = found(batch, accumulation)
-        bad |= abs(b / y - 1) > 1e-3
-        print(f"| {accumulation} of {batch} | {a:.6g} | {x:.6g} | {b:.6g} | {y:.6g} |")
-    raise SystemExit(int(bad))
+args = TPOConfig(**options())
+bad, (x, y) = 0, right(args.tpo_alpha, args.beta)
+print("| micro-batches | loss | right | gradient norm | right |\n|---|---|---|---|---|")
+for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
+    a, b = found(batch, accumulation)
+    bad |= abs(b / y - 1) > 1e-3
+    print(f"| {accumulation} of {batch} | {a:.6g} | {x:.6g} | {b:.6g} | {y:.6g} |")
+raise SystemExit(int(bad))

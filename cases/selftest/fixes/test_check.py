@@ -1,14 +1,12 @@
 """`parity findings --config`: settings to findings to fixes."""
 
-import functools
-
 import pytest
 from click.testing import CliRunner
 
 from cases.selftest.results.runs import in_order
 from parity import data
 from parity.cli.commands import main
-from parity.errors import Unsupported, UsageError
+from parity.errors import UsageError
 from parity.results.ledger import Ledger
 from parity.tools import settings_check
 from parity.tools.settings_check import LIBRARIES, Run, Unknown, check, holds
@@ -92,19 +90,10 @@ def test_every_condition_of_the_ledger_is_one_that_is_understood():
     tables = [(entry.id, table) for entry in Ledger.load(data.ledger_file()).entries for table in entry.user.applies]
     everyone = {name for _, table in tables for name in table.get("trainer", ())}
     for id, table in tables:
-        fields = {field for name in table.get("trainer", everyone) for field in fields_of(name)}
+        fields = {field for name in table.get("trainer", everyone) for field in settings_check._fields(name)}
         assert set(table) <= words | fields or not fields, id
         for wanted in table.values():
             assert not isinstance(wanted, dict) or set(wanted) <= {"min", "max", "not"}
-
-
-@functools.cache
-def fields_of(trainer):
-    """The fields of a trainer's config; none where the installed version lacks it."""
-    try:
-        return trl.fields(trl.class_named(trainer.replace("Trainer", "Config")))
-    except Unsupported:
-        return {}
 
 
 def test_three_answers():

@@ -11,7 +11,7 @@ import torch
 from parity.case.inputs import Setting, defaults
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, tells
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, shared, tells
 from parity.trainers.checks import distillation, metrics
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import Loss
@@ -70,10 +70,12 @@ def processes(call: CheckCall) -> Iterator[Quantity]:
     )
     apart = [n for n, g in found[0].gradients.items() if not torch.equal(g, found[1].gradients[n])]
     yield holds("ranks", not apart, f"{len(apart)} gradients differ between the ranks, first {apart[:1]}", gate="exact")
-    yield gradients(_step(trainer, ran, found), found[0].gradients)
+    step = shared(call, "step", lambda: _step(trainer, ran, found))
+    yield gradients(step, found[0].gradients)
     if trainer in LOGGING and s.sharding == "none" and s.model == "llama" and not s.even:
         define = functools.partial(metrics.define, Window.of(trainer), of_metrics(trainer))
-        truth = measured(stored_window.policy(s.model, torch.float64), define, metrics.COUNTED)
+        policy = functools.partial(stored_window.policy, s.model, torch.float64)
+        truth = shared(call, "logged", lambda: measured(policy(), define, metrics.COUNTED))
         together = _metrics(call.path)[trainer][0]
         yield holds("logged", not together.failure, together.failure)
         yield from logged(truth, together.log, "what both ranks log together")
