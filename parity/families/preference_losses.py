@@ -128,15 +128,19 @@ ONLINE: Mapping[str, Callable[[Pairs], Tensor]] = {
 """Loss type of OnlineDPOTrainer -> loss of each pair; ipo of whole completions."""
 CPO = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
 """Loss types of CPO."""
+TPO = ("sigmoid", "hinge", "ipo", "tpo-l")
+"""Loss types of TPO."""
+AVERAGED = ("ipo", "simpo", "alphapo", "tpo-l")
+"""Those of CPO and TPO that take the mean of a completion's log-probs, not their sum."""
 
 
 def cpo(r: Sequence[Tensor], s: SimpleNamespace, loss: str) -> Tensor:
-    """f(r_w - r_l) of each pair (arXiv 2401.08417, 3), (…, N). r is log π of a completion, per token for ipo and simpo;
-    (1 - exp(-a·r))/a with AlphaPO's exponent a, `power` (arXiv 2501.03884). f as DPO's; simpo and alphapo: sigmoid of
-    β(r_w - r_l) - γ (arXiv 2405.14734)."""
+    """f(r_w - r_l) of each pair (arXiv 2401.08417, 3), (…, N). r is log π of a completion, per token in `AVERAGED`;
+    (1 - exp(-a·r))/a with AlphaPO's exponent a, `power` (arXiv 2501.03884). f as DPO's; simpo, alphapo and tpo-l: sigmoid
+    of β(r_w - r_l) - γ (arXiv 2405.14734, 2405.16681)."""
     if s.power:
         r = [(1 - torch.exp(-s.power * x)) / s.power for x in r]
-    z = s.beta * (r[0] - r[1]) - (s.gamma if loss in ("simpo", "alphapo") else 0.0)
+    z = s.beta * (r[0] - r[1]) - (s.gamma if loss in AVERAGED and loss != "ipo" else 0.0)
     if loss == "hinge":
         return torch.relu(1 - z)
     if loss == "ipo":

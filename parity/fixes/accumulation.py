@@ -59,9 +59,11 @@ def average_over_window(trainer: Any) -> Patch:
 
     CPOTrainer and ORPOTrainer (trl 0.19.1 to 1.16.0; 0.15 on for CPO) take nn.CrossEntropyLoss over each micro-batch, a mean
     over its n tokens, and the training loop divides by the M micro-batches: tokens of a micro-batch with few count more. Each
-    is multiplied by n·M/N, N the tokens of the window, or their mean over the processes.
+    is multiplied by n·M/N, N the tokens of the window, or their mean over the processes. TPOTrainer (trl 1.4 to 1.16) does so
+    with the gold ones.
 
-    AsyncGRPOTrainer (trl 1.0 to 1.16) divides the sum of each micro-batch by its own tokens, `global_n_tokens`: it gets N/M.
+    AsyncGRPOTrainer (trl 1.0 to 1.16) and AsyncDistillationTrainer (trl 1.11 to 1.16) divide the sum of each micro-batch by its
+    own tokens, `global_n_tokens`: it gets N/M.
 
     GKDTrainer (trl 1.7 to 1.16) divides completions that it generates by the token count of those that they replace: they are
     generated before tokens are counted. Besides it divides by the tokens of all processes, whose gradients are averaged: by
@@ -75,7 +77,8 @@ def average_over_window(trainer: Any) -> Patch:
     Wraps `trainer.get_batch_samples` and the method that takes the mean, for this trainer alone; in evaluation nothing changes.
     Nothing is done where the trainer takes no such mean (its source is read).
     """
-    losses = [vars(kind)["compute_loss"] for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)]
+    names = ("compute_loss", "_compute_loss")
+    losses = [vars(kind)[name] for kind in type(trainer).__mro__ for name in names if name in vars(kind)]
     loss = "".join(map(source_of, losses))
     if 'inputs["global_n_tokens"]' in loss:
         return _over_rollouts(trainer)
@@ -85,10 +88,13 @@ def average_over_window(trainer: Any) -> Patch:
     if hasattr(trainer, "generate_on_policy_outputs") and hasattr(trainer, "_get_num_items_in_batch"):
         return _over_generated(trainer)
     source = source_of(getattr(type(trainer), "concatenated_forward", None))
-    if "nn.CrossEntropyLoss()" not in source or not hasattr(trainer, "get_batch_samples"):
+    gold = "self.tpo_alpha * nll_loss" in source_of(getattr(type(trainer), "_compute_loss", None))
+    if not (gold or "nn.CrossEntropyLoss()" in source) or not hasattr(trainer, "get_batch_samples"):
         return Patch(WINDOW, reason="the trainer takes no mean of a micro-batch's likelihood")
     encoder = bool(getattr(trainer, "is_encoder_decoder", False))
-    count = _prompt_too if '"concatenated_input_ids"].clone()' in source and not encoder else _labelled
+    count = (
+        _gold if gold else _prompt_too if '"concatenated_input_ids"].clone()' in source and not encoder else _labelled
+    )
     of_window: dict[str, Any] = {"micro-batches": 0, "tokens": 1.0}
 
     def sampled(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,13 +106,25 @@ def average_over_window(trainer: Any) -> Patch:
         of_window.update({"micro-batches": len(batches), "tokens": float(tokens)})
         return batches, items
 
+    def factor(model: Any, batch: Any) -> float:
+        if not model.training or not of_window["micro-batches"]:
+            return 1.0
+        return float(count(batch, encoder)) * of_window["micro-batches"] / max(of_window["tokens"], 1.0)
+
     def weighted(self: Any, original: Any, model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(model, batch, *args, **kwargs)
-        if not model.training or not of_window["micro-batches"]:
-            return out
-        factor = float(count(batch, encoder)) * of_window["micro-batches"] / max(of_window["tokens"], 1.0)
-        return (*out[:4], out[4] * factor, *out[5:])
+        return (*out[:4], out[4] * factor(model, batch), *out[5:])
 
+    def by_weight(self: Any, original: Any, model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        alpha = self.tpo_alpha
+        self.tpo_alpha *= factor(model, batch)
+        try:
+            return original(model, batch, *args, **kwargs)
+        finally:
+            self.tpo_alpha = alpha
+
+    if gold:
+        return _changed(trainer, get_batch_samples=sampled, _compute_loss=by_weight)
     return _changed(trainer, get_batch_samples=sampled, concatenated_forward=weighted)
 
 
@@ -195,6 +213,11 @@ def _averaged(trainer: Any) -> int:
 def _labelled(batch: Mapping[str, Tensor], encoder: bool) -> Tensor:
     """Label positions of the chosen sequences; a decoder predicts none of the first tokens."""
     return (batch["chosen_labels"][:, 0 if encoder else 1 :] != -100).sum().cpu()
+
+
+def _gold(batch: Mapping[str, Tensor], encoder: bool) -> Tensor:
+    """Completion tokens of the gold sequences, the last third of a batch."""
+    return batch["completion_mask"].chunk(3)[-1][:, 1:].sum().cpu()
 
 
 def _prompt_too(batch: Mapping[str, Tensor], encoder: bool) -> Tensor:

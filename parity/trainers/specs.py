@@ -8,8 +8,8 @@ from typing import Any, Literal
 @dataclasses.dataclass(frozen=True)
 class TrainerSpec:
     upstream: str  # class in TRL
-    # what its dataset has: prompts alone, with completions, with completions and labels, or with pairs of them
-    data: Literal["prompts", "completions", "labels", "pairs"] = "prompts"
+    # what its dataset has: prompts alone, with completions, with completions and labels, or with pairs of them, and a gold one
+    data: Literal["prompts", "completions", "labels", "pairs", "triples"] = "prompts"
     # how it generates: in a method of its own, or by the model's `generate`, after which completions end with <eos>; empty
     # where it trains on stored ones
     generates: Literal["", "method", "model"] = ""
@@ -34,7 +34,7 @@ class TrainerSpec:
     @property
     def paired(self) -> bool:
         """Whether two completions of each prompt reach the loss."""
-        return self.data == "pairs" or self.generates == "model"
+        return self.data in ("pairs", "triples") or self.generates == "model"
 
     @property
     def grouped(self) -> bool:
@@ -73,6 +73,7 @@ SPECS = {
         has=("mask_truncated_completions", "router_aux_loss_coef", "sync_ref_model"),
     ),
     "async-grpo-trainer": TrainerSpec("AsyncGRPOTrainer", scored=True),
+    "async-distillation-trainer": TrainerSpec("AsyncDistillationTrainer"),
     "online-dpo-trainer": TrainerSpec(
         "OnlineDPOTrainer", generates="model", given="ref_model", beta=0.3, twins=({},), accumulates=False
     ),
@@ -117,6 +118,7 @@ SPECS = {
     "iw-opd-trainer": TrainerSpec("IWOPDTrainer"),
     "cpo-trainer": TrainerSpec("CPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT),
     "orpo-trainer": TrainerSpec("ORPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT, loss="orpo"),
+    "tpo-trainer": TrainerSpec("TPOTrainer", "triples", beta=0.3, options=UNCUT),
     "reward-trainer": TrainerSpec("RewardTrainer", "pairs"),
     "gmpo-trainer": TrainerSpec(
         "GMPOTrainer",

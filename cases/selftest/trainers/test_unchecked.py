@@ -11,15 +11,6 @@ pytest.importorskip("trl")
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / "cases/scripts/trainers").glob("*-*.py"))
 PAGE = (ROOT / "docs/measured/trainers-unchecked.md").read_text()
-MENDED = ("gold-uld-accumulation", "iw-opd-server-accumulation")
-APPLIED = """
-import runpy, sys, transformers
-from parity.fixes import apply
-train = transformers.Trainer.train
-transformers.Trainer.train = lambda self, *args, **kwargs: (apply(self), train(self, *args, **kwargs))[1]
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def run(*words):
@@ -38,10 +29,3 @@ def test_a_script_shows_its_finding(script):
 
 def test_the_page_names_every_script():
     assert [script.stem for script in SCRIPTS if script.stem not in PAGE] == []
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", MENDED)
-def test_a_mean_of_each_micro_batch_is_divided_by_their_number(name):
-    done = run("-c", APPLIED, ROOT / f"cases/scripts/trainers/{name}.py")
-    assert done.returncode == 0 and "\n|---|" in done.stdout, done.stdout + done.stderr[-2000:]

@@ -1,8 +1,10 @@
-"""A step of asynchronous GRPO: stored rollouts from the queue, packed so that sequences share the tokens of a common prefix.
+"""A step of asynchronous GRPO, or distillation: stored rollouts from the queue, packed into a row.
 
-TRL's attention over such a tree is a kernel of a GPU; here it is written out.
+GRPO's sequences share the tokens of a common prefix there. TRL's attention over such a tree is a kernel of a GPU; here it
+is written out.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -16,37 +18,43 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.policy_losses import divergence as k3
 from parity.judge.oracle import Oracle
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, shared
+from parity.trainers.checks.distillation import sparse, taught
 from parity.trainers.definitions.formulas import Loss, advantages, clip_ratios
-from parity.trainers.definitions.scored import Scored, completion_logps, entropies
+from parity.trainers.definitions.scored import Scored, entropies
 from parity.trainers.definitions.training_step import exact_step, first_step, logged, measured
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Window
 from parity.upstream import trl
 
-TRAINER = "async-grpo-trainer"
+TRAINER, DISTILLATION = "async-grpo-trainer", "async-distillation-trainer"
 STALE = 2
 LOW, HIGH = 0.05, 0.1
 """Some of the window's ratios lie beyond each bound, with either sign of the advantage."""
+TOP = 4
+"""The teacher's likeliest tokens that a rollout brings, beside the one that is there."""
 SETTINGS = {
     "model": Setting("llama", "tiny model", ("llama", "qwen2", "gemma2", "cohere")),
-    "temperature": Setting(1.0, "of the sampler", (1.0, 0.7)),
+    "temperature": Setting(1.0, "of the sampler; distillation: of student and teacher", (1.0, 0.7)),
     "split": Setting("8x1", "batch x accumulation", ("8x1", "2x4")),
     "even": Setting(False, "completions of one length: a micro-batch's mean is that of all", (False, True)),
     "budget": Setting(False, "token_budget: that of the window's packed row; else a number of samples", (False, True)),
     "tools": Setting(False, "some completion tokens are a tool's", (False, True)),
+    "beta": Setting(0.0, "distillation: the teacher's weight in the divergence, 0 forward KL", (0.0, 0.3, 1.0)),
 }
 CASES: list[CheckCase] = [
-    *((TRAINER, {"model": name}) for name in SETTINGS["model"].choices or ()),
+    *((t, {"model": name}) for t in (TRAINER, DISTILLATION) for name in SETTINGS["model"].choices or ()),
     (TRAINER, {"temperature": 0.7, "tools": True}),
-    (TRAINER, {"budget": True}),
-    (TRAINER, {"split": "2x4"}),
-    (TRAINER, {"split": "2x4", "even": True}),
+    (DISTILLATION, {"temperature": 0.7, "tools": True, "beta": 0.3}),
+    (DISTILLATION, {"beta": 1.0}),
+    *((t, {"budget": True}) for t in (TRAINER, DISTILLATION)),
+    *((t, {"split": "2x4", **more}) for t in (TRAINER, DISTILLATION) for more in ({}, {"even": True})),
 ]
 
 
@@ -105,42 +113,64 @@ def _attention(
     return torch.cat(out)
 
 
-@check("rollout-queue", (TRAINER,), SETTINGS, lambda seed: CASES, pr=CASES)
+@check("rollout-queue", (TRAINER, DISTILLATION), SETTINGS, lambda seed: CASES, pr=CASES)
 def rollout_queue(call: CheckCall) -> Iterator[Quantity]:
-    """One step on stored rollouts: loss and gradients are a mean over all of its tokens; the logged ratio, KL, entropy and shares
-    of clipped tokens are right; the server gets the weights."""
+    """One step on stored rollouts: loss and gradients are a mean over all of its tokens; what is logged of them is right (GRPO's
+    ratio, KL, entropy, shares of clipped tokens; distillation's divergence and entropies); the server gets the weights."""
     s, rows = call.settings, Window.of("grpo-trainer").rows
+    distils = call.case.family == DISTILLATION
+    if s.beta and not distils:
+        raise Unsupported("asynchronous GRPO has no beta")
     a = Loss(Window("grpo-trainer", stored_window.even(rows) if s.even else rows), s)
     window = a.window.sequences
-    with torch.no_grad():  # the sampler's log-probs, as float32 has them
-        older = stored_window.policy(s.model, torch.float64, stored_window.OLDER)
-        old = [x.float().double() for x in completion_logps(older, window, s.temperature)]
+    with torch.no_grad():  # log-probs of the sampler, or of the teacher, as float32 has them
+        sampler = functools.partial(stored_window.policy, s.model, torch.float64, stored_window.OLDER)
+        older = models.model(taught(s.model), torch.float64) if distils else sampler()
+        scored = Scored(older, window, temperature=s.temperature)
+        old = [x.float().double() for x in (scored.tables if distils else scored.tokens)]
     given = zip(window, old, advantages(window).tolist(), strict=True)
     samples = [_sample(*sequence, logps, a, advantage=sign) for sequence, logps, sign in given]
     # a token is shared where what follows it is shared too
-    room = len({(i, *ids[: i + 2]) for ids, _ in window for i in range(len(ids))})
+    shared_by_prefix = {(i, *ids[: i + 2]) for ids, _ in window for i in range(len(ids))}
+    room = sum(len(ids) for ids, _ in window) if distils else len(shared_by_prefix)
     steps, log, unsent = _run(call, a, samples, room)
     got, wanted = (sorted(t for t, _ in found) for found in (recorder.sequences_of(steps.batches), window))
     yield holds("sequences", got == wanted, f"{len(got)} of {len(wanted)}", "exact", float(len(got)))
     yield holds("weights", not unsent, f"the server has others: {', '.join(unsent)}", "exact")
-    step, numbers = shared(call, "step", lambda: _defined(a, old))
+    step, numbers = shared(call, "step", lambda: (_distilled if distils else _defined)(a, old))
     yield from first_step(step, steps)
     if s.even or s.split == "8x1":  # else a mean of the micro-batches' means is logged
         yield from logged(numbers, log)
 
 
 def _sample(ids: list[int], start: int, old: Tensor, a: Loss, **more: Any) -> Any:
-    """A rollout as the queue has it: log-probs of what is not trained on are 0."""
-    own = a.counted(torch.tensor(ids[start:]))
-    mask, logps = (np.concatenate([np.zeros(start), x.double().numpy()]) for x in (own, old * own))
-    given = {"input_ids": np.array(ids), "completion_mask": mask.astype("i8"), "old_log_probs": logps.astype("f4")}
+    """A rollout as the queue has it, by the sampler's log-probs (T,), 0 where nothing is trained on, or the teacher's (T, V)."""
+    own = a.counted(torch.tensor(ids[start:])).double()
+    given = {"input_ids": np.array(ids), "completion_mask": pad(own, (start, 0)).numpy().astype("i8")}
+    given |= (
+        _answered(ids, start, old) if old.dim() > 1 else {"old_log_probs": pad(old * own, (start, 0)).float().numpy()}
+    )
     about = {
         "group_id": tuple(ids[:start]),
         "model_version": 1 - STALE,
         "metrics": {"reward": 0.0},
         "enqueued_at": None,
+        "teacher_id": "",
+        "prompt_id": 0,
     }
     return SimpleNamespace(**{**given, **about, "advantage": 1.0, **more})
+
+
+def _answered(ids: list[int], start: int, table: Tensor) -> dict[str, Any]:
+    """What the teacher says of a sequence by its log-probs (T, V) of the completion: those of the likeliest `TOP` tokens, and of
+    the token that is there where it is none of these; id -1 for no token."""
+    top, tokens = table.topk(TOP).indices, torch.tensor(ids[start:]).unsqueeze(-1)
+    found = torch.cat([top, tokens.masked_fill((top == tokens).any(-1, keepdim=True), -1)], -1)
+    logps = table.gather(-1, found.clamp(min=0)).masked_fill(found < 0, -torch.inf)
+    return {
+        "teacher_topk_ids": pad(found, (0, 0, start, 0), value=-1).numpy(),
+        "teacher_topk_logprobs": pad(logps, (0, 0, start, 0), value=-torch.inf).float().numpy(),
+    }
 
 
 def _run(call: CheckCall, a: Loss, samples: list[Any], room: int) -> tuple[recorder.Steps, dict[str, Any], list[str]]:
@@ -148,31 +178,37 @@ def _run(call: CheckCall, a: Loss, samples: list[Any], room: int) -> tuple[recor
     that the server has not as they are. The first sync is version 1."""
     s = call.settings
     drive.needs(call.trainer, "token_budget")
-    released = trl.class_named(call.trainer).__module__
-    name = f"{released.rpartition('.')[0]}.packing"
-    if not importlib.util.find_spec(name):
+    distils = call.case.family == DISTILLATION
+    module = importlib.import_module(trl.class_named(call.trainer).__module__)
+    name = f"{module.__name__.rpartition('.')[0]}.packing"
+    if not distils and not importlib.util.find_spec(name):
         raise Unsupported(f"{call.trainer} of the installed version packs no tree of rollouts")
-    packing, module = map(importlib.import_module, (name, released))
-    ids = models.ids(23, "behind the window", room + 1)
-    no_row, other = (_sample(ids[:n], 4, torch.zeros(n - 4), a, model_version=1) for n in (room + 1, room))
+    ids, width = models.ids(23, "behind the window", room + 1), (models.VOCABULARY,) * distils
+    no_row, other = (_sample(ids[:n], 4, torch.zeros(n - 4, *width), a, model_version=1) for n in (room + 1, room))
     last = vars(samples[-1])  # ending a token earlier it takes one token of a row
     over = {**last, **{name: x[:-1] for name, x in last.items() if isinstance(x, np.ndarray)}, "model_version": 1}
-    too_old = _sample(ids[4:20], 4, torch.zeros(12), a, model_version=-STALE)
+    too_old = _sample(ids[4:20], 4, torch.zeros(12, *width), a, model_version=-STALE)
     dropped = [too_old, no_row] if s.budget else [too_old]
     engine, worker = _Engine(), _Worker([*samples[:4], *dropped, *samples[4:], SimpleNamespace(**over), *[other] * 64])
     wanted = recorder.plain(s.split) | recorder.LOGGED | {"temperature": s.temperature, "token_budget": s.budget * room}
-    wanted |= {"epsilon": LOW, "epsilon_high": HIGH, "max_staleness": STALE}
+    wanted |= {"max_staleness": STALE} | ({} if distils else {"epsilon": LOW, "epsilon_high": HIGH})
+    if distils:  # attention that does not need a GPU
+        wanted |= {"beta": s.beta, "teacher_temperature": s.temperature, "teacher_top_k": TOP}
+        wanted |= {
+            "teacher_server_urls": {"": "http://127.0.0.1"},
+            "model_init_kwargs": {"attn_implementation": "eager"},
+        }
     kernels, no_peak = (mock.Mock(return_value=x) for x in (SimpleNamespace(flash_attn_varlen_func=_attention), None))
+    packed = contextlib.nullcontext() if distils else mock.patch(f"{name}._flash_attn", kernels)
     with (
-        mock.patch.object(packing, "_flash_attn", kernels),
+        packed,
         mock.patch.object(module, "get_peak_flops_per_device", no_peak),  # of a GPU
         mock.patch.object(module, "threading", create=True),  # a thread that never ends
     ):
         given: dict[str, Any] = {
             "rollout_worker": worker,
             "weight_transfer": engine,
-            "reward_funcs": stored_window.reward,
-        }
+        } | ({"train_dataset": a.window.dataset()} if distils else {"reward_funcs": stored_window.reward})
         trainer = drive.build(call.trainer, str(models.saved(s.model)), wanted, **given)
         trainer.model.load_state_dict(stored_window.policy(s.model).state_dict())
         with drive.fixed(call.path, trainer):
@@ -212,3 +248,19 @@ def _defined(a: Loss, old: list[Tensor]) -> tuple[Oracle, Oracle]:
 
     policy = functools.partial(stored_window.policy, s.model, torch.float64)
     return exact_step(policy(), loss), measured(policy(), numbers)
+
+
+def _distilled(a: Loss, answers: list[Tensor]) -> tuple[Oracle, Oracle]:
+    """The mean over all tokens that are trained on of the divergence to the teacher on few tokens; the numbers logged."""
+    s, window = a.s, a.window.sequences
+    tokens = [torch.tensor(ids[start:]) for ids, start in window]
+    own = torch.cat([a.counted(x) for x in tokens])
+
+    def numbers(model: Any) -> Mapping[str, Tensor]:
+        tables = Scored(model, window, temperature=s.temperature).tables
+        every = zip(tables, answers, tokens, strict=True)
+        terms = torch.cat([sparse(p, q, x, s.beta, 1 if s.beta else TOP, there=True) for p, q, x in every])
+        return {"jsd": terms[own].mean(), "entropy": entropies(torch.cat(tables))[own].mean()}
+
+    policy = functools.partial(stored_window.policy, s.model, torch.float64)
+    return exact_step(policy(), lambda model: numbers(model)["jsd"]), measured(policy(), numbers)

@@ -17,7 +17,6 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.divergence import completed, divergence
-from parity.fixes import patches
 from parity.judge.oracle import Oracle
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, pairwise
 from parity.trainers.definitions.formulas import jsd
@@ -37,20 +36,23 @@ SETTINGS = {
     "split": Setting("2x1", "batch x accumulation", ("1x2", "2x1")),
     "temperature": Setting(1.0, "of student and teacher; GKD: of sampling alone", (1.0, 0.7)),
 }
+SERVED = SETTINGS | {"top": Setting(1, "loss_top_k, the tokens that the divergence is restricted to", (1, 4))}
 RAGGED = SETTINGS | {
     "prompts": Setting("equal", "lengths of the prompts", ("ragged", "equal")),
     "sampler": Setting("none", "who writes the completions, in place of the dataset's", ("none", "student", "teacher")),
     "longer": Setting(False, "they are longer than the dataset's", (False, True)),
     "alone": Setting(False, "IW-OPD: the dataset has prompts alone"),
     "objective": Setting("jsd", "IW-OPD: jsd or iw_opd"),
+    "uld": Setting("", "GOLD: use_uld_loss, and its uld_token_merge_strategy", ("", "observed", "bayesian")),
     "top": Setting(0, "IW-OPD: loss_top_k, the tokens that jsd is restricted to beside a tail bucket; 0: all"),
 }
 LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
 SERVER, IW_OPD, IW = "server-distillation-trainer", "iw-opd-trainer", "iw_opd"
-LOCAL = ("gkd-trainer", "gold-trainer", IW_OPD)
+GOLD = "gold-trainer"
+LOCAL = ("gkd-trainer", GOLD, IW_OPD)
 MIXTURE = {"beta": 0.3, "temperature": 0.7}
-SHORT: list[CheckCase] = [(SERVER, s) for s in (MIXTURE, LEAKED)]
+SHORT: list[CheckCase] = [(t, s) for t in (SERVER, IW_OPD) for s in (MIXTURE, LEAKED, {"beta": 0.0, "top": 4})]
 SHORT_LOCAL: list[CheckCase] = [
     *((t, s | {"split": "1x2", "prompts": "ragged"}) for t in LOCAL for s in (LEAKED, MIXTURE)),
     *((t, {"sampler": s, "prompts": "ragged"}) for t in LOCAL for s in ("student", "teacher")[: 1 + (t != IW_OPD)]),
@@ -58,6 +60,8 @@ SHORT_LOCAL: list[CheckCase] = [
     (IW_OPD, {"sampler": "student", "alone": True}),
     (IW_OPD, {"sampler": "student", "objective": IW, "prompts": "ragged", "temperature": 0.7}),
     (IW_OPD, {"sampler": "student", "objective": IW, "prompts": "ragged", "split": "1x2", "alone": True}),
+    (GOLD, {"uld": "observed", "split": "1x2"}),
+    (GOLD, {"uld": "bayesian", "prompts": "ragged", "sampler": "student", "temperature": 0.7}),
     *((IW_OPD, {"top": k, "beta": beta, "temperature": 0.7}) for k, beta in ((1, 0.3), (2, 0.3), (2, 0.0), (1, 1.0))),
 ]
 
@@ -65,23 +69,33 @@ SHORT_LOCAL: list[CheckCase] = [
 def _paired(settings: Mapping[str, Setting], short: list[CheckCase]) -> dict[str, Any]:
     """A check's trainers, settings and cases: the short ones, and every pair of values."""
     trainers = tuple(dict.fromkeys(trainer for trainer, _ in short))
-    cases = {"cases": lambda seed: [*short, *((t, s) for t in trainers for s in pairwise(settings, seed))]}
-    return {"trainers": trainers, "settings": settings, "quick": short, "pr": short, **cases}
+
+    def cases(seed: int) -> list[CheckCase]:
+        own = {t: {n: s for n, s in settings.items() if n != "uld" or t == GOLD} for t in trainers}
+        return [*short, *((t, s) for t in trainers for s in pairwise(own[t], seed))]
+
+    return {"trainers": trainers, "settings": settings, "quick": short, "pr": short, "cases": cases}
 
 
-@check("teacher-server", **_paired(SETTINGS, SHORT))
+@check("teacher-server", **_paired(SERVED, SHORT))
 def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     """Distillation from a teacher on a server on ragged completions: finite, and by the definition."""
     s = call.settings
-    teacher = Teacher(models.model(TEACHER).eval())
-    with patches.mask_teacher_padding() if call.path == "fixed" else contextlib.nullcontext():
-        steps = recorder.train(served(teacher, s.split, s.beta, s.temperature))
+    trainer, teacher = call.case.family, Teacher(models.model(TEACHER).eval())
+    if s.top > 1 and s.beta:
+        raise Unsupported("more than one token of a server are taken with beta 0 alone")
+    built = served(trainer, teacher, s)
+    with drive.fixed(call.path, built):
+        steps = recorder.train(built)
     window = recorder.sequences_of(steps.batches)
     yield holds("sequences", sorted(len(tokens) for tokens, _ in window) == [6, 7], f"the window holds {window}")
 
     def terms(model: Any, batch: Sequences) -> list[Tensor]:
         pairs = zip(Scored(model, batch, temperature=s.temperature).tables, batch, strict=True)
-        return [_sparse(logps, teacher.answers[tuple(ids)], torch.tensor(ids[n:]), s.beta) for logps, (ids, n) in pairs]
+        return [
+            sparse(logps, teacher.answers[tuple(ids)], torch.tensor(ids[n:]), s.beta, s.top)
+            for logps, (ids, n) in pairs
+        ]
 
     batches = [recorder.sequences_of([batch]) for batch in steps.batches]
     yield from first_step(by_definition(terms, batches, local=True), steps)  # the server path's own normaliser
@@ -99,14 +113,16 @@ def by_definition(
     return exact_step(models.model(model, torch.float64).train(), averaged)
 
 
-def _sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float, k: int = 1) -> Tensor:
+def sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float, k: int = 1, there: bool = False) -> Tensor:
     """The divergence at each token on k of its tokens, completed by a tail bucket, (T,). beta 0: the teacher's likeliest; 1:
-    the student's, of one the token that is there; between: both, once where they are the same."""
+    the student's, of one the token that is there; between: both, once where they are the same. `there`: the token that is
+    there in place of the student's, and with beta 0 too."""
     top = answer.topk(k).indices
-    own = logps.topk(k).indices if k > 1 else tokens.unsqueeze(-1)
-    support = top if beta == 0.0 else own if beta == 1.0 else torch.cat([top, own], -1)
+    own = logps.topk(k).indices if k > 1 and not there else tokens.unsqueeze(-1)
+    both = beta < 1.0 and (there or beta > 0.0)
+    support = torch.cat([top, own], -1) if both else top if beta == 0.0 else own
     gone = torch.zeros_like(support, dtype=torch.bool)
-    if 0.0 < beta < 1.0:
+    if both:
         gone[:, k:] = (own.unsqueeze(-1) == top.unsqueeze(-2)).any(-1)
     p, q = (completed(x.gather(-1, support), gone, tail=True) for x in (logps, answer.double()))
     gone = torch.cat([gone, torch.zeros_like(gone[:, :1])], -1)
@@ -158,11 +174,12 @@ def _sampled(i: int, length: int) -> list[int]:
     return [*models.ids(i, "sampled", length), models.EOS]
 
 
-def served(teacher: Teacher, split: str, beta: float, temperature: float = 1.0) -> Any:
-    """A trainer over a tiny student; `split` is "batch x accumulation"."""
-    name = upstream()
-    wanted = recorder.plain(split) | COMMON | {"beta": beta, "temperature": temperature}
-    wanted |= {"loss_top_k": 1, "teacher_model_server_url": "http://127.0.0.1", "use_teacher_server": True}
+def served(trainer: str, teacher: Teacher, s: SimpleNamespace) -> Any:
+    """A trainer over a tiny student; `s`: `SERVED`."""
+    name = upstream() if trainer == SERVER else SPECS[trainer].upstream
+    wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta, "temperature": s.temperature, "loss_top_k": s.top}
+    wanted |= {"teacher_model_server_url": "http://127.0.0.1", "use_teacher_server": True}
+    wanted |= {"distillation_objective": "jsd"}
     generates = hasattr(drive.trl_class(name), "_generate_single_turn")
     data = stored_window.dataset(samples(), "prompts" if generates else "turns")
     from trl.generation import vllm_client
@@ -183,6 +200,8 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
     trainer, s = call.case.family, SimpleNamespace(model=ARCHITECTURE, **vars(call.settings))
     if (s.alone or s.objective == IW) and (trainer != IW_OPD or s.sampler != "student"):
         raise Unsupported("only IW-OPD goes without completions, or weights those that the student generates")
+    if s.uld and (trainer != GOLD or s.sampler == "teacher"):
+        raise Unsupported("only GOLD compares sorted probabilities, of its student's completions or the dataset's")
     if s.top and (trainer != IW_OPD or s.objective == IW):
         raise Unsupported("only IW-OPD's jsd is restricted to some tokens")
     rows, built = dealt(s), control(trainer, s, device=call.device)
@@ -225,7 +244,12 @@ def control(trainer: str, s: SimpleNamespace, device: str = "cpu", **config: Any
         drive.needs(upstream, "seq_kd")
         wanted |= {"seq_kd": True}
     data = stored_window.dataset(samples(s.prompts), "messages" if s.alone else "turns")
-    if trainer == "gold-trainer":  # which reads no text that is split at spaces
+    if s.uld:
+        own = {"use_uld_loss": True, "use_extended_uld": False, "uld_token_merge_strategy": s.uld}
+        own |= {"uld_student_temperature": s.temperature, "uld_teacher_temperature": s.temperature}
+        drive.needs(upstream, *own)
+        wanted |= own | {"teacher_tokenizer_name_or_path": str(models.saved(s.model))}
+    if trainer == GOLD:  # which reads no text that is split at spaces
         rows = dealt(s)
         data = data.add_column("input_ids", [prompt + completion for prompt, completion in rows])
         data = data.add_column("completion_mask", [[0] * len(prompt) + [1] * len(end) for prompt, end in rows])
@@ -238,10 +262,20 @@ def control(trainer: str, s: SimpleNamespace, device: str = "cpu", **config: Any
 def objective(trainer: str, s: SimpleNamespace, model: Any, batch: Sequences) -> list[Tensor]:
     """The trainer's divergence at each token of each completion, (T_i,)."""
     student = Scored(model, batch, taught(s.model), s.temperature if trainer != "gkd-trainer" else 1.0)
+    if s.uld:
+        return [_sorted(*pair, s.uld) for pair in zip(student.tables, student.base.tables, strict=True)]
     if s.top:
         pairs = zip(student.tables, student.base.tables, batch, strict=True)
-        return [_sparse(p, q, torch.tensor(ids[n:]), s.beta, s.top) for p, q, (ids, n) in pairs]
+        return [sparse(p, q, torch.tensor(ids[n:]), s.beta, s.top) for p, q, (ids, n) in pairs]
     return _weighted(student) if s.objective == IW else jsd(student, s.beta)
+
+
+def _sorted(own: Tensor, teachers: Tensor, strategy: str) -> Tensor:
+    """Of a completion with T tokens the mean over its tokens but <eos> of Σ |p - q|, the vocabulary's probabilities sorted (ULD,
+    arXiv 2402.12030), (1,): bayesian: where each token is predicted; observed: where it stands, and predicts the next."""
+    kept = slice(0, -1) if strategy == "bayesian" else slice(1, None)
+    p, q = (x[kept].exp().sort(-1).values for x in (own, teachers))
+    return (p - q).abs().sum(-1).mean().unsqueeze(0)
 
 
 def _weighted(student: Scored) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.families.preference_losses import CPO, DPO, ONLINE, SCORED
+from parity.families.preference_losses import CPO, DPO, ONLINE, SCORED, TPO
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, tells
 from parity.trainers.checks.twin_windows import begun
 from parity.trainers.checks.twins import judged, step_of, twin
@@ -27,6 +27,7 @@ OWN = {
     "online-dpo-trainer": tuple(ONLINE),
     "cpo-trainer": CPO,
     "orpo-trainer": ("orpo",),
+    "tpo-trainer": TPO,
 }
 """Trainer -> its loss types."""
 TYPES = tuple(dict.fromkeys(name for names in OWN.values() for name in names))
@@ -39,6 +40,11 @@ SETTINGS = {
     "even": Setting(False, "sequences of one length: a micro-batch's mean is that of all", (False, True)),
     "model": Setting("llama", "tiny model; KTO's KL is positive for llama, negative for qwen2", ("llama", "qwen2")),
 }
+FIELDS = {
+    "sft-trainer": {"smoothing": "label_smoothing_factor"},
+    "tpo-trainer": {"nll": "tpo_alpha", "gamma": "tpo_l_gamma"},
+}
+"""Trainer -> fields of its config that are called otherwise than in `OPTIONS`."""
 UNKNOWN = "unknown"
 """No word of the tokenizer: id 0."""
 PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -51,6 +57,7 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("dpo-trainer", {"precomputed": True, "ld_alpha": 0.4}),
     ("cpo-trainer", {"loss": "simpo", "nll": 0.4, "gamma": 1.2, "power": 0.3}),
     ("orpo-trainer", {"loss": "orpo"}),
+    ("tpo-trainer", {"loss": "tpo-l", "nll": 0.4, "gamma": 1.2}),
 )
 
 
@@ -89,6 +96,14 @@ HONOURED: dict[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ...]] = {
         _with("ipo", "simpo", "alphapo", power=0.3),  # the others' sums are so large that their power drowns the margin
         _with("simpo", "alphapo", gamma=1.2),
     ),
+    "tpo-trainer": (
+        _with("sigmoid", "ipo", split="2x4"),
+        _with(split="2x4", even=True),
+        _with(split="2x4", nll=0.0),
+        _with(nll=0.4, beta=0.05, model="qwen2"),
+        _with("sigmoid", "tpo-l", smoothing=0.1),
+        _with("tpo-l", gamma=1.2),
+    ),
     "orpo-trainer": (_with(beta=0.05, model="qwen2"), _with(split="2x4"), _with(split="2x4", even=True)),
 }
 """Trainer -> the losses, none for all, and the settings that they are looked at with."""
@@ -112,7 +127,7 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
     if s.loss not in OWN[trainer]:
         raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")
     if s.even and not any("even" in settings for _, settings in HONOURED[trainer]):
-        raise Unsupported("only CPO's and ORPO's likelihood is a mean over the tokens of a micro-batch")
+        raise Unsupported("only CPO's, ORPO's and TPO's likelihood is a mean over the tokens of a micro-batch")
     if s.zero and not call.spec.paired:
         raise Unsupported("only a paired trainer's likelihood is its own")
     rows = [dataclasses.replace(r, limit=6 if s.penalty else None) for r in Window.of(trainer).rows]
@@ -122,7 +137,9 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
     settings = twin(trainer, model=s.model, split=s.split, pad="<eos>" if s.zero else "<pad>", whole=s.whole)
     run = Run(trainer, settings, call.path, rows, plain=True, per_device_eval_batch_size=len(rows), **_options(call))
     loss = Loss(run.window, s)
-    yield from judged(call, run, loss)
+    yield from judged(
+        call, run, loss, there=bool(s.nll) or call.spec.data != "triples"
+    )  # without it no gold one is scored
     # online DPO does not evaluate; a KL is estimated of each micro-batch, and evaluation has one
     if call.spec.generates != "model" and not begun(run.built) and not (s.loss == "kto" and s.split != "8x1"):
         with trl.quiet(), drive.fixed(call.path, run.built):
@@ -149,8 +166,7 @@ def _options(call: CheckCall) -> dict[str, Any]:
     """The config's fields; of settings at their default only those that the installed version has. Raises Unsupported
     where it lacks one that is away from its default."""
     s, known = call.settings, trl.fields(drive.config(call.trainer))
-    fields = {name: field for name, (field, _) in OPTIONS.items()}
-    fields |= {"smoothing": "label_smoothing_factor"} if call.spec.data == "completions" else {}
+    fields = {name: field for name, (field, _) in OPTIONS.items()} | FIELDS.get(call.case.family, {})
     drive.needs(
         call.trainer,
         *(field for name, field in fields.items() if getattr(s, name) != SETTINGS[name].default),

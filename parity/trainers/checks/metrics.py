@@ -17,7 +17,7 @@ from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, ch
 from parity.trainers.checks.twin_windows import EVALUATED, begun
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import LOSSES, Loss, kl_of_others
-from parity.trainers.definitions.scored import completion_logps, logits
+from parity.trainers.definitions.scored import Scored, completion_logps, logits
 from parity.trainers.definitions.training_step import logged, measured
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Sample, Window
@@ -32,14 +32,14 @@ SETTINGS = {
     "brief": Setting(False, "online DPO: completions of two tokens each, so that none is padded", (False, True)),
     "split": Setting("8x1", "batch x accumulation; accumulated, every sequence has one length", ("8x1", "2x4")),
     "divergence": Setting("reverse_kl", "DPO: f-DPO's, of which no reward is made", ("reverse_kl", "forward_kl")),
-    "loss": Setting("sigmoid", "CPO: simpo has rewards of a token's mean", ("sigmoid", "simpo")),
+    "loss": Setting("sigmoid", "CPO's simpo and tpo-l have rewards of a token's mean", ("sigmoid", "simpo", "tpo-l")),
     "whole": Setting(False, "SFT: completion_only_loss is off, prompts are trained on", (False, True)),
 }
 PR: tuple[CheckCase, ...] = (("online-dpo-trainer", {}),)
 COUNTED = "rewards/accuracies reward objective/scores objective/scores_margin mean_token_accuracy num_tokens".split()
 """Metrics that are a count, or made of what is exact in float32."""
 
-GUESSED = ("sft-trainer", "dpo-trainer")
+GUESSED = ("sft-trainer", "dpo-trainer", "tpo-trainer")
 """Trainers that log a share of tokens that are the likeliest: random words are none."""
 
 Values = dict[str, Tensor]
@@ -92,7 +92,7 @@ def _of_sides(loss: Loss, model: Any) -> Values:
         batch, chosen = loss.scored(model, [*sides[0], *sides[1]]), torch.arange(2 * len(sides[0])) < len(sides[0])
     else:
         batch, chosen = loss.scored(model), torch.tensor(window.labels)
-    logps = batch.means if spec.loss == "orpo" or loss.s.loss == "simpo" else batch.sums
+    logps = batch.means if spec.loss == "orpo" or loss.s.loss in ("simpo", "tpo-l") else batch.sums
     earned = batch.ratios if spec.given else logps
     out: Values = {}
     for name, side in (("chosen", chosen), ("rejected", ~chosen)):
@@ -107,10 +107,7 @@ def _of_sides(loss: Loss, model: Any) -> Values:
         apart = scores[chosen].mean() - scores[~chosen].mean()
         return out | {"objective/scores": scores.mean(), "objective/scores_margin": apart}
     if spec.given:
-        out |= {"entropy": batch.entropy}
-        for name, side in (("chosen", chosen), ("rejected", ~chosen)):  # the vocabulary's mean, then that of all tokens
-            kept = [z.mean(-1) for z, there in zip(batch.logits, side, strict=True) if there]
-            out |= {f"logits/{name}": torch.cat(kept).mean()}
+        out |= {"entropy": batch.entropy} | _mean_logits(batch, chosen)
         right = torch.cat(batch.likeliest[: len(sides[0])]).double().mean()
         return out | ({"mean_token_accuracy": right} if spec.paired else {"kl": kl_of_others(loss, model).mean()})
     if spec.loss == "orpo":
@@ -119,7 +116,21 @@ def _of_sides(loss: Loss, model: Any) -> Values:
         whole = completion_logps(model, [(tokens, 1) for tokens, _ in sides[0]])
         out |= {"log_odds_chosen": odds.mean(), "log_odds_ratio": torch.nn.functional.logsigmoid(odds).mean()}
         return out | {"nll_loss": -torch.cat(whole).mean()}
+    if spec.data == "triples":
+        every = loss.scored(model, [*sides[0], *sides[1], *window.gold])
+        out |= {
+            "entropy": every.entropy,
+            "mean_token_accuracy": torch.cat(batch.likeliest[: len(sides[0])]).double().mean(),
+        }
+        return out | _mean_logits(batch, chosen)
     return out | {"nll_loss": -torch.cat(batch.tokens[: len(sides[0])]).mean()}
+
+
+def _mean_logits(batch: Scored, chosen: Tensor) -> Values:
+    """The vocabulary's mean, then that of all tokens of the chosen, and of the rejected."""
+    sides = (("chosen", chosen), ("rejected", ~chosen))
+    kept = {name: [z.mean(-1) for z, own in zip(batch.logits, side, strict=True) if own] for name, side in sides}
+    return {f"logits/{name}": torch.cat(means).mean() for name, means in kept.items()}
 
 
 def guessed(window: Window, model: Any) -> list[Sample]:
@@ -153,6 +164,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
         ("sft-trainer", {"whole": True}),
         ("dpo-trainer", {"divergence": "forward_kl"}),
         ("cpo-trainer", {"loss": "simpo"}),
+        ("tpo-trainer", {"loss": "tpo-l"}),
     )
 
 
@@ -161,7 +173,7 @@ def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of eight sequences, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings
     own: dict[str, Any] = {} if s.divergence == "reverse_kl" else {"f_divergence_type": s.divergence}
-    own |= {} if s.loss == "sigmoid" else {"loss_type": s.loss, "simpo_gamma": 0.5}
+    own |= {} if s.loss == "sigmoid" else {"loss_type": s.loss}
     drive.needs(call.trainer, *own)
     more = {**recorder.LOGGED, **EVALUATED, "beta": s.beta, **own}
     settings = twin(trainer, model=s.model, beta=s.beta, kl=call.spec.data == "labels", whole=s.whole, split=s.split)

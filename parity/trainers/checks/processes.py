@@ -37,7 +37,7 @@ PROCESSES = {
         False, "ranks with equal token counts, each counting its own (average_tokens_across_devices off)", (False, True)
     ),
 }
-ALL = (*TWINS, *distillation.LOCAL, "cpo-trainer", "orpo-trainer")
+ALL = (*TWINS, *distillation.LOCAL, "cpo-trainer", "orpo-trainer", "tpo-trainer")
 LOGGING = [t for t in TWINS if t in metrics.TRAINERS and SPECS[t].generates != "model"]
 """Those whose metrics are judged; online DPO's count padding, which one process shows."""
 

@@ -20,7 +20,7 @@ from parity.families import preference_losses
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.families.policy_losses import divergence as k3
-from parity.families.preference_losses import DIVERGENCES, DPO, ONLINE, Pairs, log_odds, unpaired
+from parity.families.preference_losses import AVERAGED, DIVERGENCES, DPO, ONLINE, Pairs, log_odds, unpaired
 from parity.trainers.definitions.scored import Scored, completion_logps, entropies, mean, rows
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Sequences, Window
@@ -34,8 +34,11 @@ OPTIONS = {
     "ld_alpha": ("ld_alpha", Setting(1.0, "weight of the tokens behind the shorter one's length", (1.0, 0.4))),
     "weighting": ("use_weighting", Setting(False, "WPO", (False, True))),
     "tau": ("discopop_tau", Setting(0.05, "temperature of discopop", (0.05, 0.5))),
-    "nll": ("cpo_alpha", Setting(1.0, "weight of the chosen completions' negative log-likelihood", (1.0, 0.4, 0.0))),
-    "gamma": ("simpo_gamma", Setting(0.5, "margin of SimPO", (0.5, 1.2))),
+    "nll": (
+        "cpo_alpha",
+        Setting(1.0, "weight of the negative log-likelihood, of chosen or gold completions", (1.0, 0.4, 0.0)),
+    ),
+    "gamma": ("simpo_gamma", Setting(0.5, "margin of SimPO and TPO-L", (0.5, 1.2))),
     "power": ("alpha", Setting(0.0, "CPO: exponent of AlphaPO's rewards", (0.0, 0.3))),
     "desirable": ("desirable_weight", Setting(1.0, "KTO", (1.0, 0.7))),
     "undesirable": ("undesirable_weight", Setting(1.0, "KTO", (1.0, 1.3))),
@@ -164,9 +167,17 @@ def _alignment(side: Scored) -> Tensor:
 def cpo(a: Loss, model: Any) -> Tensor:
     """mean of `preference_losses.cpo` plus nll·(-Σ log p / N) over the N tokens of the chosen completions; alphapo: nll = 0."""
     sides = a.sides(model)
-    r = [side.means if a.s.loss in ("ipo", "simpo", "alphapo") else side.sums for side in sides]
     weight = 0.0 if a.s.loss == "alphapo" else a.s.nll
-    return preference_losses.cpo(r, a.s, a.s.loss).mean() - weight * torch.cat(sides[0].tokens).mean()
+    return _contrast(a.s, sides) - weight * torch.cat(sides[0].tokens).mean()
+
+
+def tpo(a: Loss, model: Any) -> Tensor:
+    """As `cpo`, the likelihood that of the gold completions (arXiv 2405.16681)."""
+    return _contrast(a.s, a.sides(model)) - a.s.nll * torch.cat(completion_logps(model, a.window.gold)).mean()
+
+
+def _contrast(s: SimpleNamespace, sides: Sequence[Scored]) -> Tensor:
+    return preference_losses.cpo([x.means if s.loss in AVERAGED else x.sums for x in sides], s, s.loss).mean()
 
 
 def orpo(a: Loss, model: Any) -> Tensor:
@@ -335,6 +346,7 @@ LOSSES: Mapping[str, Callable[[Loss, Any], Tensor]] = {
     "online-dpo-trainer": lambda a, model: ONLINE[a.s.loss](pairs_of(a.sides(model), a.s)).mean(),
     "cpo-trainer": cpo,
     "orpo-trainer": orpo,
+    "tpo-trainer": tpo,
     "kto-trainer": kto,
     "rloo-trainer": rloo,
     "gmpo-trainer": gmpo,

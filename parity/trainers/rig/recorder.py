@@ -47,7 +47,8 @@ def parts(batch: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
     if "tree_kv_index" in batch:
         return _of_tree(batch)
     loss = batch["completion_mask"] if "completion_mask" in batch else (batch["labels"] != -100).long()
-    if "attention_mask" in batch:
+    rows = "position_ids" not in batch or len(tokens) > 1
+    if "attention_mask" in batch and (rows or not bool(batch["attention_mask"].all())):
         return [(tokens, batch["attention_mask"], loss)]
     starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist() + [tokens.shape[1]]  # packed into one row
     pieces = [slice(a, b) for a, b in itertools.pairwise(starts)]

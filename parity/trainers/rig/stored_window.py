@@ -85,8 +85,8 @@ def brief() -> list[Sample]:
 
 
 def dataset(chosen: Sequence[Sample], columns: str) -> Any:
-    """The samples as a dataset of "prompts", or with "completions", with "labels" besides, or with "pairs". "messages"
-    are conversations of a prompt alone, "turns" such that end with the completion."""
+    """The samples as a dataset of "prompts", or with "completions", with "labels" besides, with "pairs", or with "triples" (as
+    `Window.gold`). "messages" are conversations of a prompt alone, "turns" such that end with the completion."""
     from datasets import Dataset
 
     prompts, completions = [r.prompt for r in chosen], [r.completion for r in chosen]
@@ -97,6 +97,8 @@ def dataset(chosen: Sequence[Sample], columns: str) -> Any:
         "completions": {"prompt": prompts, "completion": completions},
         "labels": {"prompt": prompts, "completion": completions, "label": [r.label for r in chosen]},
         "pairs": {"prompt": prompts, "chosen": completions, "rejected": [r.other for r in chosen]},
+        "triples": {"prompt": prompts, "chosen": completions, "rejected": (others := [r.other for r in chosen])}
+        | {"reference": others[-1:] + others[:-1]},
         "messages": {"messages": [[a] for a in asked]},
         "turns": {"messages": [[a, b] for a, b in zip(asked, answers, strict=True)]},
     }
@@ -152,13 +154,19 @@ class Window:
         """Prompt and completion of each row."""
         return self._of("completion")
 
+    @property
+    def gold(self) -> Sequences:
+        """Each prompt with the other completion of the row before it."""
+        return mismatched(self._of("other"), len(self.rows))
+
     def mismatched(self, batch: int) -> Sequences:
         return mismatched(self.sequences, batch)
 
     @property
     def expected(self) -> Sequences:
         """What must reach the loss, each sequence once."""
-        return self.sequences + self._of("other") if self.spec.paired else self.sequences
+        gold = self.gold if self.spec.data == "triples" else []
+        return self.sequences + (self._of("other") if self.spec.paired else []) + gold
 
     def pair(self, penalty: float = 0.0, weight: float = 1.0) -> tuple[Sequences, Sequences]:
         """The chosen and the rejected sequences: the dataset's, or those of the higher and the lower reward, which is
