@@ -129,6 +129,9 @@ SPECS = {
         own=("beta", "tools"),
         fused_fix=False,
     ),
+    "sdft-trainer": TrainerSpec("SDFTTrainer"),
+    "sdpo-trainer": TrainerSpec("SDPOTrainer", baseline="group"),
+    "a2po-trainer": TrainerSpec("A2POTrainer"),
 }
 """Family of the rows -> the trainer."""
 

@@ -77,6 +77,7 @@ class Loss:
     reference: Any = ""  # where it is not the saved model of `s`
     generation: Generation | None = None  # what it is a part of, where ratios are to another policy than the model
     earned: Tensor | None = None  # rewards, where they are not the window's
+    scale: str = "group"  # of `advantages`
     # more settings of family `policy`; `epsilon` and `epsilon_high` of every clipped ratio
     policy: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # log-probs (N, T) and mask -> the sampler's importance ratio
@@ -270,10 +271,12 @@ def clip_ratios(low: Sequence[Tensor], high: Sequence[Tensor]) -> dict[str, Tens
     }
 
 
-def advantages(window: Sequences, earned: Tensor | None = None) -> Tensor:
-    """GRPO's: the reward less its group's mean, over the group's standard deviation + 1e-4, (N,)."""
+def advantages(window: Sequences, earned: Tensor | None = None, scale: str = "group") -> Tensor:
+    """GRPO's: the reward less its group's mean, over the standard deviation of the group or of the batch + 1e-4, or over
+    nothing (none), (N,)."""
     r = stored_window.rewards(window) if earned is None else earned
-    return ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).flatten()
+    spread = {"group": r.std(1, keepdim=True), "batch": r.std(), "none": torch.tensor(1 - 1e-4)}[scale]
+    return ((r - r.mean(1, keepdim=True)) / (spread + 1e-4)).flatten()
 
 
 def grpo(a: Loss, model: Any) -> Tensor:
@@ -284,7 +287,7 @@ def grpo(a: Loss, model: Any) -> Tensor:
     own = {"loss_type": a.s.loss, "beta": a.s.beta, "max_completion_length": drive.COMPLETION}
     s = SimpleNamespace(**{**defaults(POLICY.settings), **head, **own, **a.policy})
     window = a.window.sequences
-    tensors = policy_tensors(window, model) | {"advantages": a.of_window(advantages(a.whole, a.earned))}
+    tensors = policy_tensors(window, model) | {"advantages": a.of_window(advantages(a.whole, a.earned, a.scale))}
     if s.beta != 0.0:
         tensors["ref_logps"] = padded(a.scored(model).base.tokens)
     if a.generation is not None:
