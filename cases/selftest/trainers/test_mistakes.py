@@ -17,6 +17,7 @@ from parity.trainers.rig import drive
 METRICS, SEQUENCE = {"check": "metrics"}, {"check": "windows", "kind": "sequence"}
 GENERATED = {"check": "ragged-control", "sampler": "student", "prompts": "ragged"}
 QUEUE = {"check": "rollout-queue"}
+SELF = {"check": "self-distillation"}
 ENTROPIES = {"check": "windows", "kind": "entropies", "loss": "dapo"}
 CASES = {
     "grpo-trainer.reward-std": (METRICS, "reward_std"),
@@ -70,6 +71,10 @@ CASES = {
     "async-grpo-trainer.places": (QUEUE, "gradient"),
     "async-grpo-trainer.accumulation": (QUEUE | {"split": "2x4", "even": True}, "gradient"),
     "async-grpo-trainer.share": (QUEUE, "clip_ratio/low_mean"),
+    "sdft-trainer.ratio": (SELF | {"window": "again"}, "gradient"),
+    "sdft-trainer.average": (SELF | {"teacher": "ema", "window": "second"}, "gradient"),
+    "sdpo-trainer.unshown": (SELF, "loss"),
+    "a2po-trainer.value": (SELF, "loss"),
 }
 
 
