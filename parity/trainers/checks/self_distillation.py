@@ -109,8 +109,8 @@ def self_distillation(call: CheckCall) -> Iterator[Quantity]:
         raise Unsupported(f"{call.trainer} has no {', '.join(refused) or 'generation that is taken twice'}")
     if s.mode == "sampled_token" and s.alpha != 1.0:
         raise Unsupported("sampled_token is the reverse KL alone")
-    needed = ["beta2"] if family == A2PO else ["distillation_mode", "teacher_model_kind"]
-    drive.needs(call.trainer, *needed, *(OPTIONS[name][0] for name in away if name in OPTIONS))
+    needed = {"beta2"} if family == A2PO else {"distillation_mode", "teacher_model_kind"}
+    drive.needs(call.trainer, *sorted(needed | {OPTIONS[name][0] for name in away if name in OPTIONS}))
     with tempfile.TemporaryDirectory(prefix="parity-self-") as folder:
         run = Stored(call, folder)
         steps = last = recorder.train(run.trainer)
