@@ -1,5 +1,5 @@
-"""SDFT: "`base` uses the initial student". A student whose weights are not those of its path (merged, resized or changed)."""
-
+# TRL 1.16: SDFT, SDPO: the teacher, "the initial student", is loaded from the student's path
+# A student whose weights are not those of its path (merged, resized or changed) has another teacher.
 import torch
 from setup_self import saved, sdft
 from setup_tiny import tiny

@@ -1,5 +1,5 @@
-"""The EMA teacher of SDPO (default) and SDFT, in a run of four steps and in the same run resumed behind step 2."""
-
+# TRL 1.16: the averaged teacher of SDPO (default) and SDFT is lost in a resumed run
+# No checkpoint has it. A run of four steps, and the same run resumed behind step 2.
 import tempfile
 
 import peft

@@ -1,5 +1,5 @@
-"""SDPOConfig's beta, "KL coefficient", has no effect: three steps with 0 and with 10."""
-
+# TRL 1.16: SDPOConfig's beta, "KL coefficient", has no effect
+# It is stored and read nowhere: three steps with 0 and with 10.
 from setup_processes import Keep
 from setup_self import saved, sdpo
 from setup_tiny import tiny

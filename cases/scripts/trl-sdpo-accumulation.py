@@ -1,5 +1,5 @@
-"""SDPO's policy loss of type dapo, which normalises by "the global accumulated batch" (SDPOConfig), against float64."""
-
+# TRL 1.16: SDPO's policy loss of type dapo is a mean over each micro-batch, not over "the global accumulated batch" (SDPOConfig)
+# It is divided by the micro-batch's tokens, then by the accumulation steps. scale_rewards="none" divides by 1.0001.
 import torch
 from setup_processes import step
 from setup_self import saved, sdpo

@@ -1,5 +1,5 @@
-"""A2POTrainer: the end of the prompt that is cut, and prompts of unequal lengths with a tokenizer that pads on the right."""
-
+# TRL 1.16: A2PO cuts prompts at their end, and takes a tokenizer that pads on the right as it is
+# It tokenizes with truncation=True and padding=True, which follow the tokenizer's sides.
 import copy
 
 import transformers
