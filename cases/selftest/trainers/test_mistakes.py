@@ -73,7 +73,7 @@ CASES = {
     "async-grpo-trainer.share": (QUEUE, "clip_ratio/low_mean"),
     "sdft-trainer.ratio": (SELF | {"window": "again"}, "gradient"),
     "sdft-trainer.average": (SELF | {"teacher": "ema", "window": "second"}, "gradient"),
-    "sdpo-trainer.unshown": (SELF, "loss"),
+    "sdpo-trainer.unshown": (SELF | {"window": "second"}, "loss"),
     "a2po-trainer.value": (SELF, "loss"),
 }
 
