@@ -13,6 +13,7 @@ from parity.cli.ledger_commands import ledger_command
 from parity.cli.progress import Shown
 from parity.cli.show import VERBOSE, findings, report
 from parity.errors import INTERRUPTED, NOTHING, TERMINATED, UsageError
+from parity.results.report import PAGES
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -134,7 +135,7 @@ def replay_command(case: str, **options: Any) -> None:
 @options.path("--config", "only those that the settings of this .yaml or .json file meet")
 @click.option("--trainer", help="the trainer that runs the settings, where the file does not say: GRPOTrainer")
 @options.LEDGER
-@click.option("--page", type=click.Choice(["newest", "mended"]), help="print the page of docs/ instead")
+@click.option("--page", type=click.Choice(PAGES), help="print the page of docs/ instead")
 def findings_command(config: Path | None, trainer: str | None, ledger: Path | None, page: str | None) -> None:
     """Show what is known to be wrong in the installed libraries.
 
@@ -147,7 +148,7 @@ def findings_command(config: Path | None, trainer: str | None, ledger: Path | No
     if page:
         from parity.results.report import render
 
-        click.echo(render.ledger_page(known, page == "mended"), nl=False)
+        click.echo(render.ledger_page(known, page), nl=False)
         return
     stack, unknown, found = Stack.here(known), dict[str, str](), False
     title = f"{stack.named}: {stack.defects}"

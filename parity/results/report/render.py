@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.text import Text
 
 from parity.results import memory, trend
-from parity.results.ledger import Ledger
-from parity.results.report import stack, wording
+from parity.results.ledger import Entry, Ledger
+from parity.results.report import PAGES, stack, wording
 from parity.results.report.findings import Finding, ImplementationCase, findings, grouped, headroom
 from parity.results.report.summary import DTYPES, Line, Summary
 from parity.results.row import STOPPED, Row
@@ -127,11 +127,15 @@ def junit(summary: Summary) -> str:
     return filled("junit.xml.j2", summary=summary, suites=suites, all=[c for found in suites.values() for c in found])
 
 
-def ledger_page(ledger: Ledger, mended: bool = False) -> str:
-    """docs/findings.md: the newest releases' defects, of any library; or with `mended` those that only older ones have."""
-    entries = [e for e in ledger.entries if not e.user.part_of and stack.is_mended(e) == mended]
-    older = Ledger.older(ledger.path) if mended else []
-    return filled("findings.md.j2", stack=stack.Stack.of(entries), mended=mended, older=older)
+def ledger_page(ledger: Ledger, page: str = "newest") -> str:
+    """docs/findings.md: the newest releases' defects, of any library, but those of severity low; or page "low", or "mended",
+    those that only older releases have."""
+    pages: dict[str, list[Entry]] = {name: [] for name in PAGES}
+    for e in (e for e in ledger.entries if not e.user.part_of):
+        pages["mended" if stack.is_mended(e) else "low" if e.severity == "low" else "newest"].append(e)
+    older = Ledger.older(ledger.path) if page == "mended" else []
+    found = stack.Stack.of(pages[page])
+    return filled("findings.md.j2", stack=found, page=page, low=len(pages["low"]), older=older)
 
 
 def strips(finding: Finding) -> list[tuple[Row, list[list[tuple[int, bool]]]]]:

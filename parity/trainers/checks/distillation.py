@@ -81,7 +81,7 @@ def _paired(settings: Mapping[str, Setting], short: list[CheckCase]) -> dict[str
 def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     """Distillation from a teacher on a server on ragged completions: finite, and by the definition."""
     s = call.settings
-    trainer, teacher = call.case.family, Teacher(models.model(TEACHER).eval())
+    trainer, teacher = call.case.family, Teacher(models.model(TEACHER).eval(), s.temperature)
     if s.top > 1 and s.beta:
         raise Unsupported("more than one token of a server are taken with beta 0 alone")
     built = served(trainer, teacher, s)
@@ -130,10 +130,11 @@ def sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float, k: int = 
 
 
 class Teacher:
-    """A model in place of TRL's `VLLMClient`; `answers`: the log-probs (T, V) of the completion of each scored sequence."""
+    """A model in place of TRL's `VLLMClient`. `answers`: the log-probs (T, V) of the completion of each scored sequence, as they
+    are at the temperature that it should be asked for."""
 
-    def __init__(self, model: Any):
-        self.model = model
+    def __init__(self, model: Any, temperature: float):
+        self.model, self.temperature = model, temperature
         self.answers: dict[tuple[int, ...], Tensor] = {}
 
     def get_sequence_logprobs(
@@ -144,7 +145,8 @@ class Teacher:
         for ids, start in zip(sequences, prompt_lengths, strict=True):
             with torch.no_grad():
                 logits = self.model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1]
-            logps = self.answers[tuple(ids)] = torch.log_softmax(logits.double() / temperature, -1).float()
+            self.answers[tuple(ids)] = torch.log_softmax(logits.double() / self.temperature, -1).float()
+            logps = torch.log_softmax(logits.double() / temperature, -1).float()
             top, there = logps.topk(top_logprobs, -1), torch.tensor(ids[start:]).unsqueeze(-1)
             found = {"logprobs": top.values, "logprob_token_ids": top.indices}
             found |= {"actual_logprobs": logps.gather(-1, there), "actual_token_ids": there}
