@@ -49,13 +49,12 @@ def kernel(order=1, factor=1.0):
 
 
 @pytest.mark.parametrize(
-    ("seed", "size", "width", "peak", "targets"),
-    [(3, 8_200, 64, 4.0, "random"), (4, 131_073, 64, 4.0, "random"), (3, 131_073, 4, 12.0, "random")],
+    ("seed", "size", "width", "peak"), [(3, 8_200, 64, 4.0), (4, 32_769, 16, 4.0), (3, 32_769, 4, 12.0)]
 )
-def test_a_tenth_of_a_gradient_is_caught_at_any_vocabulary(seed, size, width, peak, targets):
-    """In bfloat16; with thousands of blocks where few of them carry the gradient: honest kernels err by several percent else."""
+def test_a_tenth_of_a_gradient_is_caught_at_any_vocabulary(seed, size, width, peak):
+    """In bfloat16; with hundreds of blocks where few of them carry the gradient: honest kernels err by several percent else."""
     fam = family("logprobs")
-    settings = {"B": 1, "T": 1, "V": size, "H": width, "peak": peak, "targets": targets, "grad": "hidden"}
+    settings = {"B": 1, "T": 1, "V": size, "H": width, "peak": peak, "targets": "random", "grad": "hidden"}
     case = fam.case(seed, "bf16", settings)
     with pretended():
         oracle = CaseOracle.of(fam, case, "cuda")
