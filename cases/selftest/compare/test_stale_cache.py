@@ -86,15 +86,15 @@ def test_the_calls_have_the_same_shapes_and_other_settings(name):
 )
 def test_a_setting_kept_by_shape_is_seen(name, kept, kind):
     fam = FAMILIES[name]
-    said = []
-    for case in cases(name, kind, 6):
+    for case in cases(name, kind, 6):  # until one of them shows it
         implementation = keeping(name, kept)
         inputs = fam.build(case)
         first = execute(implementation, inputs)
         other = fam.build(fam.case(case.seed + 1, "fp32", case.settings))
         calls = side_effects.AdapterCalls(implementation, inputs, other)
         assert not calls.broken(first.quantities, ["repeated", "interleaved"])
-        said += Calls(fam, case, "cpu").stale(implementation)
+        if said := Calls(fam, case, "cpu").stale(implementation):
+            break
     assert said
     assert all("wrong in a call right after one of the same shapes, right in others: " in line for line in said), said
 
@@ -144,7 +144,7 @@ def test_what_is_wrong_in_any_shape_is_not_kept():
 def test_honest_code_keeps_nothing(name):
     for implementation in CONTROLS[name]:
         for kind in KINDS:
-            for case in cases(name, kind, 2, "bf16"):
+            for case in cases(name, kind, 1, "bf16"):
                 execute(implementation, FAMILIES[name].build(case))
                 assert not Calls(FAMILIES[name], case, "cpu").stale(implementation)
 
