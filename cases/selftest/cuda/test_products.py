@@ -98,7 +98,7 @@ def test_honest_tf32_agrees_where_it_is_on(name, seed, settings, precision, monk
 def test_a_users_products_may_be_torchs_or_those_of_a_kernel(monkeypatch):
     """On an H100 torch rounds operands, and `tl.dot` truncates them."""
     monkeypatch.setattr(products, "products", lambda device: Products(TF32))
-    case = family("logprobs").case(8, "fp32", {"V": 300, "H": 512, "T": 8, "peak": 12.0, "context": "tf32"})
+    case = family("logprobs").case(8, "fp32", {"V": 60, "H": 128, "T": 4, "peak": 12.0, "context": "tf32"})
     base = multiplying(control("control.logprobs.reordered"), TF32_TRUNCATED)
     with pretended():
         rows, known = (
