@@ -35,7 +35,7 @@ def test_each_line_ends_as_it_should(tmp_path, monkeypatch, minimise, file):
         "def wrong(x, weight, eps):\n    return x / (x.norm(dim=-1, keepdim=True) + eps)\n"
     )
     (tmp_path / "none.toml").write_text("alone = true")  # each defect of the installed libraries has a line of its own
-    words = ["run", "--profile", "quick", "--dtype", "fp32", "--workers", "1", minimise]
+    words = ["run", "--profile", "demo", "--dtype", "fp32", "--workers", "1", minimise]
     words += ["--family", f"{FIXTURE}:FAMILY", "--implementation", f"{file}:wrong"]
     words += ["--results", tmp_path / "mine.ndjson", "--reports", tmp_path / "out", "--ledger", tmp_path / "none.toml"]
     run = done(*words)
