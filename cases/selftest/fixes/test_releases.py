@@ -61,7 +61,6 @@ def test_a_trainer_that_constructs_ours_where_it_would_construct_ligers(release)
 
 RELEASES = {
     "0.22.2": {"dppo", "gfpo", "replay"},  # no experimental trainers yet
-    "0.27.1": {"dppo"},
     "1.0.0": set(),
     None: {"dppo", "gfpo", "replay"},  # the installed release: gone again
 }
