@@ -117,7 +117,7 @@ def average_over_window(trainer: Any) -> Patch:
 
     def by_weight(self: Any, original: Any, model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         alpha = self.tpo_alpha
-        self.tpo_alpha *= factor(model, batch)
+        self.tpo_alpha *= factor(model, batch) or 1.0  # of 0, TRL takes the batch for one without gold sequences
         try:
             return original(model, batch, *args, **kwargs)
         finally:

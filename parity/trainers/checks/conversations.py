@@ -54,7 +54,7 @@ class _Conversing(Run):
 
         if self.turns != "one":
             return Dataset.from_list([{"messages": _messages(row)} for row in self.given])
-        roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected"), "assistant")}
+        roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected", "reference"), "assistant")}
         rows = Window(self.trainer, self.given).dataset()
         said = ({k: [{"role": roles[k], "content": row[k].strip()}] for k in roles if k in row} for row in rows)
         return Dataset.from_list([row | texts for row, texts in zip(rows, said, strict=True)])
