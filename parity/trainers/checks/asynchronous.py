@@ -22,10 +22,11 @@ from torch.nn.functional import pad
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
+from parity.families.divergence import divergence
 from parity.families.policy_losses import divergence as k3
 from parity.judge.oracle import Oracle
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, shared
-from parity.trainers.checks.distillation import sparse, taught
+from parity.trainers.checks.distillation import buckets, taught
 from parity.trainers.definitions.formulas import Loss, advantages, clip_ratios
 from parity.trainers.definitions.scored import Scored, entropies
 from parity.trainers.definitions.training_step import exact_step, first_step, logged, measured
@@ -259,8 +260,11 @@ def _distilled(a: Loss, answers: list[Tensor]) -> tuple[Oracle, Oracle]:
     def numbers(model: Any) -> Mapping[str, Tensor]:
         tables = Scored(model, window, temperature=s.temperature).tables
         every = zip(tables, answers, tokens, strict=True)
-        terms = torch.cat([sparse(p, q, x, s.beta, 1 if s.beta else TOP, there=True) for p, q, x in every])
-        return {"jsd": terms[own].mean(), "entropy": entropies(torch.cat(tables))[own].mean()}
+        given = [buckets(p, q, x, s.beta, 1 if s.beta else TOP, there=True) for p, q, x in every]
+        p, q, gone = (torch.cat(parts) for parts in zip(*given, strict=True))
+        out = {"jsd": divergence(p, q, gone, gone, s.beta).sum(-1), "entropy": entropies(torch.cat(tables))}
+        out |= {"teacher_entropy": -torch.where(gone, 0.0, q.exp() * q).sum(-1)}
+        return {name: x[own].mean() for name, x in out.items()}
 
     policy = functools.partial(stored_window.policy, s.model, torch.float64)
     return exact_step(policy(), lambda model: numbers(model)["jsd"]), measured(policy(), numbers)

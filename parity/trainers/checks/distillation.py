@@ -114,9 +114,17 @@ def by_definition(
 
 
 def sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float, k: int = 1, there: bool = False) -> Tensor:
-    """The divergence at each token on k of its tokens, completed by a tail bucket, (T,). beta 0: the teacher's likeliest; 1:
-    the student's, of one the token that is there; between: both, once where they are the same. `there`: the token that is
-    there in place of the student's, and with beta 0 too."""
+    """The divergence at each token on its `buckets`, (T,)."""
+    p, q, gone = buckets(logps, answer, tokens, beta, k, there)
+    return divergence(p, q, gone, gone, beta).sum(-1)
+
+
+def buckets(
+    logps: Tensor, answer: Tensor, tokens: Tensor, beta: float, k: int = 1, there: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of student and teacher at each token on k of its tokens, completed by a tail bucket, and which are left out.
+    beta 0: the teacher's likeliest; 1: the student's, of one the token that is there; between: both, once where they are the
+    same. `there`: the token that is there in place of the student's, and with beta 0 too."""
     top = answer.topk(k).indices
     own = logps.topk(k).indices if k > 1 and not there else tokens.unsqueeze(-1)
     both = beta < 1.0 and (there or beta > 0.0)
@@ -125,8 +133,7 @@ def sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float, k: int = 
     if both:
         gone[:, k:] = (own.unsqueeze(-1) == top.unsqueeze(-2)).any(-1)
     p, q = (completed(x.gather(-1, support), gone, tail=True) for x in (logps, answer.double()))
-    gone = torch.cat([gone, torch.zeros_like(gone[:, :1])], -1)
-    return divergence(p, q, gone, gone, beta).sum(-1)
+    return p, q, torch.cat([gone, torch.zeros_like(gone[:, :1])], -1)
 
 
 class Teacher:

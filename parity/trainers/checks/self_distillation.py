@@ -60,7 +60,8 @@ HONOURED = {
     A2PO: {"longest", "side", "split", "window"},
 }
 TOP, BOUND, UPDATE, BETA1, BETA2, SAMPLES = 8, 1.05, 0.3, 0.5, 0.05, 2
-CONFIG = {"distillation_is_clip": BOUND, "teacher_update_rate": UPDATE, "shuffle_dataset": False}
+CLIP = {"epsilon": 0.03, "epsilon_high": 0.06}
+CONFIG = {**CLIP, "distillation_is_clip": BOUND, "teacher_update_rate": UPDATE, "shuffle_dataset": False}
 CONFIG |= {"beta1": BETA1, "beta2": BETA2, "num_value_samples": SAMPLES, "filter_all_incorrect": False}
 EARNED = (1.0, 0.25, 0.25, 0.5, 1.0, 1.5, 0.0, 1.25)
 """SDPO's rewards, in groups: one, none, two and one of the two are successes, of 1 or more."""
@@ -255,7 +256,7 @@ class Stored:
         s = SimpleNamespace(loss=self.s.loss, beta=self.s.beta, model=MODEL)
         earned = torch.tensor(EARNED, dtype=torch.float64).view(-1, GENERATIONS)
         generation = Generation(self.window, self.initial, steps=1) if self.s.window == "again" else None
-        own = {"importance_sampling_level": self.s.level}
+        own = {"importance_sampling_level": self.s.level, **CLIP}
         policy = Loss(self.given, s, self.initial, generation, earned, self.s.scale, own)
         return lambda model: (1 - w) * grpo(policy, model) + (w * self._distilled(model, teacher) if w else 0.0)
 
