@@ -2,15 +2,35 @@
 # Each micro-batch is divided by its own tokens, then by their number. Rollouts come from a list, weights go nowhere, and
 # attention over the packed rows, a kernel of a GPU, is written out.
 import itertools
+import queue
 import types
 
 import datasets
 import numpy as np
 import torch
 import transformers
-from setup_rollouts import LENGTHS, Nobody, Rollouts
 from setup_tiny import options, tiny, tokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+
+LENGTHS = (1, 2, 7, 8)
+
+
+class Nobody:
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+class Rollouts(Nobody):
+    """Four completions of `LENGTHS` tokens, again and again."""
+
+    def __init__(self):
+        self.rollout_buffer, self.metrics_queue, self.given = self, queue.Queue(), itertools.cycle(range(4))
+
+    def qsize(self):
+        return 1
+
+    def get(self, timeout):
+        return rollout(next(self.given))
 
 
 def rollout(i):
@@ -51,7 +71,7 @@ def gradient(batch, accumulation):
     cut = dict(per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=1, token_budget=0)
     args = AsyncGRPOConfig(**options(**cut, gradient_checkpointing=False))
     data = datasets.Dataset.from_list([{"prompt": "w2"}])
-    stubs = dict(rollout_worker=Rollouts(rollout), weight_transfer=Nobody(), callbacks=[keep])
+    stubs = dict(rollout_worker=Rollouts(), weight_transfer=Nobody(), callbacks=[keep])
     trained = AsyncGRPOTrainer(folder, args=args, train_dataset=data, processing_class=tokenizer, **stubs)
     trained.remove_callback(transformers.PrinterCallback)  # its lines would stand in the table
     trained.train()
