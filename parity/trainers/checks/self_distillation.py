@@ -18,7 +18,7 @@ from parity.families.divergence import completed, divergence
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, tells
 from parity.trainers.definitions.formulas import Generation, Loss, grpo
 from parity.trainers.definitions.scored import Scored
-from parity.trainers.definitions.training_step import exact_step, gradients, window_loss
+from parity.trainers.definitions.training_step import exact_step, gradients, logged, measured, window_loss
 from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import GENERATIONS, Window
@@ -114,10 +114,12 @@ def self_distillation(call: CheckCall) -> Iterator[Quantity]:
     drive.needs(call.trainer, *sorted(needed | {OPTIONS[name][0] for name in away if name in OPTIONS}))
     with tempfile.TemporaryDirectory(prefix="parity-self-") as folder:
         run = Stored(call, folder)
-        steps = last = recorder.train(run.trainer)
+        trainer = run.trainer
+        steps = last = recorder.train(trainer)
         if s.window == "resumed":
             checkpoint = str(Path(folder, "checkpoint-1"))
-            last = recorder.train(Stored(call, folder).trainer, resume_from_checkpoint=checkpoint)
+            trainer = Stored(call, folder).trainer
+            last = recorder.train(trainer, resume_from_checkpoint=checkpoint)
     batches = last.window(len(last.gradients) - 1)
     found, right = sorted(x for batch in batches for x in _found(batch)), sorted(run.window)
     yield holds("sequences", found == right, f"{found} instead of {right}", "exact")
@@ -134,6 +136,9 @@ def self_distillation(call: CheckCall) -> Iterator[Quantity]:
     step = exact_step(student, run.loss(now))
     yield window_loss(step, sum(last.losses[-len(batches) :]))
     yield gradients(step, last.gradients[-1])
+    if family == A2PO:
+        log = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+        yield from logged(measured(student, run.numbers), log)
 
 
 def _found(batch: Mapping[str, Any], prefix: str = "") -> Sequences:
@@ -177,7 +182,12 @@ class Stored:
 
     def _built(self, folder: str) -> Any:
         s, grouped = self.s, self.given.spec.grouped
-        wanted = recorder.plain(s.split) | CONFIG | {field: getattr(s, name) for name, (field, _) in OPTIONS.items()}
+        wanted = (
+            recorder.plain(s.split)
+            | recorder.LOGGED
+            | CONFIG
+            | {field: getattr(s, name) for name, (field, _) in OPTIONS.items()}
+        )
         wanted |= {
             "distillation_topk": TOP if s.mode == "topk_logits" else None,
             "max_prompt_length": s.longest or None,
@@ -293,11 +303,19 @@ class Stored:
     def _regression(self, model: Any) -> Tensor:
         """The mean over completions y of (β₂·log(π(y)/π_ref(y)) - (r(y) - V))², V = β₁·log of the mean of exp(r/β₁) over the
         reference's samples (arXiv 2505.20686, algorithm 1)."""
+        rewards, value = self._values()
+        return (BETA2 * Scored(model, self.window, self.initial).ratios - (rewards - value)).square().mean()
+
+    def numbers(self, model: Any) -> Mapping[str, Tensor]:
+        """A*-PO's metrics: r, V, β₂·log(π/π_ref) and r - V, means over the completions."""
+        (rewards, value), ratios = self._values(), Scored(model, self.window, self.initial).ratios
+        out = {"reward": rewards, "v_star": value, "implicit_reward": BETA2 * ratios, "advantage": rewards - value}
+        return {name: x.mean() for name, x in out.items()}
+
+    def _values(self) -> tuple[Tensor, Tensor]:
         prompts = [ids[:start] for ids, start in self.window]
         others = [
             (p + [*stored_window.ids(r.other), models.EOS], len(p)) for p, r in zip(prompts, self.rows, strict=True)
         ]
         samples = stored_window.rewards([x for pair in zip(self.window, others, strict=True) for x in pair])
-        value = BETA1 * (torch.logsumexp(samples / BETA1, 1) - math.log(SAMPLES))
-        ratios = Scored(model, self.window, self.initial).ratios
-        return (BETA2 * ratios - (samples[:, 0] - value)).square().mean()
+        return samples[:, 0], BETA1 * (torch.logsumexp(samples / BETA1, 1) - math.log(SAMPLES))
