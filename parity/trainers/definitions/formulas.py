@@ -275,8 +275,10 @@ def advantages(window: Sequences, earned: Tensor | None = None, scale: str = "gr
     """GRPO's: the reward less its group's mean, over the standard deviation of the group or of the batch + 1e-4, or over
     nothing (none), (N,)."""
     r = stored_window.rewards(window) if earned is None else earned
-    spread = {"group": r.std(1, keepdim=True), "batch": r.std(), "none": torch.tensor(1 - 1e-4)}[scale]
-    return ((r - r.mean(1, keepdim=True)) / (spread + 1e-4)).flatten()
+    apart = r - r.mean(1, keepdim=True)
+    if scale == "none":
+        return apart.flatten()
+    return (apart / ((r.std() if scale == "batch" else r.std(1, keepdim=True)) + 1e-4)).flatten()
 
 
 def grpo(a: Loss, model: Any) -> Tensor:
