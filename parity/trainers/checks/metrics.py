@@ -128,9 +128,11 @@ def _of_sides(loss: Loss, model: Any) -> Values:
 
 def _mean_logits(batch: Scored, chosen: Tensor) -> Values:
     """The vocabulary's mean, then that of all tokens of the chosen, and of the rejected."""
-    sides = (("chosen", chosen), ("rejected", ~chosen))
-    kept = {name: [z.mean(-1) for z, own in zip(batch.logits, side, strict=True) if own] for name, side in sides}
-    return {f"logits/{name}": torch.cat(means).mean() for name, means in kept.items()}
+    out: Values = {}
+    for name, side in (("chosen", chosen), ("rejected", ~chosen)):
+        kept = [z.mean(-1) for z, there in zip(batch.logits, side, strict=True) if there]
+        out |= {f"logits/{name}": torch.cat(kept).mean()}
+    return out
 
 
 def guessed(window: Window, model: Any) -> list[Sample]:
