@@ -10,7 +10,7 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from cases.selftest.mutants.trainers import EDITS, mutated, released
-from cases.selftest.trainers.asked import disagreeing, verdicts
+from cases.selftest.trainers.asked import disagreeing, rows, verdicts
 from parity.trainers.checks.twin_windows import OF_SEQUENCES
 from parity.trainers.rig import drive
 
@@ -81,7 +81,7 @@ CASES = {
 @pytest.mark.parametrize("mistake", CASES)
 def test_the_mistake_is_seen(mistake):
     (family, name), (asked, quantity) = mistake.split("."), CASES[mistake]
-    assert disagreeing(verdicts(family, **asked)) == set()
+    assert {q: (r.verdict, r.message) for q, r in rows(family, **asked).items() if r.verdict != "agree"} == {}
     with drive.using(mutated(family, next(e for e in EDITS[family] if e.name == name))):
         assert quantity in disagreeing(verdicts(family, **asked))
 
