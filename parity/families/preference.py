@@ -19,7 +19,7 @@ from parity.case.layouts import arranged
 from parity.errors import UsageError
 from parity.families import head, stored_tensors
 from parity.families.head import IGNORE_INDEX
-from parity.families.preference_losses import CDPO, DIVERGENCES, DPO, SCORED, Pairs, cpo, log_odds, unpaired
+from parity.families.preference_losses import AVERAGED, CDPO, DIVERGENCES, DPO, SCORED, Pairs, cpo, log_odds, unpaired
 from parity.judge.recipe import DTYPES
 from parity.judge.stages import of_teacher
 from parity.judge.values import normal, uniform
@@ -32,7 +32,7 @@ LOSS_TYPES = {
 }
 """Method -> its loss types."""
 SMOOTHED = {"dpo": ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired"), "cpo": ("sigmoid", "simpo")}
-PER_TOKEN = {"dpo": ("ipo", "sigmoid_norm"), "cpo": ("ipo", "simpo")}
+PER_TOKEN = {"dpo": ("ipo", "sigmoid_norm"), "cpo": AVERAGED}
 """Method -> loss types that are of means by definition."""
 
 SETTINGS = head.SETTINGS | {

@@ -87,14 +87,26 @@ def average_over_window(trainer: Any) -> Patch:
         return _over_kept(trainer) if taken else Patch(WINDOW, reason=LOCAL)
     if hasattr(trainer, "generate_on_policy_outputs") and hasattr(trainer, "_get_num_items_in_batch"):
         return _over_generated(trainer)
+    return _over_likelihood(trainer, gold="self.tpo_alpha * nll_loss" in loss)
+
+
+def _changed(trainer: Any, **methods: Callable[..., Any]) -> Patch:
+    """These methods overridden, or held where they are already."""
+    there = [overridden(trainer, name, WINDOW) for name in methods]
+    made = [] if any(there) else [override(trainer, name, WINDOW, change) for name, change in methods.items()]
+    undo = [step for change in (*there, *made) if change for step in change.hold(trainer)]
+    if not made:
+        return Patch(WINDOW, reason=ALREADY, _undo=undo)
+    return Patch(WINDOW, changed=tuple(f"trainer.{name}" for name in methods), _undo=undo)
+
+
+def _over_likelihood(trainer: Any, gold: bool) -> Patch:
     source = source_of(getattr(type(trainer), "concatenated_forward", None))
-    gold = "self.tpo_alpha * nll_loss" in source_of(getattr(type(trainer), "_compute_loss", None))
     if not (gold or "nn.CrossEntropyLoss()" in source) or not hasattr(trainer, "get_batch_samples"):
         return Patch(WINDOW, reason="the trainer takes no mean of a micro-batch's likelihood")
     encoder = bool(getattr(trainer, "is_encoder_decoder", False))
-    count = (
-        _gold if gold else _prompt_too if '"concatenated_input_ids"].clone()' in source and not encoder else _labelled
-    )
+    count = _prompt_too if '"concatenated_input_ids"].clone()' in source and not encoder else _labelled
+    count = _gold if gold else count
     of_window: dict[str, Any] = {"micro-batches": 0, "tokens": 1.0}
 
     def sampled(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,16 +138,6 @@ def average_over_window(trainer: Any) -> Patch:
     if gold:
         return _changed(trainer, get_batch_samples=sampled, _compute_loss=by_weight)
     return _changed(trainer, get_batch_samples=sampled, concatenated_forward=weighted)
-
-
-def _changed(trainer: Any, **methods: Callable[..., Any]) -> Patch:
-    """These methods overridden, or held where they are already."""
-    there = [overridden(trainer, name, WINDOW) for name in methods]
-    made = [] if any(there) else [override(trainer, name, WINDOW, change) for name, change in methods.items()]
-    undo = [step for change in (*there, *made) if change for step in change.hold(trainer)]
-    if not made:
-        return Patch(WINDOW, reason=ALREADY, _undo=undo)
-    return Patch(WINDOW, changed=tuple(f"trainer.{name}" for name in methods), _undo=undo)
 
 
 def _over_rollouts(trainer: Any) -> Patch:

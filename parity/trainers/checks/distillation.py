@@ -187,8 +187,11 @@ def served(trainer: str, teacher: Teacher, s: SimpleNamespace) -> Any:
     """A trainer over a tiny student; `s`: `SERVED`."""
     name = upstream() if trainer == SERVER else SPECS[trainer].upstream
     wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta, "temperature": s.temperature, "loss_top_k": s.top}
-    wanted |= {"teacher_model_server_url": "http://127.0.0.1", "use_teacher_server": True}
-    wanted |= {"distillation_objective": "jsd"}
+    wanted |= {
+        "teacher_model_server_url": "http://127.0.0.1",
+        "use_teacher_server": True,
+        "distillation_objective": "jsd",
+    }
     generates = hasattr(drive.trl_class(name), "_generate_single_turn")
     data = stored_window.dataset(samples(), "prompts" if generates else "turns")
     from trl.generation import vllm_client

@@ -137,9 +137,8 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
     settings = twin(trainer, model=s.model, split=s.split, pad="<eos>" if s.zero else "<pad>", whole=s.whole)
     run = Run(trainer, settings, call.path, rows, plain=True, per_device_eval_batch_size=len(rows), **_options(call))
     loss = Loss(run.window, s)
-    yield from judged(
-        call, run, loss, there=bool(s.nll) or call.spec.data != "triples"
-    )  # without it no gold one is scored
+    every = bool(s.nll) or call.spec.data != "triples"  # without it no gold one is scored
+    yield from judged(call, run, loss, there=every)
     # online DPO does not evaluate; a KL is estimated of each micro-batch, and evaluation has one
     if call.spec.generates != "model" and not begun(run.built) and not (s.loss == "kto" and s.split != "8x1"):
         with trl.quiet(), drive.fixed(call.path, run.built):

@@ -12,12 +12,12 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.policy_losses import divergence as k3
-from parity.families.preference_losses import log_odds
+from parity.families.preference_losses import AVERAGED, log_odds
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared, tells
 from parity.trainers.checks.twin_windows import EVALUATED, begun
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import LOSSES, Loss, kl_of_others
-from parity.trainers.definitions.scored import Scored, completion_logps, logits
+from parity.trainers.definitions.scored import completion_logps, logits
 from parity.trainers.definitions.training_step import logged, measured
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Sample, Window
@@ -92,7 +92,7 @@ def _of_sides(loss: Loss, model: Any) -> Values:
         batch, chosen = loss.scored(model, [*sides[0], *sides[1]]), torch.arange(2 * len(sides[0])) < len(sides[0])
     else:
         batch, chosen = loss.scored(model), torch.tensor(window.labels)
-    logps = batch.means if spec.loss == "orpo" or loss.s.loss in ("simpo", "tpo-l") else batch.sums
+    logps = batch.means if spec.loss == "orpo" or loss.s.loss in AVERAGED else batch.sums
     earned = batch.ratios if spec.given else logps
     out: Values = {}
     for name, side in (("chosen", chosen), ("rejected", ~chosen)):
@@ -106,8 +106,12 @@ def _of_sides(loss: Loss, model: Any) -> Values:
         out |= {"objective/rlhf_reward": (scores - beta * kl).mean(), "objective/entropy": -batch.sums.mean()}
         apart = scores[chosen].mean() - scores[~chosen].mean()
         return out | {"objective/scores": scores.mean(), "objective/scores_margin": apart}
-    if spec.given:
-        out |= {"entropy": batch.entropy} | _mean_logits(batch, chosen)
+    if spec.given or spec.data == "triples":
+        gold = loss.scored(model, [*batch.window, *window.gold]) if spec.data == "triples" else batch
+        out |= {"entropy": gold.entropy}
+        for name, side in (("chosen", chosen), ("rejected", ~chosen)):  # the vocabulary's mean, then that of all tokens
+            kept = [z.mean(-1) for z, there in zip(batch.logits, side, strict=True) if there]
+            out |= {f"logits/{name}": torch.cat(kept).mean()}
         right = torch.cat(batch.likeliest[: len(sides[0])]).double().mean()
         return out | ({"mean_token_accuracy": right} if spec.paired else {"kl": kl_of_others(loss, model).mean()})
     if spec.loss == "orpo":
@@ -116,23 +120,7 @@ def _of_sides(loss: Loss, model: Any) -> Values:
         whole = completion_logps(model, [(tokens, 1) for tokens, _ in sides[0]])
         out |= {"log_odds_chosen": odds.mean(), "log_odds_ratio": torch.nn.functional.logsigmoid(odds).mean()}
         return out | {"nll_loss": -torch.cat(whole).mean()}
-    if spec.data == "triples":
-        every = loss.scored(model, [*sides[0], *sides[1], *window.gold])
-        out |= {
-            "entropy": every.entropy,
-            "mean_token_accuracy": torch.cat(batch.likeliest[: len(sides[0])]).double().mean(),
-        }
-        return out | _mean_logits(batch, chosen)
     return out | {"nll_loss": -torch.cat(batch.tokens[: len(sides[0])]).mean()}
-
-
-def _mean_logits(batch: Scored, chosen: Tensor) -> Values:
-    """The vocabulary's mean, then that of all tokens of the chosen, and of the rejected."""
-    out: Values = {}
-    for name, side in (("chosen", chosen), ("rejected", ~chosen)):
-        kept = [z.mean(-1) for z, there in zip(batch.logits, side, strict=True) if there]
-        out |= {f"logits/{name}": torch.cat(kept).mean()}
-    return out
 
 
 def guessed(window: Window, model: Any) -> list[Sample]:

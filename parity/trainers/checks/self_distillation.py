@@ -20,7 +20,6 @@ from parity.trainers.definitions.formulas import Generation, Loss, grpo
 from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import exact_step, gradients, logged, measured, window_loss
 from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
-from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import GENERATIONS, Window
 
 SDFT, SDPO, A2PO = "sdft-trainer", "sdpo-trainer", "a2po-trainer"
@@ -121,10 +120,10 @@ def self_distillation(call: CheckCall) -> Iterator[Quantity]:
             trainer = Stored(call, folder).trainer
             last = recorder.train(trainer, resume_from_checkpoint=checkpoint)
     batches = last.window(len(last.gradients) - 1)
-    found, right = sorted(x for batch in batches for x in _found(batch)), sorted(run.window)
+    found, right = sorted(recorder.sequences_of(batches)), sorted(run.window)
     yield holds("sequences", found == right, f"{found} instead of {right}", "exact")
     if family != A2PO:
-        seen, right = sorted(x for batch in batches for x in _found(batch, "teacher_")), sorted(run.teachers.values())
+        seen, right = sorted(recorder.sequences_of(map(_taught, batches))), sorted(run.teachers.values())
         yield holds("teacher's sequences", seen == right, f"{seen} instead of {right}", "exact")
     now = None if s.window == "first" else steps.parameters[1]
     student = run.student(now)
@@ -138,20 +137,15 @@ def self_distillation(call: CheckCall) -> Iterator[Quantity]:
     yield gradients(step, last.gradients[-1])
     if family == A2PO:
         log = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
-        yield from logged(measured(student, run.numbers), log)
+        yield from logged(measured(student, run.numbers), drive.numbers(log))
 
 
-def _found(batch: Mapping[str, Any], prefix: str = "") -> Sequences:
-    """The sequences of a batch; with the prefix "teacher_" those that the teacher scores where the student learns from it."""
-    if not prefix and "prompt_ids" in batch:
-        return recorder.sequences_of([batch])
-    tokens, seen = (batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask"))
-    ends = seen.clone()
-    ends[:, : -(batch["completion_ids"].shape[1] if prefix else batch["logits_to_keep"])] = 0
-    kept = batch.get("self_distillation_mask", torch.ones(len(tokens))).bool() if prefix else slice(None)
-    return recorder.sequences_of(
-        [{"input_ids": tokens[kept], "attention_mask": seen[kept], "completion_mask": ends[kept]}]
-    )
+def _taught(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the teacher scores of a batch, where the student learns from it."""
+    names = ("input_ids", "attention_mask")
+    kept = batch.get("self_distillation_mask", torch.ones(len(batch["completion_ids"]))).bool()
+    given = {name: batch[f"teacher_{name}"][kept] for name in names}
+    return given | {"logits_to_keep": batch["completion_ids"].shape[1]}
 
 
 class Stored:
@@ -177,7 +171,8 @@ class Stored:
     def student(self, parameters: Mapping[str, Tensor] | None = None, dtype: torch.dtype = torch.float64) -> Any:
         """The initial student, or the student of these parameters."""
         out = stored_window.policy(MODEL, dtype) if self.s.moved else models.model(MODEL, dtype).train()
-        out.load_state_dict(out.state_dict() if parameters is None else parameters)
+        if parameters is not None:
+            out.load_state_dict(parameters)
         return out
 
     def _built(self, folder: str) -> Any:

@@ -46,6 +46,10 @@ def parts(batch: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
     tokens = batch["input_ids"]
     if "tree_kv_index" in batch:
         return _of_tree(batch)
+    if "logits_to_keep" in batch:  # A2PO: completions stand at the end
+        loss = batch["attention_mask"].clone()
+        loss[:, : -batch["logits_to_keep"]] = 0
+        return [(tokens, batch["attention_mask"], loss)]
     loss = batch["completion_mask"] if "completion_mask" in batch else (batch["labels"] != -100).long()
     rows = "position_ids" not in batch or len(tokens) > 1
     if "attention_mask" in batch and (rows or not bool(batch["attention_mask"].all())):

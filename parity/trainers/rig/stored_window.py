@@ -90,15 +90,20 @@ def dataset(chosen: Sequence[Sample], columns: str) -> Any:
     from datasets import Dataset
 
     prompts, completions = [r.prompt for r in chosen], [r.completion for r in chosen]
+    others = [r.other for r in chosen]
     asked = [{"role": "user", "content": p} for p in prompts]
     answers = [{"role": "assistant", "content": c} for c in completions]
     table: dict[str, dict[str, list[Any]]] = {
         "prompts": {"prompt": prompts},
         "completions": {"prompt": prompts, "completion": completions},
         "labels": {"prompt": prompts, "completion": completions, "label": [r.label for r in chosen]},
-        "pairs": {"prompt": prompts, "chosen": completions, "rejected": [r.other for r in chosen]},
-        "triples": {"prompt": prompts, "chosen": completions, "rejected": (others := [r.other for r in chosen])}
-        | {"reference": others[-1:] + others[:-1]},
+        "pairs": {"prompt": prompts, "chosen": completions, "rejected": others},
+        "triples": {
+            "prompt": prompts,
+            "chosen": completions,
+            "rejected": others,
+            "reference": others[-1:] + others[:-1],
+        },
         "messages": {"messages": [[a] for a in asked]},
         "turns": {"messages": [[a, b] for a, b in zip(asked, answers, strict=True)]},
     }
