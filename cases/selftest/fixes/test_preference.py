@@ -1,16 +1,19 @@
 """Corrected preference losses: DPO's alpha divergence, the likelihood of CPO and ORPO over a window of micro-batches."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
+from torch.utils.data import SequentialSampler
 
 from parity import data
 from parity.case.case import Frozen
 from parity.fixes import apply, patches
 from parity.registry import run_case, select
 from parity.trainers.checks import processes
-from parity.trainers.rig import twin_runs
+from parity.trainers.rig import drive, models, recorder, twin_runs
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -23,7 +26,11 @@ WINDOWS = ("cpo-trainer", "orpo-trainer")
         "dpo-alpha-divergence",
         "cpo-accumulation",
         "orpo-accumulation",
+        "tpo-accumulation",
         "async-grpo-accumulation",
+        "async-distillation-accumulation",
+        "gold-uld-accumulation",
+        "iw-opd-server-accumulation",
         "gkd-generated-completions",
     ],
 )
@@ -36,6 +43,25 @@ def test_after_apply_the_frozen_case_of_the_defect_agrees(name):
 
 def built(trainer):
     return twin_runs.Run(trainer, processes.of_processes(trainer)).built
+
+
+def test_a_micro_batch_without_gold_tokens_trains_as_released():
+    """TRL takes a weight of 0 for that of a batch without gold sequences, which is laid out otherwise."""
+    texts = {"chosen": "w6 w7", "rejected": "w8", "reference": "w9 w10 w11"}
+    rows = [{"prompt": f"{prompt} ", **texts} for prompt in [" ".join(["w5"] * 9)] * 3 + ["w5"] * 3]
+
+    def losses(*fixes):
+        options = recorder.plain("3x2") | {"max_length": 8}  # of the first three prompts, whose completions are cut off
+        trainer = drive.build("TPOTrainer", models.model("llama"), options, train_dataset=Dataset.from_list(rows))
+        trainer._get_train_sampler = lambda *_: SequentialSampler(trainer.train_dataset)
+        for fix in fixes:
+            fix(trainer)
+        steps = recorder.train(trainer)
+        assert [int(batch["completion_mask"].sum()) for batch in steps.batches] == [0, 27]
+        return steps.losses
+
+    released, fixed = losses(), losses(apply)
+    assert [math.isnan(x) for x in released] == [math.isnan(x) for x in fixed] == [True, False]
 
 
 def test_alpha_is_exchanged_for_this_trainer_alone_and_put_back():
