@@ -96,19 +96,23 @@ def notify_command(stale: float, profile: str, page: str, out: Path | None, tren
 @click.command("upgrade-check", epilog="Example: parity upgrade-check trl==1.16.0 --config config.yaml")
 @click.argument("spec", metavar="PKG==VER|PKG==NEXT")
 @options.path("--config", "your TRL arguments: YAML or JSON")
+@click.option("--trainer", metavar="CLASS", help="with --config: the trainer, where the settings fit several")
 @options.time("--max-time", "for each of run and compare", "1h")
 @options.device("auto")
 @options.REPORTS
-def upgrade_check_command(spec: str, config: Path | None, max_time: float, device: str, reports: Path) -> None:
+def upgrade_check_command(
+    spec: str, config: Path | None, trainer: str | None, max_time: float, device: str, reports: Path
+) -> None:
     """Say whether it is safe to upgrade to a release.
 
-    Does run and compare with that release, and writes one page. With --config the verdict is about your settings
-    and values near them. Exit code: 0 safe, 1 not safe, 3 not known.
+    Does run and compare with that release, and writes one page. With --config the verdict is about your run: GRPO's
+    settings and values near them, or the checks of another trainer, and the fields of its config class. Exit code: 0
+    safe, 1 not safe, 3 not known.
     """
     from parity.nightly import upgrade
 
     folder, spec = reports / "upgrade", upgrade.resolved(spec)
-    found, parts = upgrade.check(spec, config, folder, options.say, device, max_time)
+    found, parts = upgrade.check(spec, config, folder, options.say, device, max_time, trainer)
     write(folder / "upgrade.md", upgrade.page(spec, parts))
     for part in parts:
         click.echo(f"{part.name}: {part.verdict}: {part.summary}")

@@ -6,20 +6,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from parity import data
 from parity.case.case import Case
 from parity.errors import UsageError
 from parity.families.policy_losses import CONFIG_FIELDS
 from parity.nightly import steps
 from parity.process import installed
 from parity.registry import loss_family
+from parity.results.ledger import Ledger
 from parity.results.memory import CUT, CommandOutcome
 from parity.results.report import measured
 from parity.results.report.findings import normalised
 from parity.results.report.render import escape
 from parity.results.trend import SHARE
-from parity.tools.settings_check import settings_of
+from parity.tools.settings_check import Run, run_of
+from parity.trainers import catalogue
+from parity.trainers.specs import TRAINERS
+from parity.upstream import trl
 from parity.versions import compare, releases
 from parity.versions.client import EnvironmentUnusable
+from parity.versions.compare import Cases, Configs
 from parity.versions.row_diff import MARKS
 
 SAFE, CHANGED, NOT_SAFE, UNKNOWN = "safe", "safe, with changes of behaviour", "not safe", "not known"
@@ -48,10 +54,17 @@ def resolved(spec: str) -> str:
 
 
 def check(
-    spec: str, config: Path | None, reports: Path, say: Callable[[str], None], device: str = "cpu", limit: float = LIMIT
+    spec: str,
+    config: Path | None,
+    reports: Path,
+    say: Callable[[str], None],
+    device: str = "cpu",
+    limit: float = LIMIT,
+    trainer: str | None = None,
 ) -> tuple[str, list[Part]]:
-    """The verdict and its parts, the team's own settings first; these and each command have `limit` seconds. Raises
-    UsageError where the package is not installed here, and as `own_settings`."""
+    """The verdict and its parts, the team's own settings first; these and each command have `limit` seconds. `trainer`: the
+    class in TRL that has the settings of `config`. Raises UsageError where the package is not installed here, and as
+    `own_settings`."""
     package = spec.partition("==")[0]
     if not (version := installed(package)):
         raise UsageError(f"upgrade-check: {package} is not installed here: there is nothing to upgrade from")
@@ -61,7 +74,7 @@ def check(
     parts = []
     if config is not None:
         say(f"your settings in {now} and {spec}")
-        parts.append(own_settings(now, spec, config, device, limit))
+        parts.append(own_settings(now, spec, run_of(config, trainer, Ledger.load(data.ledger_file())), device, limit))
     words = ["run", "--with", spec, "--profile", "pr", "--device", device]
     say(f"parity {' '.join(words)}")
     parts.append(part(steps.part("run", words, reports, limit)))
@@ -89,19 +102,40 @@ def own_cases(settings: Mapping[str, Any]) -> Iterator[tuple[str, Case]]:
         yield from ((f"{name}={one}", made("fp32", 0, **{name: one})) for one in near)
 
 
-def own_settings(before: str, after: str, config: Path, device: str, limit: float = LIMIT) -> Part:
-    """A team's settings and their neighbours through the plain and the fused losses of both releases, in `limit`
-    seconds. Raises UsageError for a file that cannot be read, or has no setting of the policy loss."""
-    given = settings_of(config)
-    settings = {name: given[name] for name in CONFIG_FIELDS if name in given}
-    if not settings:
-        raise UsageError(f"{config}: sets none of {', '.join(CONFIG_FIELDS)}")
+def own_settings(before: str, after: str, run: Run, device: str, limit: float = LIMIT) -> Part:
+    """A team's run in both releases, in `limit` seconds: GRPO's settings and their neighbours through the plain and the
+    fused losses, of another trainer its checks of profile pr; and the fields of its config class. Raises UsageError for a
+    value of GRPO's that the policy family does not accept, and for a trainer without checks."""
+    kind = run.trainers[0]
+    family = next((family for family, name in TRAINERS.items() if name == kind), None)
+    if family is None:
+        raise UsageError(f"{run.name}: {kind} has no check")
+    if kind != "GRPOTrainer":
+        cases = [(case.id, case) for case in catalogue.cases(family, "pr", 0)]
+        return compared(before, after, device, limit, OWN, [f"{family}.released", f"{family}.fused"], cases, run)
+    settings = {name: run.args[name] for name in CONFIG_FIELDS if name in run.args}
     asked = [(f"{label} ({case.dtype}, seed {case.seed})", case) for label, case in own_cases(settings)]
-    named = ["trl.GRPOTrainer.*", "liger.FusedLinearGRPOLoss"]
-    part = compared(before, after, device, limit, OWN, named=named, asked=asked)
-    beside = ", ".join(sorted(given.keys() - settings.keys()))
-    said = f"{part.printed}\nnot part of the loss, not looked at: {beside}" if beside else part.printed
+    part = compared(before, after, device, limit, OWN, ["trl.GRPOTrainer.*", "liger.FusedLinearGRPOLoss"], asked, run)
+    beside = ", ".join(sorted(run.args.keys() - settings.keys()))
+    said = f"{part.printed}\nnot part of the loss, not run: {beside}" if beside else part.printed
     return dataclasses.replace(part, printed=said)
+
+
+def moved_fields(run: Run, before: Configs, after: Configs) -> tuple[list[str], list[str]]:
+    """Of the config class of a run's trainer: the settings of the run that are no fields any more; the defaults that
+    changed, of fields that it leaves at them. `args.to_json_string()` writes every field: one at its default is not set
+    there."""
+    config = trl.config_name(run.trainers[0])
+    if config not in before:
+        return [], []
+    if config not in after:
+        return [f"TRL has no {config} there"], []
+    old, new = before[config], after[config]
+    every = len(run.args.keys() & old.keys()) > len(old) / 2
+    given = {name for name, value in run.args.items() if name in old and not (every and value == old[name])}
+    gone = [f"{config} has no {name} there" for name in sorted(given - new.keys())]
+    left = (name for name in sorted(old.keys() & new.keys() - given) if old[name] != new[name])
+    return gone, [f"default of {name}: {old[name]!r} -> {new[name]!r}" for name in left]
 
 
 def compared(
@@ -111,16 +145,18 @@ def compared(
     limit: float,
     name: str = COMPARE,
     named: Sequence[str] = (),
-    asked: Any = None,
+    asked: Cases | None = None,
+    run: Run | None = None,
 ) -> Part:
     """What moved between two releases; where less than `SHARE` of what is judged in one is in the other, nothing is known. Of
-    a team's own cases those with exactly its settings decide, and what moves with their neighbours is told."""
+    a team's own cases those with exactly its settings decide, and what moves with their neighbours is told. A setting of its
+    `run` that the other release does not know is not safe."""
     try:
         found = compare.compare(([before], [after]), named, asked=asked, device=device, clock=limit)
     except (EnvironmentUnusable, UsageError) as error:
         return Part(name, UNKNOWN, str(error), "")
     exactly = {case.id for label, case in asked or () if label.startswith(OWN)}
-    which = " with exactly these settings" if exactly else ""
+    which = " with exactly these settings" if exactly else f" in checks of {run.trainers[0]}" if run else ""
     one, two = (sum(r.judged and (r.case in exactly or not exactly) for r in rows) for rows in found.rows)
     wrong = sum(m.mark == "+" and (m.case.startswith(OWN) or not exactly) for m in found.moved)
     worse, better, other = (sum(m.mark == mark for m in found.moved) for mark in MARKS)
@@ -135,9 +171,10 @@ def compared(
         shown = {normalised(text): text for text in messages}
         why = collections.Counter(shown[normalised(text)] for text in messages).most_common(3)
         moved.append(f"{len(lost)} judged before and not there: {', '.join(f'{text} ({n})' for text, n in why)}")
-    moved += [] if exactly else found.notes  # a default of what a team does not set is told under `compare`
+    gone, defaults = moved_fields(run, *found.configs) if run else ([], found.notes)
+    moved += [*gone, *defaults]
     summary, verdict = "; ".join(moved) or "nothing moved", CHANGED if moved else SAFE
-    if wrong:
+    if wrong or gone:
         summary, verdict = f"{wrong} quantities are wrong{which}; {summary}", NOT_SAFE
     elif two < SHARE * one:
         summary, verdict = f"{two:,} of {one:,} quantities{which} could be judged there; {summary}", UNKNOWN

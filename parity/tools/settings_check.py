@@ -104,10 +104,15 @@ def known_of(trainer: Any, model: str, quantities: Collection[str]) -> list[Entr
 def check(config: Path, trainer: str | None, ledger: Ledger) -> Advice:
     """The known findings that the settings in a file meet; `trainer`: the class that runs them. Raises UsageError for
     an unknown trainer, and for a file that cannot be read or leaves the trainer open."""
+    return advice(run_of(config, trainer, ledger), ledger)
+
+
+def run_of(config: Path, trainer: str | None, ledger: Ledger) -> Run:
+    """The run whose settings are in a file, by one of the trainers of the ledger's entries. Raises UsageError as `check`."""
     known = sorted({name for e in ledger.entries for table in e.user.applies for name in table.get("trainer", ())})
     if trainer not in (None, *known):
         raise UsageError(f"trainer {trainer!r} is unknown, choose from {', '.join(known)}")
-    return advice(_of_file(config, trainer, known), ledger)
+    return _of_file(config, trainer, known)
 
 
 def advice(run: Run, ledger: Ledger) -> Advice:
@@ -161,13 +166,9 @@ def _within(name: str, value: Any, wanted: Any) -> bool | Unknown:
     return ledger.holds(number, wanted)
 
 
-def _config(trainer: str) -> type:
-    return trl.class_named(trainer.removesuffix("Trainer") + "Config")
-
-
 def _fields(trainer: str) -> Mapping[str, Any]:
     """The settings of a trainer's config class with their defaults; none where it is not installed."""
-    return _fields_of(trainer.removesuffix("Trainer") + "Config")
+    return _fields_of(trl.config_name(trainer))
 
 
 def _fields_of(config: str) -> Mapping[str, Any]:
@@ -200,10 +201,12 @@ def _of_file(path: Path, asked: str | None, known: Sequence[str]) -> Run:
     one that the name of the file has in it."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     args = settings_of(path)
-    counts = {trainer: len(args.keys() & _fields(trainer).keys()) for trainer in known}
+    counts = {trainer: len(args.keys() & _fields(trainer).keys()) for trainer in known if not asked}
     likely = [asked] if asked else [t for t, n in counts.items() if n == max(counts.values()) > 0]
     if len(likely) > 1:
-        likely = [t for t in likely if not any(t != o and issubclass(_config(t), _config(o)) for o in likely)]
+        likely = [
+            t for t in likely if not any(t != o and issubclass(trl.config_of(t), trl.config_of(o)) for o in likely)
+        ]
     named = [t for t in likely if t.removesuffix("Trainer").lower() in re.split(r"[^a-z]+", path.stem.lower())]
     likely = named if len(named) == 1 else likely
     if len(likely) != 1:

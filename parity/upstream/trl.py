@@ -109,6 +109,15 @@ def config_class(trainer: type, config: type) -> Any:
     return config
 
 
+def config_name(trainer: str) -> str:
+    return trainer.removesuffix("Trainer") + "Config"
+
+
+def config_of(trainer: str) -> type:
+    """The config class of the trainer with this name. Raises Unsupported as `class_named`."""
+    return class_named(config_name(trainer))
+
+
 @functools.cache
 def fields(config: type) -> Mapping[str, Any]:
     """Name -> default of every field of a TRL config."""

@@ -5,8 +5,9 @@ import functools
 import itertools
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from parity import data
 from parity.case.case import Case
@@ -26,6 +27,7 @@ from parity.versions.resolve import PARTNERS
 from parity.versions.row_diff import MARKS, Difference, differences, side, table
 
 Cases = list[tuple[str, Case]]
+Configs = Mapping[str, Mapping[str, Any]]
 QUICK = ("trl", "liger-kernel")
 
 
@@ -61,7 +63,8 @@ def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[
 @dataclasses.dataclass(frozen=True)
 class Compared:
     """Two environments: how many cases, the rows of each, what moved, and what else changed, a line each. `package`:
-    whose releases they are, where its cases can be found by their names ("": they cannot)."""
+    whose releases they are, where its cases can be found by their names ("": they cannot). `configs`: the defaults of TRL's
+    config classes in each."""
 
     package: str
     sides: tuple[Environment, Environment]
@@ -69,6 +72,7 @@ class Compared:
     rows: tuple[Sequence[Row], Sequence[Row]]
     moved: Sequence[Difference]
     notes: Sequence[str]
+    configs: tuple[Configs, Configs] = ({}, {})
 
     @property
     def judged(self) -> tuple[int, ...]:
@@ -129,19 +133,32 @@ def compare(
     if clock is not None and clock <= 0:
         raise EnvironmentUnusable("its time was over when the environments were made")
     given = [case for _, case in asked]
-    shown = functools.partial(look, cases=given, implementations=wanted, config=True, clock=clock, device=device)
+    shown = functools.partial(look, cases=given, implementations=wanted, configs=True, clock=clock, device=device)
     with ThreadPoolExecutor(2) as pool:  # the two environments are processes
         one, two = pool.map(shown, (before, after))
     moved = differences(side(one.rows, asked), side(two.rows, asked))
-    a, b = one.config, two.config
-    kinds = {
-        "defaults changed": [f"{name} {a[name]!r} -> {b[name]!r}" for name in a if name in b and a[name] != b[name]],
-        "settings gone": [name for name in a if name not in b],
-        "settings new": [f"{name}={b[name]!r}" for name in b if name not in a],
-    }
-    notes = [f"GRPOConfig, {kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
-    found = Compared(package, (before, after), len(asked), (one.rows, two.rows), moved, notes)
+    configs = one.configs, two.configs
+    found = Compared(
+        package, (before, after), len(asked), (one.rows, two.rows), moved, moved_defaults(*configs), configs
+    )
     if not all(found.judged):
         said = " and ".join(map(str, found.judged))
         raise EnvironmentUnusable(f"compare: {said} judged quantities, nothing to compare")
     return found
+
+
+def moved_defaults(before: Configs, after: Configs) -> list[str]:
+    """A line for each group of config classes and kind of change in their fields."""
+    classes: dict[tuple[str, str], list[str]] = {}
+    for name in before.keys() & after.keys():
+        a, b = before[name], after[name]
+        changed = [("defaults changed", f"{k} {a[k]!r} -> {b[k]!r}") for k in a.keys() & b.keys() if a[k] != b[k]]
+        gone = [("settings gone", k) for k in a.keys() - b.keys()]
+        for change in (*changed, *gone, *(("settings new", f"{k}={b[k]!r}") for k in b.keys() - a.keys())):
+            classes.setdefault(change, []).append(name)
+    lines: dict[tuple[str, str], list[str]] = {}
+    for (kind, text), names in sorted(classes.items()):
+        lines.setdefault((", ".join(sorted(names)), kind), []).append(text)
+    found = [f"{names}, {kind}: {', '.join(texts)}" for (names, kind), texts in sorted(lines.items())]
+    others = {"gone": before.keys() - after.keys(), "new": after.keys() - before.keys()}
+    return found + [f"config classes {kind}: {', '.join(sorted(names))}" for kind, names in others.items() if names]

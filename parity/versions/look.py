@@ -3,6 +3,7 @@
 `python -m parity.versions.look PLAN SEEN` writes what it saw as a plan (JSON) asks for it; `look` is the caller's side.
 """
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -17,7 +18,7 @@ import msgspec
 from parity import data
 from parity.case.case import Case
 from parity.decoding import decode, save_json
-from parity.errors import UsageError
+from parity.errors import Unsupported, UsageError
 from parity.process import environment, prepare
 from parity.registry import facts, run_case, select
 from parity.results.ledger import Ledger
@@ -25,19 +26,21 @@ from parity.results.row import Row
 from parity.running.child import LimitExceeded
 from parity.sampling.capabilities import nearest
 from parity.sampling.find import followed
+from parity.trainers.specs import TRAINERS
 from parity.upstream import trl
 from parity.versions.bisect import Measurement
 from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment
 
+PLAIN = bool | int | float | str | None
 CPU_LIMIT = 600.0  # seconds of CPU time of a probe, its children included; on the clock `child.BACKSTOP` times as many
 
 
 class Look(msgspec.Struct, frozen=True):
-    """What a probe saw: result rows; name -> default of the fields of GRPOConfig (empty if not asked for)."""
+    """What a probe saw: result rows; the defaults of each trainer's config class, by its name (empty if not asked for)."""
 
     rows: list[Row]
-    config: dict[str, Any]
+    configs: dict[str, dict[str, Any]]
 
 
 def look(
@@ -45,7 +48,7 @@ def look(
     cases: Sequence[Case],
     implementations: Sequence[str],
     *,
-    config: bool = False,
+    configs: bool = False,
     near: bool = False,
     clock: float | None = None,
     device: str = "cpu",
@@ -63,7 +66,7 @@ def look(
     settings = environment(device) | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     with tempfile.TemporaryDirectory() as folder:
         asked, seen = Path(folder, "asked.json"), Path(folder, "seen.json")
-        save_json(asked, plan | {"config": config, "near": near, "device": device})
+        save_json(asked, plan | {"configs": configs, "near": near, "device": device})
         command = ["python", "-W", "ignore", "-m", "parity.versions.look", str(asked), str(seen)]
         try:
             done = made.run(command, settings=settings, capture=True, cpu_limit=CPU_LIMIT, clock=clock)
@@ -93,11 +96,23 @@ def main(asked: str, seen: str) -> None:
             if row.failing:
                 row.known = ledger.match(row, facts(case))
             shown.rows.append(row)
-    if plan["config"]:  # defaults that a user may leave alone; one that is no plain value as Python writes it
-        known, plain = trl.fields(trl.class_named("GRPOConfig")), (bool, int, float, str, type(None))
-        given = {name: value for name, value in known.items() if value is not dataclasses.MISSING}
-        shown.config.update({name: v if isinstance(v, plain) else repr(v) for name, v in given.items()})
+    if plan["configs"]:
+        shown.configs.update(defaults())
     save_json(Path(seen), shown)
+
+
+def defaults() -> dict[str, dict[str, Any]]:
+    """The fields of each config class of the installed TRL with their defaults: one that is no plain value as Python writes
+    it, one that is made anew each time as "made"."""
+    found = {}
+    for trainer in TRAINERS.values():
+        with contextlib.suppress(Unsupported):
+            config = trl.config_of(trainer)
+            found[config.__name__] = {
+                name: "made" if v is dataclasses.MISSING else v if isinstance(v, PLAIN) else repr(v)
+                for name, v in trl.fields(config).items()
+            }
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from parity.case.case import Case
+from parity.decoding import short
 from parity.errors import UsageError
 from parity.results import memory, trend
 from parity.results.report import render, wording
@@ -20,6 +21,7 @@ Side = Mapping[tuple[str, str, str | None], Row]  # rows by (name of the case, i
 RELATIVE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.05}
 """A value that passes its gates has moved when its norm changed by more than this share …"""
 USED = 0.5  # … and at least one side uses this much of its gate: less is rounding in another order
+REASON = 70  # characters of a verdict with its reason
 TIMES = 2.0  # so does one whose error became so many times as large, or as small
 _ORDER = {"agree": 0, "refused": 1, "disagree": 2, "crashed": 2, "nondeterministic": 2}
 MARKS = "+-~"
@@ -129,7 +131,7 @@ def _cell(row: Row | None, whole: bool) -> str:
     if row is None:
         return "(not run)"
     if whole or row.gate == "protocol":
-        return str(row.verdict)
+        return short(f"{row.verdict}: {row.message}" if row.message else str(row.verdict), REASON)
     return amount(row.value) + {"agree": "", "disagree": "!"}.get(row.verdict, f" {row.verdict}")
 
 

@@ -13,6 +13,7 @@ from parity.errors import UsageError
 from parity.nightly import upgrade
 from parity.nightly.upgrade import CHANGED, NOT_SAFE, SAFE, UNKNOWN, Part
 from parity.results.memory import CommandOutcome
+from parity.tools.settings_check import Run
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.compare import Compared
 from parity.versions.environment import Environment
@@ -62,6 +63,8 @@ HERE = Environment(None, {}, {})
 RIGHT, WRONG = row(), row(verdict="disagree", headroom=3.0)
 SAME = Compared("trl", (HERE, HERE), 9, ([RIGHT] * 100, [RIGHT] * 100), (), [])
 NOT_THERE, NOR_THIS = (row(verdict="unsupported", quantity=None, message=f"{n} blocks | too many") for n in (137, 1100))
+GRPO = Run("grpo.yaml", ("GRPOTrainer",), {"beta": 0.04})
+DPO = Run("dpo.yaml", ("DPOTrainer",), {"beta": 0.1})
 DEFAULT = "GRPOConfig, defaults changed: pad_to_multiple_of 'auto' -> None"
 
 
@@ -118,7 +121,7 @@ def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_pat
     whole = upgrade.compare.compare
     monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **more: whole(*_, **more) if more["asked"] else SAME)
     begun = time.monotonic()
-    found, parts = upgrade.check("trl==1.15.0", config, tmp_path, lambda line: None, limit=1.0)
+    found, parts = upgrade.check("trl==1.15.0", config, tmp_path, lambda line: None, limit=1.0, trainer="GRPOTrainer")
     assert time.monotonic() - begun < 30 and found == UNKNOWN
     assert [p.name for p in parts] == [upgrade.OWN, "run", "compare"]
     assert re.search(r"no answer for \d+ s, ", parts[0].summary)
@@ -133,7 +136,7 @@ def test_the_time_in_which_environments_are_made_counts(monkeypatch):
 
     def look(environment, clock, **_):
         clocks.append(clock)
-        return SimpleNamespace(rows=[RIGHT], config={})
+        return SimpleNamespace(rows=[RIGHT], configs={})
 
     monkeypatch.setattr(upgrade.compare.Environment, "of", made)
     monkeypatch.setattr(upgrade.compare, "look", look)
@@ -171,24 +174,22 @@ def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeyp
     ],
     ids=["the same", "wrong in bf16", "bf16 not judged", "neighbours not judged"],
 )
-def test_settings_that_are_not_judged_there_are_not_called_right(tmp_path, monkeypatch, there, found, said):
+def test_settings_that_are_not_judged_there_are_not_called_right(monkeypatch, there, found, said):
     """1.15.0's kernels in bf16 are judged on a GPU alone: the check said "right, 3 quantities moved inside their gates"."""
     after = dataclasses.replace(HERE, versions={"trl": "1.15.0"})
     monkeypatch.setattr(upgrade.compare.Environment, "of", lambda specs: after if "1.15.0" in specs[0] else HERE)
 
     def look(made, cases, **_):
-        what, config = (there, {"top_k": 50}) if made is after else ((lambda case: RIGHT), {"top_k": 0})
+        what = there if made is after else lambda case: RIGHT
         rows = [replace(what(case), case=case.id, dtype=case.dtype) for case in cases]
-        return SimpleNamespace(rows=rows, config=config)
+        return SimpleNamespace(rows=rows, configs={"GRPOConfig": {"beta": 0.0}})
 
     monkeypatch.setattr(upgrade.compare, "look", look)
-    config = tmp_path / "grpo.yaml"
-    config.write_text("beta: 0.04")
-    part = upgrade.own_settings("trl==1.16.0", "trl==1.15.0", config, "cpu")
+    part = upgrade.own_settings("trl==1.16.0", "trl==1.15.0", GRPO, "cpu")
     assert (part.verdict, part.summary[: len(said)]) == (found, said)
 
 
-def test_a_teams_settings_are_cases_and_so_are_their_neighbours(tmp_path):
+def test_a_teams_settings_are_cases_and_so_are_their_neighbours():
     wanted = {"beta": 0.04, "loss_type": "dapo", "epsilon_high": 0.28}
     found = list(upgrade.own_cases(wanted))
     mine = [case for label, case in found if label == upgrade.OWN]
@@ -196,9 +197,36 @@ def test_a_teams_settings_are_cases_and_so_are_their_neighbours(tmp_path):
     moved = {label: case.settings for label, case in found if label != upgrade.OWN}
     assert moved["beta=0.08"]["beta"] == 0.08 and moved["loss_type=bnpo"]["epsilon_high"] == 0.28
     assert "loss_type=dapo" not in moved
-    (tmp_path / "sft.yaml").write_text("packing: true")
-    with pytest.raises(UsageError, match="sets none of .*beta"):
-        upgrade.own_settings("trl==1.16.0", "trl==1.15.0", tmp_path / "sft.yaml", "cpu")
+
+
+def test_a_run_of_another_trainer_has_that_trainers_checks(monkeypatch):
+    """A dpo.yaml with a beta was judged as GRPO's; one without was refused."""
+    asked = []
+    monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **more: asked.append(more["asked"]) or SAME)
+    assert upgrade.own_settings("trl==1.16.0", "trl==1.15.0", DPO, "cpu").verdict == SAFE
+    (cases,) = asked
+    assert {case.family for _, case in cases} == {"dpo-trainer"} and len(cases) > 20
+    with pytest.raises(UsageError, match="NashMDTrainer has no check"):
+        upgrade.own_settings("trl==1.16.0", "trl==1.15.0", Run("run.yaml", ("NashMDTrainer",)), "cpu")
+
+
+@pytest.mark.parametrize(
+    "args, after, found, said",
+    [
+        ({"beta": 0.1}, {"beta": 0.2, "tools": None}, SAFE, "nothing moved"),
+        ({}, {"beta": 0.2, "tools": None}, CHANGED, "default of beta: 0.1 -> 0.2"),
+        ({"tools": None}, {"beta": 0.1}, NOT_SAFE, "wrong in checks of DPOTrainer; DPOConfig has no tools there"),
+        ({"beta": 0.1, "tools": None}, {"beta": 0.1}, SAFE, "nothing moved"),
+        ({"beta": 0.3, "tools": None}, {}, NOT_SAFE, "; DPOConfig has no beta there"),
+        ({"beta": 0.1}, None, NOT_SAFE, "; TRL has no DPOConfig there"),
+    ],
+    ids=["set", "left at its default", "gone", "every field, at its default", "every field", "no class"],
+)
+def test_the_fields_of_a_runs_config_class_are_compared(monkeypatch, args, after, found, said):
+    configs = {"DPOConfig": {"beta": 0.1, "tools": None}}, {} if after is None else {"DPOConfig": after}
+    monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **__: dataclasses.replace(SAME, configs=configs))
+    part = upgrade.own_settings("trl==1.16.0", "trl==1.15.0", dataclasses.replace(DPO, args=args), "cpu")
+    assert part.verdict == found and said in part.summary
 
 
 def test_there_is_no_upgrade_to_what_is_installed(tmp_path, monkeypatch):

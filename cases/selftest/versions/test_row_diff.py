@@ -49,6 +49,12 @@ def test_what_moved_is_marked_and_held_against_the_definition(before, after, mar
     assert "named" in row_diff.table(found)
 
 
+def test_a_case_that_one_side_does_not_take_is_shown_with_the_reason():
+    """The table said "unsupported" alone."""
+    lines = row_diff.table(differences([row()], [row(**WHOLE, verdict="unsupported", message="has no\ntop_k")]))
+    assert "  agree   unsupported: has no top_k" in lines
+
+
 def test_what_did_not_move_is_left_out():
     assert differences([row()], [row(value=1.0 + 1e-9)]) == []
     assert differences([row(headroom=0.1)], [row(headroom=0.0, value=1.01)]) == [], "rounding in another order"
@@ -68,7 +74,10 @@ def test_compare_runs_every_trainer_once_and_a_named_implementation_only_its_own
 
 
 def test_a_comparison_shows_what_moved_and_which_defaults_did(monkeypatch):
-    looks = [Look([row(headroom=0.1, value=v)], {"beta": 0.0, "top_k": k}) for v, k in ((1.0, None), (2.0, 0))]
+    looks = [
+        Look([row(headroom=0.1, value=v)], {name: {"beta": 0.0, "top_k": k} for name in ("GRPOConfig", other)})
+        for v, k, other in ((1.0, None, "GMPOConfig"), (2.0, 0, "RLOOConfig"))
+    ]
     sides = [SimpleNamespace(partners="torch", versions={"trl": version}) for version in "12"]
     monkeypatch.setattr(compare, "Environment", SimpleNamespace(of=lambda specs: sides[specs == ["trl==2"]]))
     monkeypatch.setattr(compare, "cases", lambda *_: [("named", CASE)])
@@ -76,6 +85,7 @@ def test_a_comparison_shows_what_moved_and_which_defaults_did(monkeypatch):
     plain = compare.compare((["trl==1"], ["trl==2"])).text()
     assert "0 worse (+), 0 better (-), 0 otherwise moved (~)" in plain
     assert "GRPOConfig, defaults changed: top_k None -> 0" in plain
+    assert "config classes gone: GMPOConfig\nconfig classes new: RLOOConfig" in plain
     assert "which release" not in plain
     looks[1] = Look([row(**WRONG)], {})
     own = compare.compare((["trl==1"], ["trl==2"]), asked=[("your settings", CASE)])
