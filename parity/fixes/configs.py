@@ -87,14 +87,14 @@ def lift_text_config_attributes(model: Any, names: tuple[str, ...] = LIFTED, *, 
     config = getattr(model, "config", model)
     text = _text(config)
     if text is config or text is None:
-        return Patch(NAME, reason="the config has no nested text config", model=model)
+        return Patch(NAME, reason="the config has no nested text config")
     lifts = _lifts(config)
     lifted = [name for name in names if getattr(text, name, None) is not None and not hasattr(config, name)]
     if not lifted:
         held: list[Callable[[], object]] = []
         if lifts is not None and lifts.names & set(names):
             held = lifts.hold(owner)
-        return Patch(NAME, reason="no value that is only in the nested text config", model=model, _undo=held)
+        return Patch(NAME, reason="no value that is only in the nested text config", _undo=held)
     kind = type(config)
     lifts = lifts or _Lifts(functools.partial(_clean, kind))
     _register(config, lifts)
@@ -105,7 +105,7 @@ def lift_text_config_attributes(model: Any, names: tuple[str, ...] = LIFTED, *, 
     if not hasattr(kind, "__deepcopy__"):
         kind.__deepcopy__ = _Copier()
     changed = tuple(f"config.{name}={getattr(text, name)}" for name in lifted)
-    return Patch(NAME, changed=changed, model=model, _undo=lifts.hold(owner))
+    return Patch(NAME, changed=changed, _undo=lifts.hold(owner))
 
 
 def _clean(kind: type) -> None:

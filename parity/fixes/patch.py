@@ -57,7 +57,6 @@ class Patch:
     name: str
     changed: tuple[str, ...] = ()
     reason: str | None = None
-    model: Any = None  # what to train from now on, where the patch is about a model
     warning: str | None = None  # what no patch can mend
     _undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
 

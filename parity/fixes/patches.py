@@ -13,7 +13,6 @@ from parity.fixes.accumulation import average_over_window, divide_by_accumulatio
 from parity.fixes.checkpointing import keep_gradient_checkpointing
 from parity.fixes.configs import lift_text_config_attributes
 from parity.fixes.heads import compare_heads
-from parity.fixes.inputs import PEFT_STEPS as PEFT_STEPS
 from parity.fixes.inputs import require_input_grads
 from parity.fixes.logits import use_model_logits
 from parity.fixes.padding import mask_padded_log_probs

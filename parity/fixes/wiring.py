@@ -63,9 +63,7 @@ def use_fused_policy_loss(trainer: Any) -> Patch:
             setattr(trainer, attribute, original)
 
     change.back.append(back)
-    return Patch(
-        NAME, changed=(f"{type(trainer).__name__}.{attribute}",), model=trainer.model, _undo=change.hold(trainer)
-    )
+    return Patch(NAME, changed=(f"{type(trainer).__name__}.{attribute}",), _undo=change.hold(trainer))
 
 
 class _TrainerLoss:

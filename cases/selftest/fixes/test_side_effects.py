@@ -168,7 +168,7 @@ def shared(name, monkeypatch):
 
 
 OF_ONE = {"compare_heads", "mask_padded_log_probs", "exchange_alpha", "average_over_window"}
-SHARED = sorted(set(patches.__all__) - {"Patch", "PEFT_STEPS"} - OF_ONE)
+SHARED = sorted(set(patches.__all__) - {"Patch"} - OF_ONE)
 
 
 @pytest.mark.parametrize("name", SHARED)
