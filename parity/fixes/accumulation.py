@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.fixes.override import overridden, override, source_of
-from parity.fixes.patch import ALREADY, Patch
+from parity.fixes.override import replaced, source_of
+from parity.fixes.patch import Patch
 
 NAME = "divide_by_accumulation"
 WINDOW = "average_over_window"
@@ -36,16 +36,12 @@ def divide_by_accumulation(trainer: Any) -> Patch:
         return Patch(NAME, reason=f"{type(trainer).__name__} has no accelerator")
     if accelerator.gradient_accumulation_steps != 1:
         return Patch(NAME, reason="accelerate divides by the accumulation steps")
-    change = overridden(accelerator, "backward", NAME)
-    if change is not None:
-        return Patch(NAME, reason=ALREADY, _undo=change.hold(trainer))
 
     def divided(self: Any, original: Any, loss: Tensor, **kwargs: Any) -> Any:
         planned = getattr(getattr(trainer, "args", None), "gradient_accumulation_steps", 1)
         return original(loss / getattr(trainer, "current_gradient_accumulation_steps", planned), **kwargs)
 
-    change = override(accelerator, "backward", NAME, divided)
-    return Patch(NAME, changed=("accelerator.backward",), _undo=change.hold(trainer))
+    return replaced(trainer, NAME, accelerator, "accelerator", backward=divided)
 
 
 def _undivided(step: Any) -> bool:
@@ -91,13 +87,7 @@ def average_over_window(trainer: Any) -> Patch:
 
 
 def _changed(trainer: Any, **methods: Callable[..., Any]) -> Patch:
-    """These methods overridden, or held where they are already."""
-    there = [overridden(trainer, name, WINDOW) for name in methods]
-    made = [] if any(there) else [override(trainer, name, WINDOW, change) for name, change in methods.items()]
-    undo = [step for change in (*there, *made) if change for step in change.hold(trainer)]
-    if not made:
-        return Patch(WINDOW, reason=ALREADY, _undo=undo)
-    return Patch(WINDOW, changed=tuple(f"trainer.{name}" for name in methods), _undo=undo)
+    return replaced(trainer, WINDOW, trainer, "trainer", **methods)
 
 
 def _over_likelihood(trainer: Any, gold: bool) -> Patch:

@@ -4,6 +4,8 @@ The log-probs come from `selective_log_probs`; the rest is float64 arithmetic on
 of logits and of the gradients asked for.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from parity.fixes.metrics import PolicyMetrics, measure
 IGNORED = -100
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class FusedLinearGRPOLoss(torch.nn.Module):
     """Policy loss of the GRPO family straight from hidden states and head; returns `(loss, metrics)`.
 
@@ -59,63 +62,36 @@ class FusedLinearGRPOLoss(torch.nn.Module):
     loss 0 and zero gradients. NaN in hidden states or head is not looked for: it comes out as NaN.
     """
 
-    def __init__(
-        self,
-        beta: float = 0.04,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        chunk_size: int | None = None,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-        *,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        off_policy_mask_threshold: float | None = None,
-        top_entropy_quantile: float = 1.0,
-        entropy_coef: float = 0.0,
-        current_gradient_accumulation_steps: float = 1,
-        steps_per_generation: float | None = None,
-        memory_budget: int | None = None,
-    ) -> None:
+    beta: float = 0.04
+    compiled: bool = True
+    use_ref_model: bool = True
+    chunk_size: int | None = None
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "dapo"
+    max_completion_length: int | None = None
+    importance_sampling_level: str = "token"
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    temperature: float = 1.0
+    delta: float | None = None
+    use_bias_correction_kl: bool = False
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    _: dataclasses.KW_ONLY
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    off_policy_mask_threshold: float | None = None
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    current_gradient_accumulation_steps: float = 1
+    steps_per_generation: float | None = None
+    memory_budget: int | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.beta = beta
-        self.compiled = compiled
-        self.use_ref_model = use_ref_model
-        self.chunk_size = chunk_size
-        self.epsilon_low = epsilon_low
-        self.epsilon_high = epsilon_high
-        self.loss_type = loss_type
-        self.max_completion_length = max_completion_length
-        self.importance_sampling_level = importance_sampling_level
-        self.sapo_temperature_pos = sapo_temperature_pos
-        self.sapo_temperature_neg = sapo_temperature_neg
-        self.temperature = temperature
-        self.delta = delta
-        self.use_bias_correction_kl = use_bias_correction_kl
-        self.vespo_k_pos = vespo_k_pos
-        self.vespo_lambda_pos = vespo_lambda_pos
-        self.vespo_k_neg = vespo_k_neg
-        self.vespo_lambda_neg = vespo_lambda_neg
-        self.softcap = softcap
-        self.logit_scale = logit_scale
-        self.off_policy_mask_threshold = off_policy_mask_threshold
-        self.top_entropy_quantile = top_entropy_quantile
-        self.entropy_coef = entropy_coef
-        self.current_gradient_accumulation_steps = current_gradient_accumulation_steps
-        self.steps_per_generation = steps_per_generation
-        self.memory_budget = memory_budget
         check_settings(self)
 
     def forward(

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from parity.fixes.patch import Change, reference
+from parity.fixes.patch import ALREADY, Change, Patch, reference
 
 _CHANGES = "_parity_changes"  # on a replacement: the changes that it stands for, by the name of the fix
 
@@ -21,14 +21,16 @@ def source_of(function: Any) -> str:
 
 
 def override(owner: Any, name: str, fix: str, ours: Callable[..., Any]) -> Change:
-    """`owner.name(...)` becomes `ours(self, original, ...)` for this one object, until the change is taken back.
+    """`owner.name(...)` becomes `ours(self, original, ...)` until the change is taken back: for this one object, or for all of
+    a class.
 
     `original` is what was there, bound to `self`: a deep copy of `owner` computes with the copy. Where somebody has
     wrapped the method since, their wrapper stays when the change is taken back, and ours hands every call on. A copy that
     was made meanwhile goes with the change.
     """
     before = getattr(owner, name)
-    inner = before.__func__ if getattr(before, "__self__", None) is owner else None
+    of_class = isinstance(owner, type)
+    inner = before if of_class else before.__func__ if getattr(before, "__self__", None) is owner else None
     was_its_attribute, attribute = name in vars(owner), vars(owner).get(name)
     change, holder = Change(), reference(owner)
 
@@ -42,11 +44,12 @@ def override(owner: Any, name: str, fix: str, ours: Callable[..., Any]) -> Chang
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         vars(replacement)["__signature__"] = taken.replace(parameters=[first, *taken.parameters.values()])
     setattr(replacement, _CHANGES, {**getattr(before, _CHANGES, {}), fix: change})
-    setattr(owner, name, types.MethodType(replacement, owner))
+    setattr(owner, name, replacement if of_class else types.MethodType(replacement, owner))
 
     def back() -> None:
         found = holder()
-        if getattr(vars(found).get(name), "__func__", None) is not replacement:
+        now = vars(found).get(name)
+        if getattr(now, "__func__", now) is not replacement:
             return
         if was_its_attribute:
             setattr(found, name, attribute)
@@ -58,12 +61,23 @@ def override(owner: Any, name: str, fix: str, ours: Callable[..., Any]) -> Chang
 
 
 def overridden(owner: Any, name: str, fix: str) -> Change | None:
-    """The change that this fix has made to `owner.name`, under later wrappers too; None where there is none in force."""
-    for function in chain(vars(owner).get(name)):
+    """The change that this fix has made to `owner.name` or its class's, under later wrappers too; None where there is none in
+    force."""
+    for function in chain(getattr(owner, name, None)):
         change = getattr(function, _CHANGES, {}).get(fix)
         if change is not None and change.active:
             return change
     return None
+
+
+def replaced(holder: Any, fix: str, owner: Any, called: str, **changes: Callable[..., Any]) -> Patch:
+    """These methods of `owner`, `called` so, overridden, or held by `holder` where they are already."""
+    there = [overridden(owner, name, fix) for name in changes]
+    made = [] if any(there) else [override(owner, name, fix, change) for name, change in changes.items()]
+    undo = [step for change in (*there, *made) if change for step in change.hold(holder)]
+    if not made:
+        return Patch(fix, reason=ALREADY, _undo=undo)
+    return Patch(fix, changed=tuple(f"{called}.{name}" for name in changes), _undo=undo)
 
 
 def chain(function: Any) -> Iterator[Any]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from parity.fixes.override import overridden, override, source_of
-from parity.fixes.patch import ALREADY, Patch
+from parity.fixes.override import replaced, source_of
+from parity.fixes.patch import Patch
 
 NAME = "mask_padded_log_probs"
 _UNMASKED = re.compile(r"^\s*kl = logprobs - ref_logprobs$", re.MULTILINE)
@@ -27,9 +27,6 @@ def mask_padded_log_probs(trainer: Any) -> Patch:
     forward = getattr(trainer, "_forward", None)
     if forward is None or "completion_mask" not in inspect.signature(forward).parameters:
         return Patch(NAME, reason="the trainer scores no completions in a method of its own")
-    change = overridden(trainer, "_forward", NAME)
-    if change is not None:
-        return Patch(NAME, reason=ALREADY, _undo=change.hold(trainer))
     if not _unmasked(getattr(type(trainer), "training_step", None)):
         return Patch(NAME, reason="the trainer's step sums no log-probs of padding")
     signature = inspect.signature(forward)
@@ -39,8 +36,7 @@ def mask_padded_log_probs(trainer: Any) -> Patch:
         logps: Tensor = original(*args, **kwargs)
         return logps.masked_fill(mask.to(logps.device) == 0, 0.0)
 
-    change = override(trainer, "_forward", NAME, masked)
-    return Patch(NAME, changed=("trainer._forward",), _undo=change.hold(trainer))
+    return replaced(trainer, NAME, trainer, "trainer", _forward=masked)
 
 
 def _unmasked(step: Any) -> bool:

@@ -1,6 +1,5 @@
 """`mask_teacher_padding`: leave padding out of the divergence to a teacher server."""
 
-import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -10,10 +9,9 @@ import torch
 from torch import Tensor
 
 from parity.fixes.override import overridden, override
-from parity.fixes.patch import ALREADY, Change, Patch
+from parity.fixes.patch import ALREADY, Patch
 
 NAME = "mask_teacher_padding"
-_CHANGE = "_parity_change"
 SERVER_LOSS = "_compute_server_sparse_top_1_divergence_loss"
 _DISTILLERS = (
     ("trl.experimental.distillation.distillation_trainer", "DistillationTrainer"),
@@ -38,12 +36,10 @@ def mask_teacher_padding(trainer: Any = None) -> Patch:
     undo: list[Callable[[], object]] = []
     for place, owner in _distillers() if trainer is None else [(type(trainer).__name__, trainer)]:
         kind = owner if isinstance(owner, type) else type(owner)
-        original = vars(owner).get(SERVER_LOSS) if trainer is None else getattr(trainer, SERVER_LOSS, None)
-        if original is None:
+        if not hasattr(owner, SERVER_LOSS):
             continue
-        change = None if trainer is None else overridden(trainer, SERVER_LOSS, NAME)
-        change = change or getattr(getattr(kind, SERVER_LOSS), _CHANGE, None)
-        if change is not None and change.active:
+        change = overridden(owner, SERVER_LOSS, NAME)
+        if change is not None:
             reasons.append(ALREADY)
             undo += change.hold(trainer)
             continue
@@ -55,11 +51,7 @@ def mask_teacher_padding(trainer: Any = None) -> Patch:
         if finite:
             reasons.append(f"{kind.__name__} masks the padding itself")
             continue
-        signature = inspect.signature(getattr(kind, SERVER_LOSS))
-        if trainer is None:
-            change = _on_the_class(owner, original, signature)
-        else:
-            change = override(trainer, SERVER_LOSS, NAME, _masking(signature))
+        change = override(owner, SERVER_LOSS, NAME, _masking(inspect.signature(getattr(kind, SERVER_LOSS))))
         changed.append(f"{place}.{SERVER_LOSS}")
         undo += change.hold(trainer)
     reason = None if changed else "; ".join(reasons) or "there is no teacher-server loss"
@@ -86,24 +78,6 @@ def _masking(signature: inspect.Signature) -> Callable[..., Tensor]:
         return original(*call.args[1:], **call.kwargs)
 
     return masked
-
-
-def _on_the_class(kind: type, original: Callable[..., Tensor], signature: inspect.Signature) -> Change:
-    masked = _masking(signature)
-
-    @functools.wraps(original)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        inner = functools.partial(original, self)
-        return masked(self, inner, *args, **kwargs) if change.active else inner(*args, **kwargs)
-
-    def back() -> None:
-        if vars(kind).get(SERVER_LOSS) is replacement:
-            setattr(kind, SERVER_LOSS, original)
-
-    change = Change(back)
-    setattr(replacement, _CHANGE, change)
-    setattr(kind, SERVER_LOSS, replacement)
-    return change
 
 
 def _ragged_gradient_is_finite(trainer: type) -> bool:
