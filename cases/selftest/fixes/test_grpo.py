@@ -61,15 +61,6 @@ def test_the_call_overrides_the_accumulation(kind):
     assert fourth.item() == pytest.approx(once.item() / 4)
 
 
-def test_the_ratio_never_touches_the_kl():
-    case = draw(3, torch.float32, ratio="token")
-    case["ratio"] = torch.zeros_like(case["ratio"])
-    case["advantages"][:] = 1.0
-    loss, metrics, _ = ours(case, {"loss_type": "bnpo", "beta": 0.5})
-    assert loss.item() == pytest.approx(0.5 * metrics["kl"].item())
-    assert metrics["kl"] > 0
-
-
 def test_reference_from_hidden_states():
     case = draw(9, torch.float32)
     g = torch.Generator().manual_seed(1)
@@ -94,7 +85,7 @@ def test_flat_hidden_states_and_frozen_head():
     assert case["weight"].grad is None
 
 
-def test_inside_compile_and_autocast():
+def test_inside_compile():
     case = draw(12, torch.float32)
     fused = FusedLinearGRPOLoss(beta=0.1, entropy_coef=0.1, top_entropy_quantile=0.5)
     leaves = [case[x].clone().requires_grad_() for x in ("hidden", "weight", "bias")]
@@ -106,12 +97,6 @@ def test_inside_compile_and_autocast():
     torch.testing.assert_close(compiled, plain)
     for g, w in zip(torch.autograd.grad(compiled, leaves), torch.autograd.grad(plain, leaves), strict=True):
         torch.testing.assert_close(g, w)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = step(*leaves)
-        grads = torch.autograd.grad(low, leaves)
-    assert low.dtype == torch.float32
-    assert low.item() == pytest.approx(plain.item(), rel=0.1, abs=0.05)
-    assert all(g.dtype == torch.float32 for g in grads)
 
 
 def test_an_empty_sequence_counts_as_unclipped_at_sequence_level():

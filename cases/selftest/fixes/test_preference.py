@@ -17,7 +17,6 @@ from parity.trainers.rig import drive, models, recorder, twin_runs
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
-WINDOWS = ("cpo-trainer", "orpo-trainer")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def likelihoods(trainer, batches, training=True):
     return [float(trainer.concatenated_forward(trainer.model, one)[4]) for one in samples]
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", ["cpo-trainer", "orpo-trainer"])
 def test_the_likelihood_of_a_window_is_that_of_its_tokens(name):
     trainer = built(name)
     whole = next(iter(trainer.get_train_dataloader()))
@@ -112,30 +111,6 @@ def test_the_likelihood_of_a_window_is_that_of_its_tokens(name):
         evaluated = likelihoods(trainer, parts, training=False)
     assert evaluated == likelihoods(trainer, parts)  # evaluation as released, and so is training afterwards
     assert sum(evaluated) / rows != pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.parametrize("name", WINDOWS)
-def test_apply_wraps_both_methods_and_takes_them_off(name):
-    trainer = built(name)
-    with apply(trainer) as applied:
-        assert applied["average_over_window"]
-        assert "get_batch_samples" in vars(trainer)
-    assert "get_batch_samples" not in vars(trainer) and "concatenated_forward" not in vars(trainer)
-
-
-def test_rollouts_are_averaged_over_the_window():
-    class Queue:
-        def compute_loss(self, model, inputs):
-            return 1 / inputs["global_n_tokens"][0]  # what the fix looks for
-
-        def get_batch_samples(self):
-            return [{"global_n_tokens": torch.tensor([n])} for n in (2.0, 6.0)], None
-
-    trainer = Queue()
-    with patches.average_over_window(trainer) as patch:
-        assert patch and "already applied" in str(patches.average_over_window(trainer))
-        assert [float(batch["global_n_tokens"]) for batch in trainer.get_batch_samples()[0]] == [4.0, 4.0]
-    assert "get_batch_samples" not in vars(trainer)
 
 
 class Distilling:
@@ -186,8 +161,3 @@ def test_tokens_are_counted_once_and_their_mean_taken_over_processes(kind, right
             assert float(items) == right
     assert set(vars(trainer)) <= {"_buffered_inputs"}
     assert float(trainer.get_batch_samples(None, 2, "cpu")[1]) == 16
-
-
-def test_other_trainers_get_reasons():
-    trainer = built("dpo-trainer")
-    assert "takes no mean" in str(patches.average_over_window(trainer))

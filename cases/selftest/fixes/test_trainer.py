@@ -81,49 +81,12 @@ def test_a_head_in_modules_to_save_trains_with_our_log_probs_as_without(counted)
         assert torch.allclose(found[name], weight, rtol=1e-4, atol=1e-5), name
 
 
-def test_a_forbidden_token_no_longer_ends_the_run(counted):
-    """A logit of -inf: TRL's entropy bonus is NaN, with ours the gradient is finite."""
-    needs_fused_head()
-
-    def step(fixed):
-        policy = training.model()
-        head = policy.get_output_embeddings()
-        head.bias = torch.nn.Parameter(torch.zeros(training.WORDS))
-        with torch.no_grad():
-            head.bias[5] = -torch.inf
-        policy.config.final_logit_softcapping = None  # a cap would lift -inf to -3
-        made = training.trainer(policy, entropy_coef=0.05, max_steps=1)
-        if not fixed:
-            return training.trained(made)[0]["grad_norm"]
-        with apply(made):
-            return training.trained(made)[0]["grad_norm"]
-
-    assert not torch.tensor(step(fixed=False)).isfinite()
-    assert torch.tensor(step(fixed=True)).isfinite()
-
-
 def frozen_inputs():
     policy = training.model()
     policy.get_input_embeddings().requires_grad_(False)
     # transformers 5 adds an input hook of its own when checkpointing is turned on; older ones do not.
     policy.enable_input_require_grads = lambda *_: None
     return policy
-
-
-def test_a_nested_softcap_is_lifted_for_training():
-    transformers = pytest.importorskip("transformers")
-    text = training.model("Gemma3TextConfig", "Gemma3ForCausalLM").config
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    vision |= {"image_size": 28, "patch_size": 14}
-    config = transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4)
-    policy = transformers.Gemma3ForConditionalGeneration(config)
-    made = training.trainer(policy, max_steps=1)
-    assert not hasattr(policy.config, "final_logit_softcapping")
-    with apply(made) as applied:
-        assert applied["lift_text_config_attributes"].changed == ("config.final_logit_softcapping=3.0",)
-        assert policy.config.final_logit_softcapping == 3.0
-        assert training.trained(made)[0]["grad_norm"] > 0
-    assert not hasattr(policy.config, "final_logit_softcapping")
 
 
 def test_what_fails_leaves_nothing_behind(monkeypatch):
