@@ -147,22 +147,6 @@ def test_a_hard_loss_without_a_meaning_is_refused(wrong):
         FAMILY.build(FAMILY.case(1, "fp32", wrong))
 
 
-@pytest.mark.parametrize("sparse", ["topk", "mixed"])
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_padding(sparse, beta):
-    """-inf at label -100 changes neither the loss nor a gradient, nor does anything finite there."""
-    if sparse == "mixed" and beta == 0.0:
-        return
-    x = FAMILY.build(FAMILY.case(7, "fp32", {"sparse": sparse, "beta": beta, "ignored": "some"}))
-    padded = x.ids == IGNORE_INDEX
-    assert (x.support_logps[padded] == -torch.inf).all()
-    first = exact(FAMILY, x)
-    assert torch.isfinite(first["grad_hidden"]).all()
-    assert not first["grad_hidden"][padded].any()
-    second = exact(FAMILY, x.replace(support_logps=torch.where(padded.unsqueeze(-1), -0.5, x.support_logps)))
-    assert all(torch.equal(first[name], second[name]) for name in first if name[0] != "_")
-
-
 def test_older_mixture():
     """TRL's GKD up to 0.15: M = beta·p + (1 - beta)·q, so beta 0 is the reverse and beta 1 the forward divergence."""
     older = dataclasses.replace(FAMILY, oracle=FAMILY.variants["exchanged mixture"])

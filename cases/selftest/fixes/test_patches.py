@@ -86,7 +86,3 @@ def test_lifting_never_overwrites(value):
 def test_nothing_to_lift():
     patch = patches.lift_text_config_attributes(nested(None))
     assert not patch and "only in the nested text config" in patch.reason
-    config = nested()
-    config.text_config.my_scale = 0.25
-    assert patches.lift_text_config_attributes(config, names=("my_scale",))
-    assert config.my_scale == 0.25
