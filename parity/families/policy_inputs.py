@@ -21,6 +21,7 @@ from parity.case.inputs import Inputs, product_dtype
 from parity.case.layouts import arranged
 from parity.errors import UsageError
 from parity.families import head
+from parity.families.policy_losses import epsilon_high
 from parity.families.policy_settings import MASKS
 from parity.judge.recipe import UNIT_ROUNDOFF
 from parity.judge.values import integers, normal, uniform
@@ -161,7 +162,7 @@ def error_bound(case: Case, s: SimpleNamespace, exact: Inputs) -> torch.Tensor:
 
 def thresholds(s: SimpleNamespace) -> list[float]:
     """The log-ratios at which the loss changes its formula, ascending."""
-    high = s.epsilon if s.epsilon_high is None else s.epsilon_high
+    high = epsilon_high(s)
     if s.loss_type == "cispo":
         return [math.log(high)]
     if s.loss_type in ("sapo", "vespo"):

@@ -39,7 +39,7 @@ def losses(s: SimpleNamespace, x: Any, lp: Tensor, entropy: Tensor, measure: Any
     advantages = x.advantages if x.advantages.dim() == 2 else x.advantages.unsqueeze(-1)
     # a masked token has no part in anything: excluded before its ratio could overflow in a recipe's rounding
     d = torch.where(x.mask.bool(), lp - (lp.detach() if x.old_logps is None else x.old_logps), 0.0)
-    log_w = d if s.importance_sampling_level == "token" else _mean(d, mask, keepdim=True)
+    log_w = d if s.importance_sampling_level == "token" else _mean(d, mask)
     w = log_w.exp()
 
     keep = mask
@@ -66,9 +66,9 @@ def losses(s: SimpleNamespace, x: Any, lp: Tensor, entropy: Tensor, measure: Any
     return {"loss": loss, "_logps": lp, "_terms": terms} | metrics(s, w, advantages, mask, kl, entropy)
 
 
-def _mean(values: Tensor, mask: Tensor, keepdim: bool = False) -> Tensor:
-    """Σ_t m·v / max(Σ_t m, 1) of each sequence."""
-    return (values * mask).sum(-1, keepdim=keepdim) / mask.sum(-1, keepdim=keepdim).clamp(min=1)
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Σ_t m·v / max(Σ_t m, 1) of each sequence, (…, B, 1)."""
+    return (values * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def surrogate(
@@ -77,10 +77,10 @@ def surrogate(
     """The policy term of each token, (…, B, T) or (…, B, 1), before masks, sampler ratio and KL."""
     if s.loss_type in CLIPPED:
         capped = w if s.delta is None else w.clamp(max=s.delta)
-        clipped = w.clamp(1 - s.epsilon, 1 + _epsilon_high(s))
+        clipped = w.clamp(1 - s.epsilon, 1 + epsilon_high(s))
         return -torch.minimum(capped * advantages, clipped * advantages)
     if s.loss_type == "cispo":
-        return -w.clamp(max=_epsilon_high(s)).detach() * advantages * lp
+        return -w.clamp(max=epsilon_high(s)).detach() * advantages * lp
     if s.loss_type == "sapo":
         tau = _by_sign(advantages > 0, s.sapo_temperature_pos, s.sapo_temperature_neg)
         return -torch.sigmoid(tau * (w - 1)) * 4 / tau * advantages
@@ -94,10 +94,11 @@ def _by_sign(condition: Tensor, yes: float, no: float) -> Tensor:
 
 def cap_below_clip(s: SimpleNamespace) -> bool:
     """Whether δ caps ratios that the clip leaves alone."""
-    return s.delta is not None and bool(s.delta <= 1 + _epsilon_high(s))
+    return s.delta is not None and bool(s.delta <= 1 + epsilon_high(s))
 
 
-def _epsilon_high(s: SimpleNamespace) -> float:
+def epsilon_high(s: Any) -> float:
+    """Upper clip ε, or for cispo the bound itself."""
     return s.epsilon if s.epsilon_high is None else s.epsilon_high
 
 
@@ -120,7 +121,7 @@ def off_policy_mask(
     if sampling is None:  # a drift of 0, which nothing rounds
         return ((advantages >= 0) | (s.off_policy_mask_threshold >= 0)).to(lp.dtype)
     gap = (sampling - lp.detach()).nan_to_num(nan=0.0)
-    near = _mean(gap, mask, keepdim=True) <= s.off_policy_mask_threshold
+    near = _mean(gap, mask) <= s.off_policy_mask_threshold
     return ((advantages >= 0) | near).to(lp.dtype)
 
 
@@ -177,11 +178,11 @@ def metrics(
     out = {"entropy": mean(entropy.detach())}
     if kl is not None:
         out["kl"] = mean(kl.detach())
-    high = w > 1 + _epsilon_high(s)
+    high = w > 1 + epsilon_high(s)
     if s.loss_type in CLIPPED and not cap_below_clip(s):  # else a share has two readings: with the cap or without
         low_clip, high_clip = (w < 1 - s.epsilon) & (advantages < 0), high & (advantages > 0)
         out["clip_low"], out["clip_high"] = mean(low_clip, sequence), mean(high_clip, sequence)
         out["clip_ratio"] = mean(low_clip | high_clip, sequence)
     elif s.loss_type == "cispo":
-        out["clip_ratio"] = mean((w > _epsilon_high(s)) & (advantages > 0), sequence)
+        out["clip_ratio"] = mean((w > epsilon_high(s)) & (advantages > 0), sequence)
     return out

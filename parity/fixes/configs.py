@@ -72,8 +72,8 @@ class _Copier:
         return deepcopy
 
 
-def lift_text_config_attributes(model: Any, names: tuple[str, ...] = LIFTED, *, owner: Any = None) -> Patch:
-    """`config.name` reads `names` of a nested text config, where RL code looks for them.
+def lift_text_config_attributes(model: Any, *, owner: Any = None) -> Patch:
+    """`config.name` reads the names `LIFTED` of a nested text config, where RL code looks for them.
 
     `getattr(config, "final_logit_softcapping", 0)` on a multimodal config misses the value of its text config, and the
     softcap is silently 0 (Unsloth before April 2026; any code that reads it that way). A value that the top level has,
@@ -89,10 +89,10 @@ def lift_text_config_attributes(model: Any, names: tuple[str, ...] = LIFTED, *, 
     if text is config or text is None:
         return Patch(NAME, reason="the config has no nested text config")
     lifts = _lifts(config)
-    lifted = [name for name in names if getattr(text, name, None) is not None and not hasattr(config, name)]
+    lifted = [name for name in LIFTED if getattr(text, name, None) is not None and not hasattr(config, name)]
     if not lifted:
         held: list[Callable[[], object]] = []
-        if lifts is not None and lifts.names & set(names):
+        if lifts is not None and lifts.names:
             held = lifts.hold(owner)
         return Patch(NAME, reason="no value that is only in the nested text config", _undo=held)
     kind = type(config)

@@ -5,9 +5,9 @@ from typing import Any
 
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
-from parity.families.policy_losses import OF_LOSS
+from parity.families.policy_losses import OF_LOSS, epsilon_high
 from parity.implementations import plain
-from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation, only
+from parity.implementations.implementation import EVERY_CONTEXT, ONE_WEIGHT, Outputs, implementation
 from parity.implementations.trl_trainer import METRICS
 from parity.judge.recipe import Recipe
 
@@ -55,7 +55,7 @@ def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:
         use_ref_model=s.beta != 0.0,
         chunk_size=None if s.chunk_size == 1 else s.chunk_size,  # 1 is Liger's default; None, what suits, is ours
         epsilon_low=s.epsilon,
-        epsilon_high=s.epsilon if s.epsilon_high is None else s.epsilon_high,
+        epsilon_high=epsilon_high(s),
         top_entropy_quantile=1.0 if x.top_entropy_quantile is None else float(x.top_entropy_quantile),
         current_gradient_accumulation_steps=s.accumulation,
         **{name: getattr(s, name) for name in (*OF_LOSS, "softcap", "logit_scale")},
@@ -75,7 +75,7 @@ POLICY: dict[str, Any] = {
     "wide": True,
     "outputs": frozenset(METRICS),
     "contexts": EVERY_CONTEXT,
-    "limits": (only("a bare loss takes one weight, no adapter on the head", lambda s: s.head != "lora"),),
+    "limits": (ONE_WEIGHT,),
     "sources": ("parity.fixes.grpo.FusedLinearGRPOLoss.forward",),
 }
 implementation("fixes.FusedLinearGRPOLoss", **POLICY)(_policy_loss)

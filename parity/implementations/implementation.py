@@ -209,6 +209,7 @@ def known_loss_type(module: str, text: str = "Unknown loss type") -> Limit:
     return refused(module, text, lambda s: says(module, f'"{s.loss_type}"'))
 
 
+ONE_WEIGHT = only("a bare loss takes one weight, no adapter on the head", lambda s: s.head != "lora")
 ONE_DTYPE = only("hidden states and head of one dtype only", lambda s: s.head_dtype == "same" or s.dtype == "fp32")
 
 

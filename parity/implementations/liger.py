@@ -48,8 +48,7 @@ def chunked(x: Inputs, **more: Any) -> Recipe:
     which bias and temperature round to again."""
     if not streams_vocabulary():
         return plain.stored(x, folded=plain.factor(x), **more)
-    cast: dict[str, Any] = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
-    return Recipe(logits="input", bias="fp32", **cast, **more)
+    return Recipe(logits="input", bias="fp32", **plain.cast_head(x), **more)
 
 
 def streams_vocabulary() -> bool:

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 
 from parity.case.inputs import Inputs, autocast_of
-from parity.families.policy_losses import CLIPPED, WINDOW_NORMALISED
+from parity.families.policy_losses import CLIPPED, WINDOW_NORMALISED, epsilon_high
 from parity.implementations import plain
 from parity.implementations.implementation import (
+    ONE_WEIGHT,
     Limit,
     Outputs,
     accepted,
@@ -26,7 +27,7 @@ COMMON = (
     only("no entropy-quantile parameter", lambda s: not s.entropy_quantile),
     only("no entropy bonus", lambda s: s.entropy_coef == 0.0),
     only("advantages of shape (B,) only", lambda s: s.advantages not in ("token", "repeated")),
-    only("a bare kernel takes one weight, no adapter on the head", lambda s: s.head != "lora"),
+    ONE_WEIGHT,
     only("the division by the accumulation steps is the caller's", lambda s: s.accumulation == 1 or _windowed(s)),
     only(
         "a window other than the generation batch is the caller's",
@@ -104,7 +105,7 @@ def _fused_loss(x: Inputs, compiled: bool = False) -> Outputs:
         use_ref_model=s.beta != 0.0,
         chunk_size=s.chunk_size,
         epsilon_low=s.epsilon,
-        epsilon_high=s.epsilon if s.epsilon_high is None else s.epsilon_high,
+        epsilon_high=epsilon_high(s),
         temperature=s.temperature,
         **taking(kind, _options(s)),
     )
@@ -186,7 +187,7 @@ def _triton(x: Inputs, **reduces: Any) -> Any:
     tensors = _tensors(s, x.importance_sampling_ratio, x.num_items_in_batch)
     options = taking(function, _options(s) | tensors | reduces)
     options |= {"temperature": s.temperature, "inplace": False}
-    options |= {"eps_low": s.epsilon, "eps_high": s.epsilon if s.epsilon_high is None else s.epsilon_high}
+    options |= {"eps_low": s.epsilon, "eps_high": epsilon_high(s)}
     return function(z, x.old_logps, x.ref_logps, x.ids.long(), x.advantages, x.mask, **options)
 
 

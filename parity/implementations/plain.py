@@ -88,6 +88,11 @@ def installed(module: str) -> bool:
     return (not parent or installed(parent)) and importlib.util.find_spec(module) is not None
 
 
+def cast_head(x: Inputs) -> dict[str, Any]:
+    """Fields of the recipe of a loss that casts the head to the dtype of the hidden states, gradients in float32."""
+    return {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
+
+
 def head_dtype(x: Inputs) -> str:
     """The dtype in which the head leaves logits, as a recipe names it."""
     return "fp32" if x.weight.dtype == torch.float32 else "input"

@@ -51,10 +51,8 @@ def tiles(x: Inputs) -> Recipe:
     """A tile of logits and of their gradient in the dtype of the hidden states, to which the head is cast. The gradients
     of head and bias are summed in float32 and take their dtypes from there. Before there were kernels (1.15) the logits'
     gradient was float32."""
-    cast: dict[str, Any] = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
-    if plain.installed("trl.kernels.chunked_logprob"):
-        cast["dlogits"] = "input"
-    return Recipe(logits="input", tanh=softcap(x), **cast)
+    dlogits = "input" if plain.installed("trl.kernels.chunked_logprob") else "fp32"
+    return Recipe(logits="input", dlogits=dlogits, tanh=softcap(x), **plain.cast_head(x))
 
 
 @offer(

@@ -126,8 +126,7 @@ def gold_jsd_loss(x: Inputs) -> Outputs:
 def _tiles(x: Inputs) -> Recipe:
     """float32 tiles of logits, their gradient stored in the dtype of the hidden states, to which the weight is cast. The
     gradients of head and bias are summed in float32 and take their dtypes from there; the bias stays as it is."""
-    cast: dict[str, Any] = {} if x.weight.dtype == x.hidden.dtype else {"inputs": "input", "dinputs": "fp32"}
-    return Recipe(dlogits="input", bias="fp32", tanh=softcap(x, "trl.kernels.chunked_divergence"), **cast)
+    return Recipe(dlogits="input", bias="fp32", tanh=softcap(x, "trl.kernels.chunked_divergence"), **plain.cast_head(x))
 
 
 @offer(

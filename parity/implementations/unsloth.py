@@ -14,9 +14,10 @@ import torch
 
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
-from parity.families.policy_losses import OF_LOSS, WINDOW_NORMALISED
+from parity.families.policy_losses import OF_LOSS, WINDOW_NORMALISED, epsilon_high
 from parity.implementations import plain
 from parity.implementations.implementation import (
+    ONE_WEIGHT,
     Outputs,
     accepted,
     by_token,
@@ -67,7 +68,7 @@ def _options(x: Inputs) -> dict[str, Any]:
     s = x.settings
     same = {"temperature", "off_policy_mask_threshold", "entropy_coef", "steps_per_generation"}
     out = {name: getattr(s, name) for name in OF_LOSS if name not in same}
-    out |= {"epsilon_low": s.epsilon, "epsilon_high": s.epsilon if s.epsilon_high is None else s.epsilon_high}
+    out |= {"epsilon_low": s.epsilon, "epsilon_high": epsilon_high(s)}
     out |= {"current_gradient_accumulation_steps": s.accumulation}
     if s.loss_type in WINDOW_NORMALISED:
         out |= {"num_items_in_batch": x.num_items_in_batch, "steps_per_generation": s.steps_per_generation}
@@ -92,7 +93,7 @@ GRPO: dict[str, Any] = {
         only("the off-policy mask is TRL's, handed in by the trainer", lambda s: s.off_policy_mask_threshold is None),
         only("entropy is the trainer's, around this loss", lambda s: not s.entropy_quantile and s.entropy_coef == 0.0),
         only("forms the sampler's ratio itself, from old and sampling log-probs", lambda s: s.ratio == "none"),
-        only("a bare loss takes one weight, no adapter on the head", lambda s: s.head != "lora"),
+        ONE_WEIGHT,
         BIASED,
     ),
 }

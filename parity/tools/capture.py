@@ -18,6 +18,7 @@ from parity.case.stored import write
 from parity.errors import UsageError
 from parity.families import policy_stored
 from parity.families.policy_losses import CONFIG_FIELDS
+from parity.fixes.wiring import logit_scale
 from parity.implementations.user import canonical, family_of, named_outputs
 from parity.judge.recipe import DTYPES
 from parity.registry import family, loss_families, loss_family
@@ -200,9 +201,8 @@ def _trainer(trainer: Any, taken: _Taken, step: int) -> Iterator[Any]:
         loss = out[0] if isinstance(out, tuple) else out
         about = {"trainer": type(trainer).__name__, "trl": importlib.metadata.version("trl"), "step": step}
         taken.remarks = {"captured": about | {"loss": float(loss.detach())}}
-        config = model.config.get_text_config()  # Granite's `logits_scaling` divides
-        scale, divided = (float(getattr(config, n, None) or 1.0) for n in ("logit_scale", "logits_scaling"))
-        taken.settings |= {"softcap": getattr(config, "final_logit_softcapping", None), "logit_scale": scale / divided}
+        softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        taken.settings |= {"softcap": softcap, "logit_scale": logit_scale(model.config)}
         taken.leaves.insert(0, "hidden")
         read(trainer, kept, torch.cat(seen), taken, kwargs.get("num_items_in_batch"))
         return out
