@@ -87,14 +87,6 @@ def test_each_sum_of_kto_is_judged(name):
         assert rows[name] == verdict and {v for n, v in rows.items() if n != name} == {"agree"}, rows
 
 
-def test_what_is_ignored_changes_nothing():
-    x = FAMILY.build(Case("preference", 4, "fp32", {"B": 4, "T": 6, "nll": 1.0}))
-    ignored = (x.ids == IGNORE_INDEX).unsqueeze(-1)
-    assert ignored.any() and not ignored.all(1).any()
-    other = x.replace(hidden=torch.where(ignored, x.hidden + 1, x.hidden))
-    assert exact(FAMILY, x)["loss"] == exact(FAMILY, other)["loss"]
-
-
 @pytest.mark.parametrize(
     "wrong", [{"B": 3}, {"method": "kto"}, {"beta": 0.0}, {"loss_type": "exo_pair"}, {"smoothing": 0.5}], ids=str
 )

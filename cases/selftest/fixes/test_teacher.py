@@ -38,9 +38,7 @@ def ragged_batch():
     return teacher, torch.randn(2, 3, 8, requires_grad=True), labels
 
 
-def server_gradient(trainer, beta, tail):
-    instance = object.__new__(trainer)
-    instance.beta, instance.loss_add_tail, instance.reverse_kl_top_1_mode = beta, tail, "sampled"
+def server_gradient(instance):
     teacher, logits, labels = ragged_batch()
     loss = instance._compute_server_sparse_top_1_divergence_loss(
         teacher, logits.log_softmax(-1), labels.clamp(min=0), labels=labels
@@ -54,32 +52,36 @@ def test_the_newest_trl_masks_the_padding_itself(distiller):
     assert "ServerDistillationTrainer masks the padding itself" in patch.reason
 
 
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("tail", [True, False])
 @pytest.mark.parametrize("beta", [0.5, 1.0])
-def test_ragged_completions_have_finite_gradients(distiller, monkeypatch, beta, tail):
-    want_loss, want, labels = server_gradient(distiller, beta, tail)  # the newest release is right
+def test_ragged_completions_have_finite_gradients(distiller, monkeypatch, beta, tail, alone):
+    """In one trainer, or in all of its class."""
+    instance = object.__new__(distiller)
+    instance.beta, instance.loss_add_tail, instance.reverse_kl_top_1_mode = beta, tail, "sampled"
+    want_loss, want, labels = server_gradient(instance)  # the newest release is right
     monkeypatch.setattr(distiller, "_compute_server_sparse_top_1_divergence_loss", unmasked)
     if beta == 1.0 and tail:
-        loss, gradient, _ = server_gradient(distiller, beta, tail)
+        loss, gradient, _ = server_gradient(instance)
         assert loss.isfinite()
         assert not gradient.isfinite().all()
-    with patches.mask_teacher_padding() as patch:
+    owner = instance if alone else None
+    with patches.mask_teacher_padding(owner) as patch:
         assert patch
         assert len(patch) == 1
-        with patches.mask_teacher_padding() as again:
+        with patches.mask_teacher_padding(owner) as again:
             assert "already" in again.reason
-        loss, gradient, labels = server_gradient(distiller, beta, tail)
+        loss, gradient, labels = server_gradient(instance)
         torch.testing.assert_close(loss, want_loss)
         torch.testing.assert_close(gradient, want)
         assert (gradient[labels == -100] == 0).all()
         teacher, logits, labels = ragged_batch()
         teacher["actual_logprobs"][0, 1] = -torch.inf
-        instance = object.__new__(distiller)
-        instance.beta, instance.loss_add_tail = beta, tail
         with pytest.raises(ValueError, match="missing actual-token logprobs"):
             instance._compute_server_sparse_top_1_divergence_loss(teacher, logits.log_softmax(-1), labels, labels)
         assert teacher["actual_logprobs"].isinf().sum() == 3  # the caller's tensors are left alone
     assert distiller._compute_server_sparse_top_1_divergence_loss is unmasked
+    assert "_compute_server_sparse_top_1_divergence_loss" not in vars(instance)
 
 
 def test_a_loss_that_cannot_be_tried_is_left_alone(distiller, monkeypatch):

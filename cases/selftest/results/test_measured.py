@@ -31,15 +31,3 @@ def test_a_share_is_rounded_to_neither_end():
     assert [measured.share(n, 10_000) for n in (0, 1, 1234, 9_999, 10_000)] == [
         *("0 %", "< 0.1 %", "12.3 %", "> 99.9 %", "100 %")
     ]
-
-
-def test_the_head_says_what_to_type(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/somewhere/parity", "bisect", "--family", "a b"])
-    head = measured.head("Bisect", "parity", "bisect.md")
-    assert head.startswith("# Bisect\n\nWritten by `parity bisect --family 'a b' > docs/measured/bisect.md` on 20")
-
-
-def test_a_table_has_its_numbers_at_the_right():
-    assert measured.table(["what", ">cases"], [["a", "1"], ["b", "20"]]) == [
-        *("| what | cases |", "|---|---:|", "| a | 1 |", "| b | 20 |")
-    ]
