@@ -92,11 +92,8 @@ def _advantages(case: Case, s: SimpleNamespace) -> torch.Tensor:
 
 def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
     """Add what derives from the oracle's own log-probs, computed here in float64 and rounded to 2⁻¹⁰."""
-    double = {k: v.double() if v is not None and v.is_floating_point() else v for k, v in x.tensors.items()}
-    exact = x.replace(**double)
-    z = head.logits(exact)
-    all_logps = torch.log_softmax(z, -1)
-    lp, entropy = head.selected(exact, all_logps), head.entropy(exact, z, all_logps)
+    exact, z, all_logps, lp = exactly(x)
+    entropy = head.entropy(exact, z, all_logps)
     margin = error_bound(case, s, exact)
     mask = x.mask.bool()
     tensors: dict[str, Any] = dict.fromkeys(("old_logps", "ref_logps", "sampling_logps"))
@@ -130,6 +127,14 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
         tensors[name] = None if value is None else value.float()
     out = x.replace(**tensors)
     return dataclasses.replace(out, undecided=int(dropped.sum()))
+
+
+def exactly(x: Inputs) -> tuple[Inputs, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The inputs in float64, their logits (B·T, V), all log-probs and those of the ids (B, T)."""
+    exact = x.replace(**{k: v.double() for k, v in x.tensors.items() if v is not None and v.is_floating_point()})
+    z = head.logits(exact)
+    all_logps = torch.log_softmax(z, -1)
+    return exact, z, all_logps, head.selected(exact, all_logps)
 
 
 def _pad(tensors: dict[str, Any], ids: torch.Tensor, likely: torch.Tensor, padding: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.errors import UsageError
 from parity.families import head, stored_tensors
-from parity.families.policy_inputs import check, error_bound, thresholds
+from parity.families.policy_inputs import check, error_bound, exactly, thresholds
 from parity.families.policy_settings import MASKS
 
 REQUIRED = (*stored_tensors.REQUIRED, "mask", "advantages")
@@ -86,10 +86,7 @@ def build(family: Family, case: Case, s: SimpleNamespace) -> Inputs:
 
 def _undecided(case: Case, s: SimpleNamespace, x: Inputs) -> Tensor:
     """(B, T) bool: a threshold lies within what rounding may move."""
-    exact = x.replace(**{k: v.double() for k, v in x.tensors.items() if v is not None and v.is_floating_point()})
-    z = head.logits(exact)
-    all_logps = torch.log_softmax(z, -1)
-    lp = head.selected(exact, all_logps)
+    exact, z, all_logps, lp = exactly(x)
     margin, mask = error_bound(case, s, exact), x.mask.bool()
     out = torch.zeros_like(mask)
 

@@ -11,48 +11,30 @@ from typing import Any
 from torch import nn
 
 from parity.fixes.override import rebind
-from parity.fixes.patch import ALREADY, ORIGINAL, Change, Patch, reference
+from parity.fixes.patch import ALREADY, ORIGINAL, Change, Patch
 
 NAME = "keep_gradient_checkpointing"
 _CHANGE = "_parity_change"
 
 
 class _Kept(Change):
-    """The replaced switches, and whose models they leave alone: everyone's, or those of some trainers."""
+    """The replaced switches, and whose models they leave alone: everyone's where nobody holds them by name, or their holders'."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.changed: tuple[str, ...] = ()
-        self.everyone = 0
-        self.owners: list[Callable[[], Any]] = []
+    changed: tuple[str, ...] = ()
+
+    @property
+    def everyone(self) -> bool:
+        return any(type(holder()) is object for holder in self.holders)
 
     def covers(self, model: Any) -> bool:
-        """Whether one of the owners' models is this one, wraps it or is wrapped by it."""
+        """Whether one of the holders' models is this one, wraps it or is wrapped by it."""
         if self.everyone:
             return True
         if not isinstance(model, nn.Module):
             return False
-        ours = [_model(owner()) for owner in self.owners]
+        ours = [_model(holder()) for holder in self.holders]
         theirs = set(model.modules())
         return any(isinstance(module, nn.Module) and not theirs.isdisjoint(module.modules()) for module in ours)
-
-    def hold(self, owner: Any = None) -> list[Callable[[], object]]:
-        let_go = super().hold(owner)
-        if not let_go:
-            return []
-        place = None if owner is None else reference(owner)
-        if place is None:
-            self.everyone += 1
-        else:
-            self.owners.append(place)
-
-        def leave() -> None:
-            if place is None:
-                self.everyone -= 1
-            else:
-                self.owners.remove(place)
-
-        return [*let_go, leave]
 
 
 def _model(owner: Any) -> Any:
@@ -82,7 +64,7 @@ def keep_gradient_checkpointing(trainer_or_model: Any = None) -> Patch:
     unwrap = getattr(utils, "unwrap_model_for_generation", None)
     kept = getattr(switch, _CHANGE, None) or getattr(unwrap, _CHANGE, None)
     if kept is not None:
-        covered = bool(kept.everyone) if trainer_or_model is None else kept.covers(_model(trainer_or_model))
+        covered = kept.everyone if trainer_or_model is None else kept.covers(_model(trainer_or_model))
         let_go = kept.hold(trainer_or_model)
         if covered:
             return Patch(NAME, reason=ALREADY, _undo=let_go)

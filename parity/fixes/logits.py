@@ -86,7 +86,7 @@ def use_model_logits(trainer_or_model: Any) -> Patch:
 
 def fused_models(trainer_or_model: Any) -> list[nn.Module]:
     """The models, of a trainer policy and reference, whose forward TRL has given a fused LM head."""
-    return [m for m in modules_of(trainer_or_model) if _fused(m)]
+    return [m for m in modules_of(trainer_or_model) if _fused_forward(vars(m).get("forward")) is not None]
 
 
 def modules_of(trainer_or_model: Any) -> list[nn.Module]:
@@ -106,12 +106,6 @@ def in_shards(model: Any) -> bool:
 def scored_by_its_own_logits(model: Any) -> bool:
     """Whether `use_model_logits` is in force for this model."""
     return overridden(model, "forward", NAME) is not None
-
-
-def _fused(module: nn.Module) -> bool:
-    """Whether TRL has given this module a forward with a fused LM head."""
-    forward = vars(module).get("forward")
-    return _fused_forward(forward) is not None
 
 
 def _fused_forward(forward: Any) -> Any:

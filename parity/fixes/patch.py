@@ -22,7 +22,8 @@ class Change:
         self.active = True
 
     def hold(self, owner: Any = None) -> list[Callable[[], object]]:
-        """One holder more; what lets go, for a patch to undo. Nothing where `owner` holds it; None is always somebody else."""
+        """One holder more; what lets go, for a patch to undo. Nothing where `owner` holds it; None is always somebody else,
+        an `object()`."""
         if owner is not None and any(holder() is owner for holder in self.holders):
             return []
         holder = reference(object() if owner is None else owner)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from parity.fixes import kernel, patches, teacher, wiring
+from parity.fixes import kernel, patches, wiring
 from parity.fixes.patch import Patch
 
 
@@ -76,7 +76,7 @@ def apply(trainer: Any) -> Applied:
         lambda: patches.mask_padded_log_probs(trainer),
         lambda: patches.count_positions(trainer),
         lambda: _keep_checkpointing(trainer),
-        lambda: _mask_teacher(trainer),
+        lambda: patches.mask_teacher_padding(trainer),
         lambda: patches.compare_heads(trainer),
         lambda: patches.use_model_logits(trainer),
         lambda: kernel.use_selective_log_probs(trainer),
@@ -100,9 +100,3 @@ def _keep_checkpointing(trainer: Any) -> Patch:
     if not any(planned) and not switched_on:
         return Patch("keep_gradient_checkpointing", reason="gradient checkpointing is off")
     return patches.keep_gradient_checkpointing(trainer)
-
-
-def _mask_teacher(trainer: Any) -> Patch:
-    if not hasattr(trainer, teacher.SERVER_LOSS):
-        return Patch("mask_teacher_padding", reason="the trainer has no teacher-server loss")
-    return teacher.mask_teacher_padding(trainer)
