@@ -21,6 +21,19 @@ CONFIG_FIELDS = tuple(
 OF_LOSS = (*(n for n in CONFIG_FIELDS if n not in ("epsilon", "epsilon_high", "beta")), "steps_per_generation")
 """Settings that TRL's config and a fused loss have under these names."""
 
+GIVEN = {
+    "completion_ids": "ids",
+    "completion_mask": "completion_mask",
+    "tool_mask": "tool_mask",
+    "advantages": "advantages",
+    "old_per_token_logps": "old_logps",
+    "ref_per_token_logps": "ref_logps",
+    "sampling_per_token_logps": "sampling_logps",
+    "importance_sampling_ratio": "importance_sampling_ratio",
+    "num_items_in_batch": "num_items_in_batch",
+}
+"""What TRL's `GRPOTrainer.compute_loss` is given -> the family's name of it."""
+
 
 def divergence(log_r: Tensor, w: Tensor | None) -> Tensor:
     """k3 of each token, exp(log r) - log r - 1 with log r = lp_ref - lp; times w where its bias is corrected."""

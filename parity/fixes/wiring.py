@@ -4,6 +4,7 @@ Nothing else of the trainer changes: it goes on reading its model's config, mask
 """
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import torch
@@ -16,22 +17,8 @@ from parity.fixes.patch import ALREADY, Patch
 NAME = "use_fused_policy_loss"
 
 _LOSS_ATTRIBUTES = ("liger_loss", "liger_grpo_loss")
-_TRAINER_SETTINGS = {
-    "loss_type": "bnpo",  # 0.17 had no other
-    "max_completion_length": None,
-    "importance_sampling_level": "token",
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "delta": None,
-    "use_bias_correction_kl": False,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "off_policy_mask_threshold": None,
-    "top_entropy_quantile": 1.0,
-    "entropy_coef": 0.0,
-}
+_NOT_ITS = {"compiled", "chunk_size", "memory_budget", "current_gradient_accumulation_steps", "steps_per_generation"}
+"""Settings of the loss that no trainer has, or that it hands over in the call."""
 
 
 def use_fused_policy_loss(trainer: Any) -> Patch:
@@ -74,16 +61,12 @@ class _TrainerLoss:
         self.inputs: dict[str, Any] = {}
         self.loss: Tensor | None = None
         config = trainer.accelerator.unwrap_model(trainer.model).config
-        self.fused = FusedLinearGRPOLoss(
-            beta=trainer.beta,
-            use_ref_model=trainer.beta != 0.0,
-            epsilon_low=trainer.epsilon_low,
-            epsilon_high=trainer.epsilon_high,
-            temperature=trainer.temperature,
-            softcap=getattr(config.get_text_config(), "final_logit_softcapping", None),
-            logit_scale=logit_scale(config),
-            **{name: self._setting(name, default) for name, default in _TRAINER_SETTINGS.items()},
-        )
+        known = {f.name: f.default for f in dataclasses.fields(FusedLinearGRPOLoss) if f.name not in _NOT_ITS}
+        known["loss_type"] = "bnpo"  # 0.17 had no other
+        settings = {name: self._setting(name, default) for name, default in known.items()}
+        softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
+        more = {"use_ref_model": trainer.beta != 0.0, "softcap": softcap, "logit_scale": logit_scale(config)}
+        self.fused = FusedLinearGRPOLoss(**settings | more)
 
     def _setting(self, name: str, default: Any) -> Any:
         return getattr(self.trainer, name, getattr(self.trainer.args, name, default))

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from parity.case.inputs import Inputs, defaults
-from parity.families.policy_losses import CONFIG_FIELDS, WINDOW_NORMALISED
+from parity.families.policy_losses import CONFIG_FIELDS, GIVEN, WINDOW_NORMALISED
 from parity.families.policy_settings import SETTINGS as DEFAULTS
 from parity.implementations import plain
 from parity.implementations.implementation import (
@@ -195,26 +195,23 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     s = x.settings
     kind: Any = type(out)
     device = x.hidden.device
-    inputs: dict[str, Any] = {
+    inputs: dict[str, Any] = {theirs: x.tensors[ours] for theirs, ours in GIVEN.items()}
+    inputs |= {
         "prompt_ids": torch.zeros(s.B, PROMPT, dtype=torch.long, device=device),
         "prompt_mask": torch.ones(s.B, PROMPT, dtype=torch.long, device=device),
         "completion_ids": x.ids.long(),
-        "completion_mask": x.completion_mask,
-        "advantages": x.advantages,
-        "old_per_token_logps": x.old_logps,
-        "ref_per_token_logps": x.ref_logps,
         "num_items_in_batch": x.num_items_in_batch.to(device),
     }
-    if x.tool_mask is not None:
-        inputs["tool_mask"] = x.tool_mask
-        if trl.mentions("self.tools", kind):  # 0.26 and 0.27 look at it for trainers with tools only
-            out.tools = [_zero_reward]
+    for name in ("tool_mask", "sampling_per_token_logps", "importance_sampling_ratio"):
+        if inputs[name] is None:
+            del inputs[name]
+    if x.tool_mask is not None and trl.mentions(
+        "self.tools", kind
+    ):  # 0.26 and 0.27 look at it for trainers with tools only
+        out.tools = [_zero_reward]
     if x.old_logps is not None and trl.mentions("self.num_iterations", kind):
         out.num_iterations = 2  # 0.17 looks at them from the second iteration on
-    if x.sampling_logps is not None:
-        inputs["sampling_per_token_logps"] = x.sampling_logps
     if x.importance_sampling_ratio is not None:
-        inputs["importance_sampling_ratio"] = x.importance_sampling_ratio
         out.use_vllm, out.vllm_importance_sampling_correction = True, True
     return inputs
 

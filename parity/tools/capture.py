@@ -17,24 +17,11 @@ from parity.case.family import Family
 from parity.case.stored import write
 from parity.errors import UsageError
 from parity.families import policy_stored
-from parity.families.policy_losses import CONFIG_FIELDS
+from parity.families.policy_losses import CONFIG_FIELDS, GIVEN
 from parity.fixes.wiring import logit_scale
 from parity.implementations.user import canonical, family_of, named_outputs
 from parity.judge.recipe import DTYPES
 from parity.registry import family, loss_families, loss_family
-
-GIVEN = {
-    "completion_ids": "ids",
-    "completion_mask": "completion_mask",
-    "tool_mask": "tool_mask",
-    "advantages": "advantages",
-    "old_per_token_logps": "old_logps",
-    "ref_per_token_logps": "ref_logps",
-    "sampling_per_token_logps": "sampling_logps",
-    "importance_sampling_ratio": "importance_sampling_ratio",
-    "num_items_in_batch": "num_items_in_batch",
-}
-"""What `GRPOTrainer.compute_loss` is given -> the family's name of it."""
 
 
 @dataclasses.dataclass
