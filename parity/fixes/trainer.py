@@ -50,16 +50,9 @@ def apply(trainer: Any) -> Applied:
         print(apply(trainer))          # from here on; .undo() takes it back
         with apply(trainer): trainer.train()
 
-    In this order: `lift_text_config_attributes` for the model and, as "lift_text_config_attributes (reference)", for a
-    reference model; `require_input_grads`; `divide_by_accumulation` where its own step does not; `average_over_window` in CPO,
-    ORPO, GKD, GOLD, IW-OPD and asynchronous GRPO; `exchange_alpha` for DPO's alpha divergence;
-    `mask_padded_log_probs` where its own step logs sums over padding; `count_positions` where a model's positions are learned;
-    `keep_gradient_checkpointing` where the trainer checkpoints; `mask_teacher_padding` where it distils from a teacher
-    server; `compare_heads`, which changes nothing and warns where policy and reference have different heads;
-    `use_model_logits` where TRL's fused LM head does not compute the model's own logits;
-    `use_selective_log_probs` where the trainer's models have a fused LM head and ask it for nothing but log-probs and
-    entropies; `use_fused_policy_loss` where the trainer is on its Liger path. A fix with nothing to repair gives its
-    reason. If one of them raises, those before it are undone. All hold for this trainer and its models alone; what two
+    The fixes are those of `parity.fixes.patches`, of the model and, as "lift_text_config_attributes (reference)", of a reference
+    model, then the kernel and the fused loss. Each decides from the trainer's code or by trying it; one with nothing to repair
+    gives its reason. If one of them raises, those before it are undone. All hold for this trainer and its models alone; what two
     trainers share stays until both are undone. A TypeError where `trainer` has no model.
     """
     if getattr(trainer, "model", None) is None:

@@ -21,7 +21,6 @@ from parity.registry import load, run_case
 
 def test_a_backward_pass_that_fails_is_a_crash_of_the_library():
     """TRL multiplies the output of relu by its weights in place."""
-    pytest.importorskip("trl")
     case = Case("preference", 4, "fp32", {"B": 4, "weighting": True, "loss_type": "hinge"})
     (row,) = run_case(case, [load()["trl.DPOTrainer"]], thorough=False)
     assert row.verdict == "crashed" and "inplace" in row.message

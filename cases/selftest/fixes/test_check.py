@@ -13,7 +13,6 @@ from parity.tools.settings_check import LIBRARIES, Run, Unknown, check, holds
 from parity.trainers.rig import drive
 from parity.upstream import trl
 
-pytest.importorskip("trl")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 

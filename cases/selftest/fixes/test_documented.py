@@ -10,7 +10,6 @@ from fixtures import training
 from parity.fixes import patches
 from parity.fixes.patch import Patch
 
-pytest.importorskip("trl")
 ROOT = Path(__file__).parents[3]
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]

@@ -5,11 +5,11 @@ import types
 
 import pytest
 import torch
+import transformers
 from torch.utils.checkpoint import checkpoint
 
 from parity.fixes import patches
 
-transformers = pytest.importorskip("transformers")
 IDS = torch.arange(1, 13).reshape(2, 6)
 
 

@@ -4,19 +4,12 @@ import importlib
 
 import pytest
 import torch
+from trl.trainer import utils as trl_utils
 
 from parity.fixes import logits
 from parity.trainers.rig import models, quantised_heads
 
-trl_utils = pytest.importorskip("trl.trainer.utils")
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not hasattr(trl_utils, "FusedCausalLMOutput"), reason="this TRL has no fused LM head in a model's forward"
-    ),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 EVERY = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 TEMPERATURE = 0.7
 IDS = torch.tensor([[2, 7, 9, 12, 30, 41, 5, 3], [2, 8, 22, 31, 17, 6, 50, 0]])

@@ -15,7 +15,6 @@ from parity.registry import run_case, select
 from parity.trainers.checks import processes
 from parity.trainers.rig import drive, models, recorder, twin_runs
 
-pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

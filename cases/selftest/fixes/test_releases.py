@@ -10,7 +10,6 @@ import pytest
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 
-pytest.importorskip("trl")
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 pytestmark = pytest.mark.timeout(1200)  # making an environment takes minutes, on a busy machine many
 

@@ -4,20 +4,14 @@ import types
 
 import pytest
 import torch
+from trl.trainer import utils as trl_utils
 
 from cases.selftest.fixes.ranks import of_two
 from parity.fixes import patches
 from parity.fixes.kernel import use_selective_log_probs
 from parity.trainers.rig import models
 
-trl_utils = pytest.importorskip("trl.trainer.utils")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not hasattr(trl_utils, "FusedCausalLMOutput"), reason="this TRL has no fused LM head in a model"
-    ),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
 def partitioned(model):

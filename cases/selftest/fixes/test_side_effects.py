@@ -7,21 +7,15 @@ import types
 
 import pytest
 import torch
+from trl.experimental.server_distillation.server_distillation_trainer import ServerDistillationTrainer
+from trl.models import utils as model_utils
+from trl.trainer import utils as trl_utils
 
 from cases.selftest.fixes.test_patches import nested
 from parity.fixes import apply, patches
 from parity.trainers.rig import drive, models
 
-trl_utils = pytest.importorskip("trl.trainer.utils")
-transformers = pytest.importorskip("transformers")
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not hasattr(trl_utils, "FusedCausalLMOutput"), reason="this TRL has no fused LM head in a model"
-    ),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 IDS = torch.tensor([[2, 7, 9, 12, 30, 41, 5, 3], [2, 8, 22, 31, 17, 6, 50, 0]])
 LABELS = IDS.masked_fill(torch.arange(8) < 3, -100)
 
@@ -106,21 +100,14 @@ def frozen_inputs():
 
 
 def checkpointing_is_kept(model=None):
-    trl_models = pytest.importorskip("trl.models.utils")
     model = models.model("llama").train() if model is None else model
     model.gradient_checkpointing_enable({"use_reentrant": False})
     own = object()
     for layer in model.model.layers:
         layer._gradient_checkpointing_func = own
-    with trl_models.disable_gradient_checkpointing(model, {"use_reentrant": False}):
+    with model_utils.disable_gradient_checkpointing(model, {"use_reentrant": False}):
         pass
     return all(layer._gradient_checkpointing_func is own for layer in model.model.layers)
-
-
-def distils():
-    """Whether the class's server loss is the one that was put there, in a release that took padding in."""
-    module = pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer")
-    return module.ServerDistillationTrainer
 
 
 def padded_on_the_left(ids):
@@ -141,7 +128,7 @@ def shared(name, monkeypatch):
     if name == "keep_gradient_checkpointing":
         return [patches.keep_gradient_checkpointing] * 2, checkpointing_is_kept
     if name == "mask_teacher_padding":
-        kind, loss = distils(), "_compute_server_sparse_top_1_divergence_loss"
+        kind, loss = ServerDistillationTrainer, "_compute_server_sparse_top_1_divergence_loss"
 
         def server_loss(self, teacher_result, student_log_probs, completion_tokens, labels):
             return (student_log_probs.exp() * teacher_result["actual_logprobs"].unsqueeze(-1)).sum()

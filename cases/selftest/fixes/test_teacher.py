@@ -2,15 +2,9 @@
 
 import pytest
 import torch
+from trl.experimental.server_distillation.server_distillation_trainer import ServerDistillationTrainer
 
 from parity.fixes import patches
-
-
-@pytest.fixture(scope="module")
-def distiller():
-    pytest.importorskip("trl")
-    module = pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer")
-    return module.ServerDistillationTrainer
 
 
 def unmasked(self, teacher_result, student_log_probs, completion_tokens, labels):
@@ -46,7 +40,7 @@ def server_gradient(instance):
     return loss, torch.autograd.grad(loss, logits)[0], labels
 
 
-def test_the_newest_trl_masks_the_padding_itself(distiller):
+def test_the_newest_trl_masks_the_padding_itself():
     patch = patches.mask_teacher_padding()
     assert not patch
     assert "ServerDistillationTrainer masks the padding itself" in patch.reason
@@ -55,12 +49,12 @@ def test_the_newest_trl_masks_the_padding_itself(distiller):
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("tail", [True, False])
 @pytest.mark.parametrize("beta", [0.5, 1.0])
-def test_ragged_completions_have_finite_gradients(distiller, monkeypatch, beta, tail, alone):
+def test_ragged_completions_have_finite_gradients(monkeypatch, beta, tail, alone):
     """In one trainer, or in all of its class."""
-    instance = object.__new__(distiller)
+    instance = object.__new__(ServerDistillationTrainer)
     instance.beta, instance.loss_add_tail, instance.reverse_kl_top_1_mode = beta, tail, "sampled"
     want_loss, want, labels = server_gradient(instance)  # the newest release is right
-    monkeypatch.setattr(distiller, "_compute_server_sparse_top_1_divergence_loss", unmasked)
+    monkeypatch.setattr(ServerDistillationTrainer, "_compute_server_sparse_top_1_divergence_loss", unmasked)
     if beta == 1.0 and tail:
         loss, gradient, _ = server_gradient(instance)
         assert loss.isfinite()
@@ -80,12 +74,12 @@ def test_ragged_completions_have_finite_gradients(distiller, monkeypatch, beta, 
         with pytest.raises(ValueError, match="missing actual-token logprobs"):
             instance._compute_server_sparse_top_1_divergence_loss(teacher, logits.log_softmax(-1), labels, labels)
         assert teacher["actual_logprobs"].isinf().sum() == 3  # the caller's tensors are left alone
-    assert distiller._compute_server_sparse_top_1_divergence_loss is unmasked
+    assert ServerDistillationTrainer._compute_server_sparse_top_1_divergence_loss is unmasked
     assert "_compute_server_sparse_top_1_divergence_loss" not in vars(instance)
 
 
-def test_a_loss_that_cannot_be_tried_is_left_alone(distiller, monkeypatch):
-    monkeypatch.setattr(distiller, "_compute_server_sparse_top_1_divergence_loss", lambda self: None)
+def test_a_loss_that_cannot_be_tried_is_left_alone(monkeypatch):
+    monkeypatch.setattr(ServerDistillationTrainer, "_compute_server_sparse_top_1_divergence_loss", lambda self: None)
     patch = patches.mask_teacher_padding()
     assert not patch
     assert "ServerDistillationTrainer could not be tried (TypeError" in patch.reason

@@ -2,22 +2,13 @@
 
 import pytest
 import torch
+from trl.trainer import utils
 
 from fixtures import training
 from parity.fixes import apply, kernel, wiring
 from parity.upstream import trl
 
-pytest.importorskip("trl")
-
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
-
-
-def needs_fused_head():
-    from trl.trainer import utils
-
-    if not hasattr(utils, "_ChunkedLogProbFunction"):
-        pytest.skip("this TRL has no fused LM head")
-    return utils
 
 
 @pytest.fixture
@@ -31,7 +22,6 @@ def counted(monkeypatch):
 
 def test_a_trainer_trains_with_our_log_probs_as_without(counted):
     """Softcap, temperature, accumulation, ragged completions, old log-probs, entropy bonus: equal in float32."""
-    utils = needs_fused_head()
     theirs = utils._ChunkedLogProbFunction
     settings = {"entropy_coef": 0.05, "top_entropy_quantile": 0.8}
     plain = training.trained(training.trainer(training.model(), **settings))
@@ -57,7 +47,6 @@ def test_a_trainer_trains_with_our_log_probs_as_without(counted):
 
 def test_a_head_in_modules_to_save_trains_with_our_log_probs_as_without(counted):
     """LoRA that trains a copy of the head: the copy scores the policy, the base's head the reference; equal in float32."""
-    needs_fused_head()
     lora = trl.lora(modules_to_save=["lm_head"])
 
     def trained(applied):
@@ -90,7 +79,6 @@ def frozen_inputs():
 
 
 def test_what_fails_leaves_nothing_behind(monkeypatch):
-    needs_fused_head()
     made = training.trainer(
         frozen_inputs(), gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
     )
@@ -120,7 +108,6 @@ def test_a_trainer_that_needs_nothing_is_left_alone(name, reason):
     """Nothing of the process is rebound for it, and one kernel scores its policy and its reference."""
     from parity.trainers.rig import drive, models
 
-    utils = needs_fused_head()
     theirs = utils._ChunkedLogProbFunction
     with apply(drive.build(name, models.model("llama"), {"gradient_checkpointing": False})) as applied:
         assert applied.changed == (applied["average_over_window"].changed if name == "CPOTrainer" else ())

@@ -107,7 +107,6 @@ def test_autocast_is_captured(tmp_path, dtype, context):
 @pytest.mark.parametrize("name", ["GRPOTrainer", "SFTTrainer"])
 def test_a_step_of_a_real_trainer(tmp_path, name):
     """The definition gives the loss that the trainer logged, and TRL's own code agrees on the batch."""
-    pytest.importorskip("trl")
     from parity.trainers.rig import drive, models
 
     wanted = {"max_steps": 2, "temperature": 0.9, "beta": 0.04} if name == "GRPOTrainer" else {"max_steps": 2}
