@@ -26,7 +26,7 @@ def main() -> None:
 
 
 @main.command("run", epilog="Example: parity run --profile quick --family policy")
-@options.option("--profile", "how much to do: quick, pr, nightly or soak", "pr", into="profiles")
+@options.option("--profile", "how much to do: quick, pr, nightly or soak", "pr")
 @options.FAMILIES
 @options.IMPLEMENTATIONS
 @options.several("--dtype", "dtypes", "fp32, fp16 or bf16")
@@ -85,10 +85,8 @@ def init_command(loss: str | None) -> None:
 
 @main.command("list", epilog="Example: parity list --family policy")
 @options.FAMILIES
-@options.option(
-    "--settings", "its settings; of a results file, what agreed with each", metavar="FAMILY|RESULTS", into="families"
-)
-@options.option("--checks", "the checks of this trainer", metavar="TRAINER", into="trainers")
+@options.option("--settings", "its settings; of a results file, what agreed with each", metavar="FAMILY|RESULTS")
+@options.option("--checks", "the checks of this trainer", metavar="TRAINER")
 def list_command(families: tuple[str, ...], **sections: Any) -> None:
     """Show implementations; or settings, checks.
 
@@ -112,7 +110,7 @@ def doctor_command() -> None:
 
 
 @main.command("replay", epilog="Example: parity replay liger-luspo-padding")
-@click.argument("case", shell_complete=options.values("cases"))
+@click.argument("case")
 @options.OWN_FAMILY
 @options.IMPLEMENTATIONS
 @options.DEVICE

@@ -10,14 +10,13 @@ import click
 
 from parity import data
 from parity.cli import options
-from parity.cli.group import Commands
 from parity.cli.progress import Shown
 from parity.errors import NOTHING, UsageError
 
 MONTH = 30 * 24 * 3600.0  # seconds
 
 
-@click.group("ledger", cls=Commands)
+@click.group("ledger")
 def ledger_command() -> None:
     """Add findings to the list of known ones; measure those anew."""
 
@@ -102,7 +101,7 @@ def add_command(
 
 
 @ledger_command.command("measure", epilog="Example: parity ledger measure liger-luspo-padding")
-@click.argument("names", nargs=-1, metavar="[ENTRY|CASE]...", shell_complete=options.values("cases"))
+@click.argument("names", nargs=-1, metavar="[ENTRY|CASE]...")
 @options.OWN_FAMILY
 @options.IMPLEMENTATIONS
 @options.DEVICE

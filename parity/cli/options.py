@@ -1,11 +1,11 @@
-"""The options that commands share, and the values that the shell completes: names of the registry and of the ledger."""
+"""The options that commands share."""
 
 import datetime
 import functools
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +22,8 @@ def say(line: str) -> None:
     click.echo(line, err=True)
 
 
-def known(kind: str) -> Iterable[str]:
-    """The names of a kind; `cases`: what `replay` takes by name, ledger entries and frozen cases."""
-    if kind in ("dtypes", "devices"):
-        return {"dtypes": ("fp32", "fp16", "bf16"), "devices": ("auto", "cpu", "cuda")}[kind]
-    from parity import data, registry
-    from parity.case.profiles import PROFILES
-    from parity.results.ledger import Ledger
-    from parity.trainers.specs import TRAINERS
-
-    if kind == "cases":
-        return sorted({e.id for e in Ledger.load(data.ledger_file()).entries} | {p.stem for p in data.frozen_cases()})
-    if kind == "implementations":
-        return sorted(registry.load())
-    return {"families": [*registry.loss_families(), *TRAINERS], "trainers": TRAINERS, "profiles": PROFILES}[kind]
-
-
-def values(kind: str) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
-    """`shell_complete` of an option or argument: the names that continue the last word behind a comma."""
-
-    def complete(ctx: click.Context, parameter: click.Parameter, word: str) -> list[Any]:
-        before, comma, last = word.rpartition(",")
-        return [f"{before}{comma}{name}" for name in known(kind) if name.startswith(last)]
-
-    return complete
-
-
 def option(name: str, help: str | None, default: Any = None, **fields: Any) -> Option:
-    """An option; its default is shown if it has one. The shell completes names of the kind `into`."""
-    if into := fields.pop("into", ""):
-        fields["shell_complete"] = values(into)
+    """An option; its default is shown if it has one."""
     return click.option(name, default=default, show_default=default is not None, help=help, **fields)
 
 
@@ -70,13 +42,12 @@ def choice(name: str, help: str | None, *names: str) -> Option:
 
 
 def several(name: str, into: str, help: str, metavar: str | None = None) -> Option:
-    """An option that may be repeated, and whose values, known to the shell as `into`, may be parted by commas."""
+    """An option that may be repeated, for the parameter `into`; its values may be parted by commas."""
 
     def split(ctx: click.Context, option: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(word for value in given for word in value.split(",") if word)
 
-    more: dict[str, Any] = {"help": help, "metavar": metavar, "shell_complete": values(into)}
-    return click.option(name, into, multiple=True, callback=split, **more)
+    return click.option(name, into, multiple=True, callback=split, help=help, metavar=metavar)
 
 
 def seconds(text: str) -> float:
@@ -108,10 +79,10 @@ def device(default: str) -> Option:
 
         return resolve_device(value)
 
-    return option("--device", "auto, cpu or cuda", default, callback=there, into="devices")
+    return option("--device", "auto, cpu or cuda", default, callback=there)
 
 
-DEVICE = option("--device", "auto, cpu or cuda", "auto", into="devices")
+DEVICE = option("--device", "auto, cpu or cuda", "auto")
 FAMILIES = several(
     "--family",
     "families",

@@ -48,10 +48,6 @@ def here(*words: str) -> Result:
         ("compare trl==1.0.0 trl==1.0.0", "name two"),
         ("compare trl trl==1.0.0", "write PKG==VER"),
         ("compare trl==1.0.0 trl==1.1.0 --family no", "'no'"),
-        ("matrix trl 1.0.0..", "`parity matrix` was removed: compare two releases"),
-        ("audit --family policy", "`parity audit` was removed: `parity list --settings RESULTS`"),
-        ("rollouts replay name", "`parity rollouts replay` was removed"),
-        ("env list", "`parity env` was removed: environments that nobody used"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_2(words, said):

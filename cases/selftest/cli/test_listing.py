@@ -1,9 +1,8 @@
-"""`parity list` and `doctor`: tables that fit a terminal, values for the shell."""
+"""`parity list` and `doctor`: tables that fit a terminal."""
 
 import re
 
 import pytest
-from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from cases.selftest.results.runs import HEADER, row
@@ -62,20 +61,3 @@ def test_a_results_file_answers_which_implementation_agrees_with_which_setting(t
         *("policy: lib.loss", "  disagree: delta 2 of 2 (1 new), epsilon 1 of 2"),
         *("policy: other.loss", "  agree: epsilon 1", "  not taken: delta"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("words", "word", "offers"),
-    [
-        (["run", "--family"], "logprobs,po", ["logprobs,policy"]),
-        (["run", "--implementation"], "trl.self", ["trl.self_distillation"]),
-        (["run", "--profile"], "n", ["nightly"]),
-        (["run", "--dtype"], "fp32,b", ["fp32,bf16"]),
-        (["run", "--device"], "cu", ["cuda"]),
-        (["replay"], "liger-luspo", ["liger-luspo-padding"]),
-        (["list", "--checks"], "gk", ["gkd-trainer"]),
-    ],
-)
-def test_the_shell_completes_values(words, word, offers):
-    found = ShellComplete(commands.main, {}, "parity", "_PARITY_COMPLETE").get_completions(words, word)
-    assert [item.value for item in found] == offers
