@@ -31,21 +31,19 @@ HEADER = {"schema": 2, "run": "aa", "header": {"versions": {"torch": "2"}, "devi
 
 def damaged(text: str, rng: random.Random) -> bytes:
     """One of nine damages: of bytes, of the syntax, or of a value."""
-    how = rng.randrange(9)
     raw = text.encode()
     at = rng.randrange(len(raw))
-    if how == 0:
-        return raw[:at]
-    if how == 1:
-        return raw[:at] + rng.randbytes(rng.randrange(1, 9)) + raw[at:]
-    if how == 2:
-        return raw[:at] + raw[at + rng.randrange(1, 20) :]
-    if how == 3:
-        return raw[:at] + b"[" * rng.choice((5, 100_000)) + raw[at:]
-    if how == 4:
-        return raw[:at] + b"9" * 5000 + raw[at:]
-    if how == 5:
-        return rng.choice((b"", b"\xff\xfe", b"null", b"[]", b"{}", b'""', b"1", b"\n\n", b"NaN", b"[" * 100_000))
+    of_bytes = [
+        raw[:at],
+        raw[:at] + rng.randbytes(rng.randrange(1, 9)) + raw[at:],
+        raw[:at] + raw[at + rng.randrange(1, 20) :],
+        raw[:at] + b"[" * rng.choice((5, 100_000)) + raw[at:],
+        raw[:at] + b"9" * 5000 + raw[at:],
+        rng.choice((b"", b"\xff\xfe", b"null", b"[]", b"{}", b'""', b"1", b"\n\n", b"NaN", b"[" * 100_000)),
+    ]
+    how = rng.randrange(len(of_bytes) + 3)
+    if how < len(of_bytes):
+        return of_bytes[how]
     lines = text.split("\n")
     number = rng.randrange(len(lines))
     try:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import parity
 from cases.selftest.results.runs import HEADER, LOSS
 from fixtures import warm
 from parity.cli import commands, group
@@ -24,7 +23,6 @@ from parity.running.plan import Options, check
 LOGPROBS = family("logprobs")
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
-ROOT = Path(parity.__file__).parent.parent
 KERNEL = """
 import os, sys
 def own(hidden, weight, ids, temperature=1.0):
@@ -143,13 +141,3 @@ def test_what_a_closed_pipe_cuts_off_has_not_agreed(monkeypatch):
     monkeypatch.setattr(commands.main.commands["findings"], "invoke", judging)
     monkeypatch.setattr(group, "silence", lambda: None)
     assert CliRunner().invoke(commands.main, ["findings"]).exit_code == 141
-
-
-def test_a_folder_trl_where_the_user_stands_is_not_the_installed_one(tmp_path):
-    (tmp_path / "trl").mkdir()
-    (tmp_path / "trl" / "__init__.py").write_text("raise RuntimeError('the folder, not the package')\n")
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "parity", "replay", "policy-empty-row", "--implementation", "trl.GRPOTrainer"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env)
-    assert "the folder, not the package" not in done.stdout + done.stderr
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -31,10 +31,6 @@ def box(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_without_a_device_file_nothing_is_wrong():
-    assert gpu.unusable() is None
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is new enough here")
 def test_a_driver_too_old_ends_the_run_with_its_cause(box, monkeypatch, tmp_path):
     def old():
@@ -50,6 +46,9 @@ def test_a_driver_too_old_ends_the_run_with_its_cause(box, monkeypatch, tmp_path
     assert "torch was built without CUDA" in gpu.unusable()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu.unusable() is None  # as the caller wished
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (tmp_path / "nvidia0").unlink()
+    assert gpu.unusable() is None
 
 
 def test_a_kernel_that_cannot_be_compiled_ends_the_run(monkeypatch, tmp_path):
@@ -99,37 +98,33 @@ def test_a_process_on_cuda_interprets_no_kernel(monkeypatch):
     assert "TRITON_INTERPRET" not in os.environ
 
 
-def called_in_the_interpreter(line, **fields):
-    """The outcome of an implementation whose call is in Triton's interpreter."""
+FUSED = "raise InterpreterError('no')"
+LACKS = "raise InterpreterError('no') from NotImplementedError('inline_asm not supported in interpreter mode')"
+REFUSED = """raise InterpreterError(repr(ValueError("Expected dtype ['fp32', 'fp64'] but got fp16")))"""
+
+
+@pytest.mark.parametrize(
+    ("line", "fields", "interprets", "verdict"),
+    [
+        (FUSED, {"family": "grpo-trainer"}, "1", "unsupported"),
+        (FUSED, {"family": "grpo-trainer"}, "0", "crashed"),
+        (LACKS, {"interpreted": True}, "1", "unsupported"),
+        (LACKS, {"interpreted": True}, "0", "crashed"),
+        (REFUSED, {"interpreted": True}, "1", "crashed"),
+    ],
+)
+def test_what_fails_in_the_interpreter_is_told_by_its_switch(monkeypatch, line, fields, interprets, verdict):
+    """Not by whether there is a GPU: a box with one runs `--device cpu` in the interpreter. Liger 0.5.2 and 0.5.9 end in
+    `InterpreterError` in a trainer's fused path. A dtype that Triton itself refuses is no limit of its interpreter: Liger's
+    kl_div up to 0.8.2 in 16 bits, for tl.exp takes float32 and float64 alone, compiled too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: interprets == "1")
+    monkeypatch.setenv("TRITON_INTERPRET", interprets)
     call = {"InterpreterError": type("InterpreterError", (Exception,), {})}
     exec(compile(f"def call(x):\n    {line}", "/packages/triton/interpreter.py", "exec"), call)
     one = dataclasses.replace(control("control.logprobs.plain"), call=call["call"], **fields)
-    return execute(one, oracle_of(family("logprobs").case(3, "fp32", {"V": 5})).inputs)
-
-
-@pytest.mark.parametrize("interprets", ["1", "0"])
-def test_the_interpreter_fails_in_the_fused_path_of_a_trainer(interprets, monkeypatch):
-    """Liger 0.5.2 and 0.5.9: a call that is no kernel of its own ends in Triton's `InterpreterError`."""
-    monkeypatch.setenv("TRITON_INTERPRET", interprets)
-    outcome = called_in_the_interpreter("raise InterpreterError('no')", family="grpo-trainer")
-    assert outcome.verdict == ("unsupported" if interprets == "1" else "crashed"), outcome
-
-
-def test_a_dtype_that_triton_itself_refuses_is_no_limit_of_its_interpreter(monkeypatch):
-    """Liger's kl_div up to 0.8.2 in 16 bits: tl.exp takes float32 and float64 alone, compiled too."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    line = """raise InterpreterError(repr(ValueError("Expected dtype ['fp32', 'fp64'] but got fp16")))"""
-    assert called_in_the_interpreter(line, interpreted=True).verdict == "crashed"
-
-
-@pytest.mark.parametrize("interprets", ["1", "0"])
-def test_what_the_interpreter_lacks_is_told_by_its_switch(interprets, monkeypatch):
-    """Not by whether there is a GPU: a box with one runs `--device cpu` in the interpreter."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: interprets == "1")
-    monkeypatch.setenv("TRITON_INTERPRET", interprets)
-    line = "raise InterpreterError('no') from NotImplementedError('inline_asm not supported in interpreter mode')"
-    outcome = called_in_the_interpreter(line, interpreted=True)
-    assert outcome.message.startswith("Triton's interpreter: ") == (interprets == "1"), outcome
+    found = execute(one, oracle_of(family("logprobs").case(3, "fp32", {"V": 5})).inputs)
+    assert found.verdict == verdict, found
+    assert found.message.startswith("Triton's interpreter: ") == (verdict == "unsupported"), found
 
 
 ASSERTED = "torch.AcceleratorError: CUDA error: device-side assert triggered"
@@ -195,28 +190,25 @@ def test_a_state_in_which_torchs_switches_contradict_each_other_is_put_back():
     assert not list(clean.differing())
 
 
-SWITCHES = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-
-
 def test_what_a_gpu_has_of_its_own_is_watched_and_put_back():
     matmul = torch.backends.cuda.matmul
+    switches = [
+        f"allow_{name}" for name in ("tf32", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction")
+    ]
 
     def state():
-        return (
-            torch.cuda.get_rng_state().tolist(),
-            torch.is_autocast_enabled("cuda"),
-            [getattr(matmul, n) for n in SWITCHES],
-        )
+        own = torch.cuda.get_rng_state().tolist(), torch.is_autocast_enabled("cuda")
+        return *own, *(getattr(matmul, name) for name in switches)
 
     with pretended():
         before, was = process_state.take(), state()
         torch.rand(1, device="cuda")
         torch.set_autocast_enabled("cuda", True)
-        for name in SWITCHES:
+        for name in switches:
             setattr(matmul, name, not getattr(matmul, name))
         leaks = before.restore()
         assert state() == was
-    named = {f"switch torch.backends.cuda.matmul.{name} changed" for name in SWITCHES[1:]}
+    named = {f"switch torch.backends.cuda.matmul.{name} changed" for name in switches[1:]}
     assert named | {"CUDA RNG changed", "autocast changed", "float32_matmul_precision changed"} <= set(leaks)
 
 

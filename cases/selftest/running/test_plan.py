@@ -46,9 +46,6 @@ def test_workers(monkeypatch):
 )
 def test_what_is_required(item, id, device):
     assert demanded(item) == (id, device)
-
-
-def test_a_device_that_is_none():
     with pytest.raises(UsageError, match="device must be cpu or cuda"):
         demanded("trl.f:tpu")
 

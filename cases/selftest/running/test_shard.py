@@ -69,15 +69,6 @@ def looked_for(own, events, shard, **limits):
     return found, findings, findings.sought([shard], {})
 
 
-def test_a_right_kernel_has_no_findings(tmp_path):
-    own, events = session("right", tmp_path)
-    shard = drawn_shard(40, 1)
-    assert own.run(shard) == 40
-    assert {r.verdict for r in rows(events)} == {"agree"}
-    assert sum(r.verdict == "agree" for r in rows(events)) >= 15
-    assert looked_for(own, events, shard)[2] == []
-
-
 def test_a_new_finding_of_a_trainer_says_what_its_model_gets_wrong_alone(tmp_path, monkeypatch):
     own, _ = session("right", tmp_path)
     monkeypatch.setattr(shard_module.catalogue, "of_model", lambda case, known: "its model")

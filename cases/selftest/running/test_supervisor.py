@@ -256,13 +256,6 @@ def test_what_one_does_to_its_process_costs_its_neighbour_no_row(tmp_path, act):
     whole_beside(events)
 
 
-def test_a_worker_writes_to_no_file_that_has_a_name(tmp_path):
-    """So none can be removed by what runs in it: beside its pipes it has two files that only descriptors lead to."""
-    worker = supervisor.Worker(plan_of(tmp_path, []))
-    with worker.errors, worker.place:
-        assert all(os.fstat(file.fileno()).st_nlink == 0 for file in (worker.errors, worker.place))
-
-
 def test_a_folder_of_a_run_that_is_gone_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setenv(SCRATCH, str(tmp_path / "gone"))
     assert Path(scratch_folder("own")).parent == tmp_path / "gone"
