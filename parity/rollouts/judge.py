@@ -37,7 +37,7 @@ class Scores:
 
     full: Tensor
     kept: Tensor
-    likeliest: Tensor | None = None
+    likeliest: Tensor
 
     @property
     def truncated(self) -> Tensor:
@@ -305,8 +305,7 @@ def explanations(
         uncapped = dataclasses.replace(trainer, change=lambda model: without_softcap(trainer.change(model)))
         candidates["a softcap of the logits is missing"] = uncapped.score(rows, width, sampling).truncated
     candidates["missing ones are filled with 0"] = mine.masked_fill(sampler == 0, 0.0)
-    if scores.likeliest is not None:
-        candidates["those of the likeliest token"] = mine - scores.full + scores.likeliest
+    candidates["those of the likeliest token"] = mine - scores.full + scores.likeliest
     others = {name: logps for name, logps in candidates.items() if not torch.equal(logps[mask], mine[mask])}
     differences = {name: (logps - sampler)[mask] for name, logps in others.items()}
     out = {name: rms(d[d.isfinite()]) for name, d in differences.items() if bool(d.isfinite().any())}

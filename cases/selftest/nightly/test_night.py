@@ -123,16 +123,6 @@ def test_rows_of_a_shard_that_the_time_cut_short_outlast_a_kill(played, tmp_path
     assert kept.ended and sum("the time was over: stopped after" in r for r in kept.reasons) == 1
 
 
-def test_what_a_fresh_process_does_not_show_is_nondeterministic(played, tmp_path, monkeypatch):
-    monkeypatch.setenv("PLAYED_WRONG", "fused")
-    for shown, verdict in (("yes", "disagree"), ("no", "nondeterministic")):
-        monkeypatch.setenv("PLAYED_SHOWN", shown)
-        assert played[0]()[0] == 1
-        _, rows = read(tmp_path / "results.ndjson")
-        assert {row.verdict for row in rows if row.implementation == "fused"} == {verdict}
-        assert {row.verdict for row in rows if row.implementation == "plain"} == {"agree"}
-
-
 def test_a_night_that_was_killed_goes_on(played, tmp_path, monkeypatch):
     run, _ = played
     run(seed=7)

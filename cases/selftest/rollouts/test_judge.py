@@ -26,10 +26,6 @@ def short(name):
     return dataclasses.replace(found, **{n: x[:ROWS] for n, x in found.tensors().items()})
 
 
-def mean_ratio(verdict):
-    return float(verdict.log_ratios[verdict.log_ratios.isfinite()].exp().mean())
-
-
 def trainer_of(found):
     return Trainer(engine_models.folder_of(found.facts["model"]), DTYPES[found.facts["dtype"]])
 
@@ -67,7 +63,8 @@ def test_every_control_is_red(control):
     }
     assert verdict.explanation == expected.get(control.__name__)
     if control.__name__ in ("stale_weights", "adapter_not_merged"):
-        assert abs(mean_ratio(verdict) - 1) < 0.05  # a gate on the mean ratio would have passed them
+        ratios = verdict.log_ratios[verdict.log_ratios.isfinite()].exp()
+        assert abs(float(ratios.mean()) - 1) < 0.05  # a gate on the mean ratio would have passed them
 
 
 def test_small_updates_are_seen_in_float32():
@@ -90,9 +87,6 @@ def test_the_ratio_to_the_whole_vocabulary_is_the_kept_mass():
     assert float(ratio[mask].mean()) == pytest.approx(float(scores.kept[mask].mean()), rel=1e-5)
     assert 0.8 < float(scores.kept[mask].mean()) < 0.99
     assert torch.allclose((scores.full - scores.truncated)[mask], scores.kept[mask].log(), rtol=0, atol=1e-14)
-    found = short("llama-fp32-t0.7-p0.8")
-    verdict = judge(found, trainer_of(found), "full")
-    assert not verdict.agrees and 0.8 < mean_ratio(verdict) < 0.99
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, 0), (1.0, 5), (0.6, 7), (0.05, 0), (1.0, 0)])
@@ -105,7 +99,7 @@ def test_the_kept_tokens_are_those_of_transformers(top_p, top_k):
     truncated, full = warped.log_softmax(-1), logits.log_softmax(-1)
     for token in range(0, 41, 4):
         ids = torch.full((31,), token)
-        scores = Scores(full[:, token], kept_mass(full, ids, top_p, top_k))
+        scores = Scores(full[:, token], kept_mass(full, ids, top_p, top_k), full.amax(-1))
         assert torch.allclose(scores.truncated, truncated[:, token], rtol=0, atol=1e-12)
 
 
@@ -170,13 +164,6 @@ def test_completions_of_one_token_have_no_token_before_or_after_it_that_would_ex
     assert judge(found, trainer_of(found)).agrees
     verdict = judge(dataclasses.replace(found, sampler_logps=found.sampler_logps + 0.3), trainer_of(found))
     assert not verdict.agrees and verdict.explanation is None
-
-
-def test_damaged_log_probs_are_red():
-    found = short("llama-fp32-t0.7-p0.8")
-    wrong = dataclasses.replace(found, sampler_logps=found.sampler_logps + 1e-4)
-    verdict = judge(wrong, trainer_of(found))
-    assert not verdict.judgements["mean"].agrees
 
 
 def test_a_trainer_whose_logits_are_nan_is_an_error():
