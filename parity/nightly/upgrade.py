@@ -31,7 +31,6 @@ from parity.versions.row_diff import MARKS
 SAFE, CHANGED, NOT_SAFE, UNKNOWN = "safe", "safe, with changes of behaviour", "not safe", "not known"
 CODES = {SAFE: 0, CHANGED: 0, NOT_SAFE: 1, UNKNOWN: 3}
 NEXT, OWN, COMPARE = "NEXT", "your settings", "compare"
-LIMIT = 3600.0  # seconds on the clock for one of the commands
 SEEDS, FACTORS = 3, (0.5, 2.0)
 """Of the cases with exactly a team's settings; by which a number is moved to make its neighbours."""
 SHAPE = {"B": 3, "T": 6, "V": 33, "H": 8, "lengths": [6, 4, 1], "old": "mixed"}
@@ -58,8 +57,8 @@ def check(
     config: Path | None,
     reports: Path,
     say: Callable[[str], None],
-    device: str = "cpu",
-    limit: float = LIMIT,
+    device: str,
+    limit: float,
     trainer: str | None = None,
 ) -> tuple[str, list[Part]]:
     """The verdict and its parts, the team's own settings first; these and each command have `limit` seconds. `trainer`: the
@@ -102,7 +101,7 @@ def own_cases(settings: Mapping[str, Any]) -> Iterator[tuple[str, Case]]:
         yield from ((f"{name}={one}", made("fp32", 0, **{name: one})) for one in near)
 
 
-def own_settings(before: str, after: str, run: Run, device: str, limit: float = LIMIT) -> Part:
+def own_settings(before: str, after: str, run: Run, device: str, limit: float) -> Part:
     """A team's run in both releases, in `limit` seconds: GRPO's settings and their neighbours through the plain and the
     fused losses, of another trainer its checks of profile pr; and the fields of its config class. Raises UsageError for a
     value of GRPO's that the policy family does not accept, and for a trainer without checks."""

@@ -1,10 +1,9 @@
 """The search for the release that changed a result. Pure: no index, no environment, no file.
 
-`find_change` is the search proper, over yes, no and unknown. `bisect` turns measurements into such answers: by verdict
+`find_change` is the search proper, over True, False and unknown. `bisect` turns measurements into such answers: by verdict
 where the ends differ in it, by headroom where they do not.
 """
 
-import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,8 @@ FLOOR, FACTOR = 1e-3, 2.0
 CONFIRM = 2
 
 
-class Likeness(enum.Enum):
-    """What a candidate says: like the first end (NO), like the last (YES), or nothing (UNKNOWN)."""
-
-    NO, YES, UNKNOWN = "no", "yes", "unknown"
+Likeness = bool | None
+"""What a candidate says: like the first end (False), like the last (True), or nothing (None)."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,8 @@ class SearchResult(Generic[T]):
 
 
 def find_change(count: int, ask: Callable[[int, int], Likeness]) -> tuple[int, int]:
-    """Neighbours low < high of which low says NO, high says YES, and all between UNKNOWN. Candidate 0 is known to say
-    NO, candidate count-1 YES. `ask(index, left)` is called at most once an index; `left` is how many further questions
+    """Neighbours low < high of which low says False, high says True, and all between None. Candidate 0 is known to say
+    False, candidate count-1 True. `ask(index, left)` is called at most once an index; `left` is how many further questions
     are expected. Among answers that change more than once, one change is found."""
     low, high, asked = 0, count - 1, set[int]()
     while True:
@@ -76,9 +73,9 @@ def find_change(count: int, ask: Callable[[int, int], Likeness]) -> tuple[int, i
         middle = longest[(len(longest) - 1) // 2]
         asked.add(middle)
         answer = ask(middle, math.ceil(math.log2(sum(map(len, gaps)) + 1)) - 1)
-        if answer is Likeness.YES:
+        if answer:
             high = middle
-        elif answer is Likeness.NO:
+        elif answer is False:
             low = middle
 
 
@@ -117,7 +114,7 @@ def bisect(
 
     low, high = find_change(len(candidates), ask)
     for repeat in range(1, CONFIRM + 1):
-        for index, said in ((low, Likeness.NO), (high, Likeness.YES)):
+        for index, said in ((low, False), (high, True)):
             if outcome == "found" and answer(look(candidates[index], repeat)) is not said:
                 outcome = "unstable"
     between = tuple(candidates[low + 1 : high])
@@ -134,8 +131,8 @@ def reading(
         worsened = RANKS.index(first.verdict) > RANKS.index(last.verdict)
         if worsened != (find == "broken"):
             return "swapped", "verdict", None
-        sides = {first.verdict: Likeness.NO, last.verdict: Likeness.YES}
-        return "found", "verdict", lambda one: sides.get(one.verdict, Likeness.UNKNOWN)
+        sides = {first.verdict: False, last.verdict: True}
+        return "found", "verdict", lambda one: sides.get(one.verdict)
 
     start, end = _level(first), _level(last)
     if start is None or end is None or start == end or abs(start - end) < math.log(FACTOR):
@@ -144,12 +141,12 @@ def reading(
     def nearer(one: Measurement) -> Likeness:
         level = _level(one)
         if level is None:
-            return Likeness.UNKNOWN
+            return None
         if math.isinf(level):
             # Beyond every finite value: with an end that is infinite too if there is one, else with the greater end.
-            return Likeness.YES if end > start else Likeness.NO
+            return end > start
         # Of an infinite end every finite value is equally far: it belongs to the other.
-        return Likeness.YES if abs(level - end) < abs(level - start) else Likeness.NO
+        return abs(level - end) < abs(level - start)
 
     return "found", "headroom", nearer
 

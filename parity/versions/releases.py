@@ -75,16 +75,14 @@ def release(package: str, version: str) -> Release:
     raise EnvironmentUnusable(f"{package}=={version}: {reason} (the newest release is {newest})")
 
 
-def releases(package: str, low: str | None = None, high: str | None = None) -> list[Release]:
+def releases(package: str, low: str, high: str) -> list[Release]:
     """Final releases from `low` to `high`, both included, oldest version first; pre-releases are left out.
-    EnvironmentUnusable when the package, or an end that was named, does not exist."""
-    if low is not None:
-        release(package, low)
-    found = [release(package, high) if high is not None else newest(package)]
-    floor = f",>={low}" if low is not None else ""
-    while low is None or Version(found[-1].version) > Version(low):
+    EnvironmentUnusable when the package, or an end, does not exist."""
+    release(package, low)
+    found = [release(package, high)]
+    while Version(found[-1].version) > Version(low):
         try:
-            found.append(_newest(f"{found[0].package}<{found[-1].version}{floor}"))
+            found.append(_newest(f"{package}<{found[-1].version},>={low}"))
         except UvFailed as failure:
             # uv's way of saying that the list is exhausted; a failing network must not look like a short list.
             if "No solution found" in str(failure) and "network was disabled" not in str(failure):

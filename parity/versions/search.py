@@ -20,7 +20,7 @@ ENDED = {
     "unstable": "different results when repeated, so no release is blamed",
 }
 """How a search ended that found nothing."""
-SAYS = {Likeness.YES: "shows the change", Likeness.NO: "does not show it", Likeness.UNKNOWN: "could not be judged"}
+SAYS = {True: "shows the change", False: "does not show it", None: "could not be judged"}
 """Of a package alone."""
 
 
@@ -41,7 +41,7 @@ class Report:
     @property
     def cause(self) -> tuple[str, ...]:
         """The packages of which each alone shows the change, empty where nothing had to be tried, or only all together do."""
-        return tuple(name for name, answer, _ in self.trials if answer is Likeness.YES)
+        return tuple(name for name, answer, _ in self.trials if answer)
 
     @property
     def text(self) -> str:
@@ -149,7 +149,7 @@ def _trials(
         return name, answer(made), made
 
     itself = alone(package, found.high, [f"{name}=={moved[name][0]}" for name in partners])
-    if itself[1] is Likeness.YES:
+    if itself[1]:
         return [itself]
     return [itself, *(alone(name, found.low, [f"{name}=={moved[name][1]}"]) for name in partners)]
 

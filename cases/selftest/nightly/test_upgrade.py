@@ -121,7 +121,7 @@ def test_the_own_settings_have_a_limit_on_the_clock_and_the_rest_goes_on(tmp_pat
     whole = upgrade.compare.compare
     monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **more: whole(*_, **more) if more["asked"] else SAME)
     begun = time.monotonic()
-    found, parts = upgrade.check("trl==1.15.0", config, tmp_path, lambda line: None, limit=1.0, trainer="GRPOTrainer")
+    found, parts = upgrade.check("trl==1.15.0", config, tmp_path, lambda line: None, "cpu", 1.0, "GRPOTrainer")
     assert time.monotonic() - begun < 30 and found == UNKNOWN
     assert [p.name for p in parts] == [upgrade.OWN, "run", "compare"]
     assert re.search(r"no answer for \d+ s, ", parts[0].summary)
@@ -157,7 +157,7 @@ def test_each_command_has_its_time_and_what_it_came_to_is_read(tmp_path, monkeyp
     monkeypatch.setattr(upgrade.steps, "run", step)
     limits = []
     monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **more: limits.append(more["clock"]) or SAME)
-    found, parts = upgrade.check("trl==1.15.0", None, tmp_path, lambda line: None, limit=100.0)
+    found, parts = upgrade.check("trl==1.15.0", None, tmp_path, lambda line: None, "cpu", 100.0)
     assert found == SAFE and [p.name for p in parts] == ["run", "compare"]
     assert limits == [100.0]
     words = asked[0][1]
@@ -185,7 +185,7 @@ def test_settings_that_are_not_judged_there_are_not_called_right(monkeypatch, th
         return SimpleNamespace(rows=rows, configs={"GRPOConfig": {"beta": 0.0}})
 
     monkeypatch.setattr(upgrade.compare, "look", look)
-    part = upgrade.own_settings("trl==1.16.0", "trl==1.15.0", GRPO, "cpu")
+    part = upgrade.own_settings("trl==1.16.0", "trl==1.15.0", GRPO, "cpu", 100.0)
     assert (part.verdict, part.summary[: len(said)]) == (found, said)
 
 
@@ -203,11 +203,11 @@ def test_a_run_of_another_trainer_has_that_trainers_checks(monkeypatch):
     """A dpo.yaml with a beta was judged as GRPO's; one without was refused."""
     asked = []
     monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **more: asked.append(more["asked"]) or SAME)
-    assert upgrade.own_settings("trl==1.16.0", "trl==1.15.0", DPO, "cpu").verdict == SAFE
+    assert upgrade.own_settings("trl==1.16.0", "trl==1.15.0", DPO, "cpu", 100.0).verdict == SAFE
     (cases,) = asked
     assert {case.family for _, case in cases} == {"dpo-trainer"} and len(cases) > 20
     with pytest.raises(UsageError, match="NashMDTrainer has no check"):
-        upgrade.own_settings("trl==1.16.0", "trl==1.15.0", Run("run.yaml", ("NashMDTrainer",)), "cpu")
+        upgrade.own_settings("trl==1.16.0", "trl==1.15.0", Run("run.yaml", ("NashMDTrainer",)), "cpu", 100.0)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_run_of_another_trainer_has_that_trainers_checks(monkeypatch):
 def test_the_fields_of_a_runs_config_class_are_compared(monkeypatch, args, after, found, said):
     configs = {"DPOConfig": {"beta": 0.1, "tools": None}}, {} if after is None else {"DPOConfig": after}
     monkeypatch.setattr(upgrade.compare, "compare", lambda *_, **__: dataclasses.replace(SAME, configs=configs))
-    part = upgrade.own_settings("trl==1.16.0", "trl==1.15.0", dataclasses.replace(DPO, args=args), "cpu")
+    part = upgrade.own_settings("trl==1.16.0", "trl==1.15.0", dataclasses.replace(DPO, args=args), "cpu", 100.0)
     assert part.verdict == found and said in part.summary
 
 
@@ -233,7 +233,7 @@ def test_there_is_no_upgrade_to_what_is_installed(tmp_path, monkeypatch):
     """It compared a release with itself, for up to two hours."""
     monkeypatch.setattr(upgrade, "installed", lambda package: "1.16.0")
     with pytest.raises(UsageError, match=r"trl==1\.16\.0 is installed here: there is nothing to upgrade to"):
-        upgrade.check("trl==1.16.0", None, tmp_path, lambda line: None)
+        upgrade.check("trl==1.16.0", None, tmp_path, lambda line: None, "cpu", 100.0)
 
 
 def test_next_is_the_newest_release(monkeypatch):

@@ -5,9 +5,7 @@ import math
 
 import pytest
 
-from parity.versions.bisect import Likeness, Measurement, bisect, find_change
-
-NO, YES, UNKNOWN = Likeness.NO, Likeness.YES, Likeness.UNKNOWN
+from parity.versions.bisect import Measurement, bisect, find_change
 
 
 def scripted(verdicts, headrooms=None, again=None):
@@ -23,7 +21,7 @@ def test_one_change_is_found_in_a_logarithm_of_steps(count):
 
         def ask(index, left, change=change, lefts=lefts):
             lefts.append(left)
-            return YES if index >= change else NO
+            return index >= change
 
         assert find_change(count, ask) == (change - 1, change)
         assert len(lefts) <= math.ceil(math.log2(count - 1))
@@ -36,7 +34,7 @@ def test_a_block_that_cannot_be_judged_is_jumped_over():
 
     def ask(index, left):
         asked.append(index)
-        return UNKNOWN if 15 <= index <= 30 else YES if index >= 40 else NO
+        return None if 15 <= index <= 30 else index >= 40
 
     assert find_change(45, ask) == (39, 40)
     assert len(asked) <= 9, asked

@@ -69,36 +69,9 @@ def test_a_full_disk_is_named_and_nothing_half_written_stays(tmp_path):
         assert page.read_text() == "the old one" and list(tmp_path.iterdir()) == [page]
 
 
-def test_a_disk_that_fills_up_is_one_line(cache, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device", "state.json")
-
-    monkeypatch.setattr("parity.versions.search.search", full)
-    done = parity("bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--case", "is-ratio")
-    assert (done.exit_code, done.output) == (2, "parity: state.json: No space left on device\n")
-
-
-@pytest.mark.parametrize("failure, found", [("disagree", "crashed"), ("crashed", "disagree")])
-def test_a_search_may_follow_a_crash_of_a_case_among_other_reports(tmp_path, monkeypatch, cache, failure, found):
-    case = data.cases_dir() / "regressions" / "one-token.json"
-    folder = tmp_path / "night" / "findings"
-    folder.mkdir(parents=True)
-    (folder / "mine.json").write_text(case.read_text())
-    checks = []
-
-    def search(package, *, check, **_):
-        checks.append(check.__self__)
-        return SimpleNamespace(text="", found=SimpleNamespace(outcome="unjudged"))
-
-    monkeypatch.setattr("parity.versions.search.search", search)
-    words = ["bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--case", "mine", "--failure", failure]
-    parity(*words, "--implementation", "trl.selective_log_softmax", "--reports", str(tmp_path / "night"))
-    row = {"family": "logprobs", "implementation": "trl.selective_log_softmax", "dtype": "fp32", "device": "cpu"}
-    crash = Row(**row, case=checks[0].case.id, verdict="crashed", message="as it was", settings={"V": 3})
-    assert checks[0].judged([crash]).verdict == found, "a crash is not judged unless it is what is looked for"
-
-
-def test_the_line_that_compare_prints_follows_the_case_and_not_the_record_of_its_name(monkeypatch, cache):
+@pytest.fixture
+def searched(monkeypatch):
+    """The packages that are searched, each with its check; every search finds something."""
     checks = []
 
     def search(package, *, check, **_):
@@ -106,7 +79,25 @@ def test_the_line_that_compare_prints_follows_the_case_and_not_the_record_of_its
         return SimpleNamespace(text="", found=SimpleNamespace(outcome="found"))
 
     monkeypatch.setattr("parity.versions.search.search", search)
+    return checks
+
+
+@pytest.mark.parametrize("failure, found", [("disagree", "crashed"), ("crashed", "disagree")])
+def test_a_search_may_follow_a_crash_of_a_case_among_other_reports(tmp_path, searched, failure, found):
+    case = data.cases_dir() / "regressions" / "one-token.json"
+    folder = tmp_path / "night" / "findings"
+    folder.mkdir(parents=True)
+    (folder / "mine.json").write_text(case.read_text())
+    words = ["bisect", "trl", "--good", "1.0.0", "--bad", "1.1.0", "--case", "mine", "--failure", failure]
+    parity(*words, "--implementation", "trl.selective_log_softmax", "--reports", str(tmp_path / "night"))
+    row = {"family": "logprobs", "implementation": "trl.selective_log_softmax", "dtype": "fp32", "device": "cpu"}
+    ((_, check),) = searched
+    crash = Row(**row, case=check.case.id, verdict="crashed", message="as it was", settings={"V": 3})
+    assert check.judged([crash]).verdict == found, "a crash is not judged unless it is what is looked for"
+
+
+def test_the_line_that_compare_prints_follows_the_case_and_not_the_record_of_its_name(searched):
     line = bisection("liger-kernel", "0.6.0", "0.7.0", "is-ratio", "trl.GRPOTrainer", "disagree")
     assert parity(*line.split()[1:]).exit_code == 0
-    ((package, check),) = checks
+    ((package, check),) = searched
     assert (package, check.implementation, check.case.family) == ("liger-kernel", "trl.GRPOTrainer", "policy")

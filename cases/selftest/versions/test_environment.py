@@ -83,14 +83,11 @@ def test_a_damaged_one_is_made_again(made, cache):
         victim.unlink() if victim.is_symlink() else victim.rename(made.root / "aside")
         assert Environment.of([ASKED]) == made and victim.exists()
     assert left_over(cache) == []
-    (made.root / "parity-environment.json").write_text('{"lock":')
-    assert environment.listing() == [] and Environment.of([ASKED]) == made
-
-
-def test_one_whose_linked_package_has_gone_is_not_whole(made):
     locked = resolve.lock(parse_all([ASKED]))
     assert environment._whole(made.root, locked) == made
     assert environment._whole(made.root, dataclasses.replace(locked, linked=("gone",))) is None
+    (made.root / "parity-environment.json").write_text('{"lock":')
+    assert environment.listing() == [] and Environment.of([ASKED]) == made
 
 
 def test_a_lost_one_comes_back_without_a_network(made, monkeypatch):
@@ -117,13 +114,6 @@ def test_a_killed_build_leaves_nothing_that_looks_like_one(made, cache):
     assert environment.listing() == [] and left_over(cache), "killed in the middle of it"
     assert Environment.of([ASKED]) == made
     assert left_over(cache) == []
-
-
-def test_one_in_use_is_not_removed(made):
-    program = "from datetime import timedelta; from parity.versions import environment; environment.prune(timedelta())"
-    done = made.run(["python", "-c", program], capture=True)
-    assert not done.returncode, done.stderr
-    assert environment.listing() == [made]
 
 
 def test_a_disk_that_fills_up_is_a_message_and_leaves_nothing(made, cache, monkeypatch):
