@@ -1,16 +1,14 @@
 """Adapters and the releases that they claim: what a call says of an unknown signature, and every release in turn."""
 
-import json
 import types
 
 import pytest
 
-from cases.selftest.versions import called
 from parity.errors import HarnessError
 from parity.implementations import trl
 from parity.implementations.implementation import Implementation, taking
-from parity.process import environment
-from parity.registry import load
+from parity.registry import family, load, run_case
+from parity.results.report.rows import read
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 
@@ -28,26 +26,24 @@ unsloth-zoo). TRL's configs change with every minor: there the functions alone d
 `parity history` begins or ends.
 """
 SPECS = [f"{package}=={version}" for package, versions in RELEASES.items() for version in versions.split()]
-LIMIT = 900.0
-"""Seconds of CPU time in one environment."""
+PROFILE, LIMIT = "pr", 3600.0
+"""Of the run in each environment; seconds of CPU time that it may take."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * LIMIT)
 @pytest.mark.parametrize("spec", SPECS)
-def test_no_release_is_unknown_to_an_adapter(spec):
+def test_no_release_is_unknown_to_an_adapter(spec, tmp_path):
     try:
         made = Environment.of([spec])
     except EnvironmentUnusable as error:
         pytest.skip(str(error))
-    settings = environment("cpu") | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    command = ["python", "-W", "ignore", called.__file__]
-    done = made.run(command, settings=settings, capture=True, cpu_limit=LIMIT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.removeprefix(called.MARK) for line in done.stdout.splitlines() if line.startswith(called.MARK)]
-    found = [json.loads(line) for line in lines]
-    assert any(call["verdict"] == "ran" for call in found)
-    assert not [call for call in found if call["blame"] == "harness"]
+    words = ["--profile", PROFILE, "--device", "cpu", "--no-minimise", "--reports", str(tmp_path)]
+    done = made.run(["python", "-m", "parity", "run", *words], capture=True, cpu_limit=LIMIT)
+    assert (tmp_path / "results.ndjson").exists(), done.stderr[-2000:]
+    header, rows = read(tmp_path / "results.ndjson")
+    assert header.end.complete and any(row.judged for row in rows)
+    assert not [row for row in rows if row.blame == "harness"]
 
 
 def adapter(call, **names):
@@ -56,25 +52,22 @@ def adapter(call, **names):
     return types.FunctionType(code, globals() | names, closure=call.__closure__)
 
 
-def blamed(call, monkeypatch, library="trl"):
-    """(verdicts, blames) of an implementation's calls."""
+def judged(call, library="trl"):
+    """The only row of an implementation's call."""
     one = Implementation("a.b", "logprobs", "candidate", call, library=library)
-    monkeypatch.setattr(called, "load", lambda: {"a.b": one})
-    monkeypatch.setattr(called, "loss_families", lambda: ("logprobs",))
-    monkeypatch.setattr(called, "TRAINERS", ())
-    found = list(called.calls())
-    return {one["verdict"] for one in found}, {one["blame"] for one in found}, found[0]["message"]
+    (row,) = run_case(family("logprobs").case(0, "fp32", {}), [one])
+    return row
 
 
-def test_a_signature_that_an_adapter_does_not_know_is_the_harnesss_fault(monkeypatch):
+def test_a_signature_that_an_adapter_does_not_know_is_the_harnesss_fault():
     def narrow(hidden, weight):
         raise AssertionError("never called")
 
     def call(x):
         return {"logps": narrow(x.hidden, x.weight, x.ids)}
 
-    _, blames, message = blamed(adapter(call, narrow=narrow), monkeypatch)
-    assert blames == {"harness"} and "positional arguments" in message
+    row = judged(adapter(call, narrow=narrow))
+    assert row.blame == "harness" and "positional arguments" in row.message
 
 
 def test_a_setting_is_handed_over_where_the_signature_has_it_and_needed_only_where_it_is_moved():
@@ -87,12 +80,12 @@ def test_a_setting_is_handed_over_where_the_signature_has_it_and_needed_only_whe
 
 
 @pytest.mark.parametrize(("library", "blame"), [("trl", None), ("cut-cross-entropy", "harness")])
-def test_a_module_that_the_library_lacks_is_absent_and_one_of_another_is_not(library, blame, monkeypatch):
+def test_a_module_that_the_library_lacks_is_absent_and_one_of_another_is_not(library, blame):
     def call(x):
         import trl.nowhere.deep  # noqa: F401
 
-    verdicts, blames, _ = blamed(adapter(call), monkeypatch, library)
-    assert blames == {blame} and verdicts == {"unsupported"}
+    row = judged(adapter(call), library)
+    assert (row.blame, row.verdict) == (blame, "unsupported")
 
 
 def test_every_release_that_is_swept_is_a_version_of_a_library_with_adapters():
