@@ -118,12 +118,6 @@ def test_measured_anew_what_grew_is_known_again(red):
     assert {line.partition(":")[0] for line in done.output.splitlines() if ".json: " in line} == {path.name}
 
 
-def test_measure_knows_its_names(red):
-    words = ["ledger", "measure", "liger-luspo-paddin", "--ledger", f"{red}/mine/ledger.toml"]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 2 and "did you mean liger-luspo-padding?" in done.output
-
-
 def test_half_a_run_is_no_baseline(red, tmp_path):
     half = tmp_path / "results.ndjson"
     half.write_bytes(b"".join((red / "reports/results.ndjson").read_bytes().splitlines(keepends=True)[:-1]))

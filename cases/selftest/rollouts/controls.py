@@ -76,13 +76,6 @@ def adapter_not_merged(r: Recording, t: Trainer) -> Made:
     return _changed(r, t, adapted)
 
 
-def shifted(r: Recording, t: Trainer) -> Made:
-    """Each log-prob stands one token late, the first of each row being missing."""
-    moved = r.sampler_logps.roll(1, 1)
-    moved[:, 0] = torch.nan
-    return dataclasses.replace(r, sampler_logps=moved), t, "truncated"
-
-
 def _changed(r: Recording, t: Trainer, change: Any) -> Made:
     return r, dataclasses.replace(t, change=change), "truncated"
 
@@ -95,4 +88,3 @@ CONTROLS = (
     nested_config_lost,
     adapter_not_merged,
 )
-CONTROLS += (shifted,)
