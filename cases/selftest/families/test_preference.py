@@ -26,18 +26,24 @@ def test_a_backward_pass_that_fails_is_a_crash_of_the_library():
     assert row.verdict == "crashed" and "inplace" in row.message
 
 
+def margin(hidden, weight, ids, ref_hidden, ref_weight):
+    """Δ_w - Δ_l of each pair."""
+
+    def summed(h, w):
+        table = (h.float() @ w.float().T).log_softmax(-1)
+        return (table.gather(-1, ids.clamp(min=0)[..., None])[..., 0] * (ids != IGNORE_INDEX)).sum(-1)
+
+    chosen, rejected = (summed(hidden, weight) - summed(ref_hidden, ref_weight).detach()).chunk(2)
+    return chosen - rejected
+
+
 @pytest.mark.parametrize("name", ["dpo-satisfied", "dpo-far-from-satisfied"])
 def test_frozen_cases_of_dpo_s_own_loss_away_from_log_2(name):
     """Draws rarely have it there: log σ by two functions, which is infinite at -104 and loses its digits at 10, agreed on all."""
 
     def dpo(twice):
         def loss(hidden, weight, ids, ref_hidden, ref_weight, beta):
-            def summed(h, w):
-                table = (h @ w.T).log_softmax(-1)
-                return (table.gather(-1, ids.clamp(min=0)[..., None])[..., 0] * (ids != IGNORE_INDEX)).sum(-1)
-
-            chosen, rejected = (summed(hidden, weight) - summed(ref_hidden, ref_weight).detach()).chunk(2)
-            z = beta * (chosen - rejected)
+            z = beta * margin(hidden, weight, ids, ref_hidden, ref_weight)
             return -(torch.sigmoid(z).log() if twice else torch.nn.functional.logsigmoid(z)).mean()
 
         return loss
@@ -53,12 +59,7 @@ def test_dpo_s_own_loss_may_be_smoothed(share):
     """Conservative DPO was called wrong, "smoothing means nothing beside the other settings". TRL and Liger do not smooth it."""
 
     def cdpo(hidden, weight, ids, ref_hidden, ref_weight, beta, smoothing=0.0):
-        def summed(h, w):
-            table = (h.float() @ w.float().T).log_softmax(-1)
-            return (table.gather(-1, ids.clamp(min=0)[..., None])[..., 0] * (ids != IGNORE_INDEX)).sum(-1)
-
-        chosen, rejected = (summed(hidden, weight) - summed(ref_hidden, ref_weight).detach()).chunk(2)
-        z, e = beta * (chosen - rejected), share * smoothing
+        z, e = beta * margin(hidden, weight, ids, ref_hidden, ref_weight), share * smoothing
         return (-(1 - e) * torch.nn.functional.logsigmoid(z) - e * torch.nn.functional.logsigmoid(-z)).mean()
 
     mine = user.from_function(cdpo, "my.py:cdpo", [FAMILY])

@@ -9,8 +9,6 @@ from cases.selftest.fixes.ranks import of_two
 from cases.selftest.fixes.test_logprobs import definition
 from parity.fixes import FusedLinearGRPOLoss
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-
 
 def exact(case, **settings):
     """Log-probs of a case in float64."""

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from cases.selftest.fixes.test_grpo import LOSS_TYPES, call, draw, exact, ours
+from cases.selftest.fixes.test_grpo import call, draw, exact, ours
+from parity.families.policy_settings import LOSS_TYPES
 from parity.fixes import FusedLinearGRPOLoss
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from cases.selftest.oracles import oracle_of
 from cases.selftest.results import runs
+from fixtures.kernels import right, scaled
 from parity.errors import UsageError
 from parity.implementations import user
 from parity.judging.assess import classify, confirmed
@@ -29,26 +30,13 @@ def from_function(function, id):
     return user.from_function(function, id, [loss_family(name) for name in NAMES])
 
 
-def my_loss(hidden, weight, ids, temperature=1.0, softcap=None):
-    """The README's example."""
-    logits = hidden.float() @ weight.float().T
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return torch.log_softmax(logits / temperature, -1).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
-
-
-def offset(hidden, weight, ids, temperature=1.0):
-    """Log-probs off by a thousandth."""
-    return my_loss(hidden, weight, ids, temperature) * 1.001
-
-
 def chunked(hidden, weight, ids, temperature=1.0, chunk_size=1024):
     assert chunk_size == 1024, "None where the case has no chunk size"
-    return my_loss(hidden, weight, ids, temperature)
+    return right(hidden, weight, ids, temperature)
 
 
 def unclipped(hidden, weight, ids, advantages, old_logps, mask, length):
-    ratio = (my_loss(hidden, weight, ids) - old_logps).exp() * advantages[:, None]
+    ratio = (right(hidden, weight, ids) - old_logps).exp() * advantages[:, None]
     return -((ratio * mask).sum(-1) / length.sum(-1)).mean()
 
 
@@ -97,16 +85,16 @@ def test_plain_torch_agrees_under_autocast(seed, peak, context):
     """16-bit products, and on the CPU a log-softmax in 16 bits: autocast's, not the user's."""
     settings = {"context": context, "V": 257, "H": 7, "peak": peak, "temperature": 0.7}
     of = oracle_of(FAMILY.case(seed, "fp32", settings))
-    own = from_function(my_loss, "my_kernel.py:my_loss")
+    own = from_function(right, "my_kernel.py:right")
     assert all(j.agrees for j in confirmed(of, own, execute(own, of.inputs)).values())
     assert own.recipe_for(oracle().inputs).describe() == "output=any"
 
 
 def test_a_recipe_stays_what_it_says_beside_autocast():
     def narrow(hidden, weight, ids):
-        return my_loss(hidden, weight, ids)
+        return right(hidden, weight, ids)
 
-    narrow.recipe = dataclasses.replace(from_function(my_loss, "a.py:b").recipe_for(oracle().inputs), logits="input")
+    narrow.recipe = dataclasses.replace(from_function(right, "a.py:b").recipe_for(oracle().inputs), logits="input")
     own = from_function(narrow, "a.py:narrow")
     assert own.recipe_for(oracle_of(FAMILY.case(3, "bf16", {})).inputs).logits == "bf16"
     for context, dtype in (("autocast", "bf16"), ("autocast_fp16", "fp16")):
@@ -116,10 +104,10 @@ def test_a_recipe_stays_what_it_says_beside_autocast():
 
 def test_what_autocast_explains_is_precision():
     """An error of bf16's size in a float32 case under autocast, from a function that claims float32 there."""
-    own = from_function(my_loss, "my_kernel.py:my_loss")
+    own = from_function(right, "my_kernel.py:right")
     strict = dataclasses.replace(own, recipe=own.recipe_for(oracle().inputs))
     of = oracle(context="autocast", V=257, H=7, temperature=0.05)
-    wrong = from_function(offset, "my_kernel.py:offset")
+    wrong = from_function(scaled, "my_kernel.py:scaled")
     assert classify(of, strict, ["logps"]) == {"logps": "precision"}
     assert classify(of, wrong, ["logps"]) == {"logps": "logic"}
 
