@@ -21,15 +21,7 @@ from parity.upstream import trl
 
 ALIASES = {"lora_modules_to_save": "modules_to_save", "activation_checkpointing": "gradient_checkpointing"}
 SCRIPT = ("ModelConfig", "ScriptArguments", "DatasetMixtureConfig")
-COMMAND = (
-    "accelerate_config",
-    "config",
-    "datasets",
-    "env",
-    "num_processes",
-    "reward_funcs",
-    "reward_model_name_or_path",
-)
+COMMAND = "accelerate_config config datasets env num_processes reward_funcs reward_model_name_or_path".split()
 """Classes of settings, and settings, that a file for `trl grpo --config` has besides its trainer's."""
 MODELS = ("model", "model_name", "model_name_or_path")
 

@@ -162,17 +162,7 @@ def test_last_tiles_are_full_and_of_one_token(drawn: Drawn) -> None:
 def test_what_changes_logits_meets_sizes_beyond_a_chunk_and_a_tile(drawn: Drawn) -> None:
     """A vocabulary beyond 4,096, and more than 128 tokens, each beside every setting of the logits and every kind of bias."""
     of = [(case, family(drawn.name).full_settings(case)) for case in drawn.cases]
-    wanted = {
-        "level",
-        "padded_rows",
-        "temperature",
-        "softcap",
-        "logit_scale",
-        "head_dtype",
-        "random",
-        "banned",
-        "H > 16",
-    }
+    wanted = {*"level padded_rows temperature softcap logit_scale head_dtype random banned".split(), "H > 16"}
     beyond = {"vocabulary": lambda s: s.V > 4096, "tokens": lambda s: s.B * s.T > 128}
     for name, large in beyond.items():
         here = [(case, s) for case, s in of if large(s)]

@@ -97,6 +97,22 @@ def test_hidden_states_of_no_size():
     assert torch.equal(logps, torch.full((2,), -math.log(5)))
 
 
+def test_autocast_rounds_the_operands_only():
+    hidden, weight, bias, ids = draw((4, 3), 16, 50, torch.float32)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logps, entropy = selective_log_probs(hidden, weight, ids, bias=bias, entropy=True)
+        got = torch.autograd.grad(logps.sum() + entropy.sum(), leaves)
+    rounded = [hidden.detach().bfloat16().double(), weight.detach().bfloat16().double(), bias.detach().double()]
+    wide = [x.requires_grad_() for x in rounded]
+    want = definition(wide[0], wide[1], ids, wide[2])
+    assert logps.dtype == torch.float32
+    assert (logps.double() - want[0]).abs().max() < 1e-5
+    for g, w in zip(got, torch.autograd.grad(want[0].sum() + want[1].sum(), wide), strict=True):
+        assert g.dtype == torch.float32
+        assert (g.double() - w).norm() < 1e-5 * w.norm()
+
+
 def test_importing_is_light():
     """Triton reads TRITON_INTERPRET when it is imported, so importing the fixes must not do that behind one's back."""
     heavy = "{'triton', 'transformers', 'trl', 'liger_kernel', 'cut_cross_entropy', 'peft'}"
