@@ -49,8 +49,11 @@ class Outcome:
 
 
 def ended_by(error: BaseException, implementation: Implementation) -> Outcome:
-    """The verdict on a call that raised. Raises Ctrl-C again; sys.exit(0) in a loss is no success of the harness."""
+    """The verdict on a call that raised. Raises Ctrl-C again, and the time limit of a test that the call was in; sys.exit(0) in a
+    loss is no success of the harness."""
     text = _first_line(error)
+    if not isinstance(error, Exception) and text.endswith("from pytest-timeout."):
+        raise error
     if isinstance(error, Unsupported):
         return Outcome("unsupported", message=str(error))
     if isinstance(error, OracleError | HarnessError):

@@ -107,6 +107,13 @@ def test_what_a_model_refuses_is_a_crash_of_its_trainer(folder, verdict, tmp_pat
     assert (outcome.verdict, outcome.message) == (verdict, f"ValueError: no input_ids{where}")
 
 
+def test_the_time_limit_of_a_test_is_no_verdict_on_what_it_calls():
+    """It was "unsupported" of the trainer that ran at that moment."""
+    trainer = next(i for i in load().values() if i.is_trainer)
+    with pytest.raises(pytest.fail.Exception, match="pytest-timeout"):
+        call.guarded(trainer, lambda: pytest.fail("Timeout (>600.0s) from pytest-timeout."))
+
+
 def test_what_torchs_compiler_says_names_the_cache_that_a_kill_may_have_broken(monkeypatch):
     """Its own first line says nothing: `backend='inductor' raised:`."""
     from torch._dynamo.exc import BackendCompilerFailed
