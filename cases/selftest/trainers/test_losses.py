@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cases.selftest.mutants import trainers as mutants
-from cases.selftest.trainers.asked import disagreeing, rows, verdicts
+from cases.selftest.trainers.asked import right, rows, wrong
 from parity.families.preference_losses import CPO, DPO, Pairs
 from parity.trainers import check
 from parity.trainers.checks import losses
@@ -84,8 +84,8 @@ def test_a_likelihood_that_leaves_out_a_word_with_id_0_is_told():
     asked = {"check": "losses", "loss": "sft"}
     (edit,) = (e for e in mutants.EDITS["dpo-trainer"] if e.name == "first-id")
     with drive.using(mutants.mutated("dpo-trainer", edit)):
-        assert disagreeing(verdicts("dpo-trainer", **asked)) == set()
-        assert disagreeing(verdicts("dpo-trainer", **asked, zero=True)) == {"loss", "gradient", "evaluation loss"}
+        assert wrong("dpo-trainer", **asked) == set()
+        assert wrong("dpo-trainer", **asked, zero=True) == {"loss", "gradient", "evaluation loss"}
 
 
 def test_every_loss_type_of_the_installed_trainers_has_a_definition():
@@ -101,14 +101,14 @@ def test_every_loss_type_of_the_installed_trainers_has_a_definition():
 def test_with_chosen_sequences_of_one_length_only_the_division_by_the_window_can_be_wrong(trainer, loss):
     """Beside a mean over the tokens of each micro-batch, which the ledger knows, a window that nobody divides would hide."""
     asked = {"check": "losses", "loss": loss, "split": "2x4", "even": True}
-    assert disagreeing(verdicts(trainer, **asked)) == set()
+    right(trainer, **asked)
 
     class Undivided(drive.trl_class(check.TRAINERS[trainer])):
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs) * self.args.gradient_accumulation_steps
 
     with drive.using(Undivided):
-        assert disagreeing(verdicts(trainer, **asked)) == {"loss", "gradient"}
+        assert wrong(trainer, **asked) == {"loss", "gradient"}
 
 
 def test_a_loss_of_another_trainer_is_not_run():

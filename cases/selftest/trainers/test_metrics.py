@@ -4,17 +4,13 @@ import math
 
 import pytest
 
-from cases.selftest.trainers.asked import disagreeing, verdicts
-from parity.trainers.definitions import formulas
-from parity.trainers.rig import drive
+from cases.selftest.trainers.asked import planted, right, wrong
 
 PADDED = {"objective/kl", "objective/non_score_reward", "objective/rlhf_reward", "objective/entropy"}
 
 
 def test_the_fix_of_online_dpo_counts_no_padding():
-    fixed = verdicts("online-dpo-trainer", "metrics", "fixed")
-    assert disagreeing(fixed) == set()
-    assert fixed.keys() > PADDED
+    assert right("online-dpo-trainer", check="metrics", path="fixed") > PADDED
 
 
 REWARDS = "logits/chosen logits/rejected rewards/chosen rewards/rejected rewards/margins entropy"
@@ -31,37 +27,30 @@ REWARDS = "logits/chosen logits/rejected rewards/chosen rewards/rejected rewards
     ],
 )
 def test_what_the_installed_trainers_log_is_judged_and_right(trainer, logged):
-    found = verdicts(trainer, "metrics")
-    assert disagreeing(found) == set()
-    assert found.keys() >= set(logged.split())
+    assert right(trainer, check="metrics") >= set(logged.split())
 
 
-def test_a_metric_that_is_nan_is_wrong(monkeypatch):
+def test_a_metric_that_is_nan_is_wrong():
     """TRL logs None for it, which was taken for an adapter that does not fit: nothing was compared."""
-    kind = drive.trl_class("RLOOTrainer")
-    log = kind.log
 
-    def broken(self, *args, **more):
+    def broken(log, self, *args, **more):
         self._metrics["train"]["entropy"] = [math.nan]
         return log(self, *args, **more)
 
-    monkeypatch.setattr(kind, "log", broken)
-    assert disagreeing(verdicts("rloo-trainer", "metrics")) == {"entropy"}
+    with planted("trl.RLOOTrainer.log", broken):
+        assert wrong("rloo-trainer", "metrics") == {"entropy"}
 
 
-def test_the_entropy_of_the_prompt_is_seen(monkeypatch):
+def test_the_entropy_of_the_prompt_is_seen():
     """SFT up to 1.2 took it over the prompt too."""
-    seen = formulas.Scored
 
-    def whole(model, window, *args):
-        return seen(model, [(tokens, 1) for tokens, _ in window], *args)
+    def whole(scored, model, window, *args):
+        return scored(model, [(tokens, 1) for tokens, _ in window], *args)
 
-    monkeypatch.setattr(formulas, "Scored", whole)
-    wrong = {"entropy", "mean_token_accuracy"}
-    assert disagreeing(verdicts("sft-trainer", "metrics")) == wrong | {f"eval_{name}" for name in wrong}
+    seen = {"entropy", "mean_token_accuracy"}
+    with planted("parity.trainers.definitions.formulas.Scored", whole):
+        assert wrong("sft-trainer", "metrics") == seen | {f"eval_{name}" for name in seen}
 
 
-@pytest.mark.parametrize("check", ["metrics", "losses"])
-def test_sequences_whose_prompts_are_trained_on_are_all_there(check):
-    asked = {"loss": "nll"} if check == "losses" else {}
-    assert verdicts("sft-trainer", check, whole=True, **asked)["sequences"] == "agree"
+def test_sequences_whose_prompts_are_trained_on_are_all_there():
+    assert "sequences" in right("sft-trainer", check="losses", loss="nll", whole=True)

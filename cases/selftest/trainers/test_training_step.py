@@ -1,4 +1,5 @@
-"""The steps that twins are judged against: definitions on paper, float64 throughout, and what the gates then see."""
+"""The steps that twins are judged against: definitions on paper, float64 throughout, what the gates see; and replicas of a step,
+many at once, as far apart as one at a time."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -16,7 +17,14 @@ from parity.trainers import catalogue
 from parity.trainers.catalogue import judge
 from parity.trainers.definitions.formulas import Generation, Loss
 from parity.trainers.definitions.scored import Scored, logits
-from parity.trainers.definitions.training_step import AutocastRounding, Parameters, exact_step, forward_order, gradients
+from parity.trainers.definitions.training_step import (
+    AutocastRounding,
+    Parameters,
+    exact_step,
+    forward_order,
+    gradients,
+    measured,
+)
 from parity.trainers.rig import models, stored_window
 from parity.trainers.rig.stored_window import Window
 
@@ -32,6 +40,8 @@ def loss_of(trainer, rows=None, **settings):
 ROWS = [dataclasses.replace(row, ended=True) for row in stored_window.rows()]
 """As a dataset has them; a trainer that generates ends some."""
 SFT = loss_of("sft-trainer", loss="nll")
+GRPO = loss_of("grpo-trainer", loss="grpo", beta=0.1)
+COUNT = 16
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +200,60 @@ def test_replicas_of_a_step_run_at_once(trainer, settings, monkeypatch):
     rows = list(run_case(case, select((f"{trainer}.released",), trainer), "cpu", False))
     assert all(row.verdict in ("agree", "unsupported") for row in rows)
     assert widths[0] == FEW and min(widths) > 1
+
+
+class OneAtATime(AnyOperation):
+    vectorised = False
+
+
+def spread(found, exact):
+    return float((found - exact).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("loss", [GRPO, SFT], ids=["grpo", "sft"])
+def test_as_far_from_exact_as_one_at_a_time(loss, monkeypatch):
+    model = stored_window.policy("llama", torch.float64)
+    stacked, alone = (exact_step(model, loss, kind) for kind in (AnyOperation, OneAtATime))
+    widths = []
+    monkeypatch.setattr(torch, "vmap", lambda f, vmap=torch.vmap, **options: widths.append(f) or vmap(f, **options))
+    many, each = (step.replicas(IEEE_FP32, COUNT) for step in (stacked, alone))
+    assert len(widths) == sum(n < COUNT for n in alone.steps)  # no silent fall back
+    ratios = [spread(many[n], e) / spread(each[n], e) for n, e in stacked.exact.items() if e.any()]
+    assert len(ratios) == len(stacked.exact)
+    assert 0.8 < sorted(ratios)[len(ratios) // 2] < 1.25
+    assert min(ratios) > 0.3 and max(ratios) < 3.0
+
+
+def test_each_replica_rounds_what_constants_make():
+    """Advantages, a frozen reference: vmap would compute them once, with one error for all replicas."""
+    c = torch.tensor([1 / 3, 1 / 7, 1 / 9], dtype=torch.float64)
+    reference = models.model("llama", torch.float64)
+
+    def define(model):
+        with torch.no_grad():
+            return {"constants": (c / c.sum()).prod(), "reference": Scored(reference, WINDOW).sums.sum()}
+
+    found = measured(stored_window.policy("llama", torch.float64), define)
+    for name, exact in found.exact.items():
+        stack = found.replicas(IEEE_FP32, COUNT)[name]
+        assert len(stack.unique()) == COUNT
+        assert float(stack.std()) > 0.5 * spread(stack, exact)  # no error that all have in common
+
+
+def test_a_model_that_vmap_cannot_run_takes_one_at_a_time():
+    """A loop over the experts that some token is sent to: how many there are depends on values."""
+    routed = models.model("qwen3_moe", torch.float64)
+    routed.set_experts_implementation("eager")
+    found = measured(routed, lambda model: {"loss": SFT(model)})
+    assert len(found.replicas(IEEE_FP32, 2)["loss"].unique()) == 2
+    assert len(found.replicas(IEEE_FP32, 61)["loss"]) == 60  # no more: they take minutes
+
+
+def test_an_error_of_the_definition_is_not_taken_for_one_of_vmap():
+    def define(model):
+        if torch._C._len_torch_dispatch_stack():
+            raise RuntimeError("this definition is wrong")
+        return {"loss": SFT(model)}
+
+    with pytest.raises(RuntimeError, match="this definition is wrong"):
+        measured(models.model("llama", torch.float64), define).replicas(IEEE_FP32, 2)

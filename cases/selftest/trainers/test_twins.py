@@ -66,11 +66,6 @@ def test_a_lost_sequence(monkeypatch):
     assert "missing" in found["sequences"].message
 
 
-def test_a_lost_tool_mask(monkeypatch):
-    monkeypatch.setattr(twin_runs, "generate_tools", lambda trainer: None)
-    assert rows("grpo-trainer", "twins", tools=True)["gradient"].verdict == "disagree"
-
-
 @pytest.mark.parametrize(
     ("asked", "wanted"),
     [
@@ -84,13 +79,6 @@ def test_dead_parameters_are_seen_and_our_fix_revives_them(monkeypatch, asked, w
     for path, seen in (("released", wanted), ("fixed", set())):
         found = rows("grpo-trainer", path=path, checkpointing=drive.REENTRANT, **asked)
         assert {q for q, row in found.items() if row.verdict != "agree"} == seen
-
-
-def test_parameters_that_no_optimizer_has_are_seen(monkeypatch):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    monkeypatch.setattr(transformers.Trainer, "create_optimizer", lambda self: setattr(self, "optimizer", optimizer))
-    found = rows("grpo-trainer", "adapters", checkpointing=drive.REENTRANT)
-    assert {q for q, row in found.items() if row.verdict != "agree"} == {"learning rate has an effect"}
 
 
 @pytest.mark.filterwarnings("ignore:compare_heads")  # the policy is moved away from its reference on purpose
