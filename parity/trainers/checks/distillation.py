@@ -5,6 +5,7 @@ trl 1.1.0 to 1.3.0 it did not: the loss is finite, every gradient NaN at the fir
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -24,7 +25,8 @@ from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import exact_step, first_step
 from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.recorder import Sequences
-from parity.trainers.rig.stored_window import Sample
+from parity.trainers.rig.stored_window import Sample, Window
+from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import SPECS
 
 ARCHITECTURE, TEACHER = "llama", "qwen2"
@@ -84,9 +86,7 @@ def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     trainer, teacher = call.case.family, Teacher(models.model(TEACHER).eval(), s.temperature)
     if s.top > 1 and s.beta:
         raise Unsupported("more than one token of a server are taken with beta 0 alone")
-    built = served(trainer, teacher, s)
-    with drive.fixed(call.path, built):
-        steps = recorder.train(built)
+    steps = twin_runs.train(served(trainer, teacher, s), call.path)
     window = recorder.sequences_of(steps.batches)
     yield holds("sequences", sorted(len(tokens) for tokens, _ in window) == [6, 7], f"the window holds {window}")
 
@@ -113,14 +113,14 @@ def by_definition(
     return exact_step(models.model(model, torch.float64).train(), averaged)
 
 
-def sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float, k: int = 1, there: bool = False) -> Tensor:
+def sparse(logps: Tensor, answer: Tensor, tokens: Tensor, beta: float, k: int) -> Tensor:
     """The divergence at each token on its `buckets`, (T,)."""
-    p, q, gone = buckets(logps, answer, tokens, beta, k, there)
+    p, q, gone = buckets(logps, answer, tokens, beta, k)
     return divergence(p, q, gone, gone, beta).sum(-1)
 
 
 def buckets(
-    logps: Tensor, answer: Tensor, tokens: Tensor, beta: float, k: int = 1, there: bool = False
+    logps: Tensor, answer: Tensor, tokens: Tensor, beta: float, k: int, there: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of student and teacher at each token on k of its tokens, completed by a tail bucket, and which are left out.
     beta 0: the teacher's likeliest; 1: the student's, of one the token that is there; between: both, once where they are the
@@ -172,15 +172,11 @@ def upstream() -> str:
 
 
 def samples(prompts: str = "ragged") -> list[Sample]:
+    """A dataset of conversations, whose completions have no end."""
     return [
-        Sample(models.words(i, "prompt", p), models.words(i, "completion", c), "", label=True)
+        Sample(models.words(i, "prompt", p), models.words(i, "completion", c), "", label=True, limit=c)
         for i, (p, c) in enumerate(SAMPLES[prompts])
     ]
-
-
-def _sampled(i: int, length: int) -> list[int]:
-    """The other completion of prompt `i`."""
-    return [*models.ids(i, "sampled", length), models.EOS]
 
 
 def served(trainer: str, teacher: Teacher, s: SimpleNamespace) -> Any:
@@ -216,30 +212,15 @@ def ragged_control(call: CheckCall) -> Iterator[Quantity]:
         raise Unsupported("only GOLD compares sorted probabilities, of its student's completions or the dataset's")
     if s.top and (trainer != IW_OPD or s.objective == IW):
         raise Unsupported("only IW-OPD's jsd is restricted to some tokens")
-    rows, built = dealt(s), control(trainer, s, device=call.device)
-    if s.sampler != "none":
-        rows = [(prompt, _sampled(i, len(end) - 1 + 2 * s.longer)) for i, (prompt, end) in enumerate(rows)]
-        sampler = built.model if s.sampler == "student" else built.teacher_model
-        twin_runs.generate_in_model(built, {tuple(prompt): [end] for prompt, end in rows}, model=sampler)
-        sampler.generate = asked = mock.Mock(wraps=sampler.generate)
-    with drive.fixed(call.path, built):
-        steps = recorder.train(built)
-    found = sorted(recorder.sequences_of(steps.batches))
-    right = sorted((prompt + end, len(prompt)) for prompt, end in rows)
-    yield holds("sequences", found == right, f"{found} instead of {right}", "exact")
-    if s.sampler != "none":
-        given_at = [(g.do_sample, g.temperature) for g in (c.kwargs["generation_config"] for c in asked.call_args_list)]
-        yield holds(
-            "sampling", set(given_at) == {(True, s.temperature)}, f"sampled, at a temperature: {given_at}", "exact"
-        )
-    window = [recorder.sequences_of([batch]) for batch in steps.batches]
-    local = all(n is None for n in steps.items)  # before 1.10
-    yield from first_step(by_definition(functools.partial(objective, trainer, s), window, local), steps)
-
-
-def dealt(s: SimpleNamespace) -> list[tuple[list[int], list[int]]]:
-    """Prompts and completions of the dataset, their tokens."""
-    return [(stored_window.ids(r.prompt), stored_window.ids(r.completion)) for r in samples(s.prompts)]
+    run = Control(trainer, s, call.path, call.device)
+    asked = run.sampled() if s.sampler != "none" else None
+    yield run.all_there()
+    if asked is not None:
+        given = [(g.do_sample, g.temperature) for g in (c.kwargs["generation_config"] for c in asked.call_args_list)]
+        yield holds("sampling", set(given) == {(True, s.temperature)}, f"sampled, at a temperature: {given}", "exact")
+    window = [recorder.sequences_of([batch]) for batch in run.steps.batches]
+    local = all(n is None for n in run.steps.items)  # before 1.10
+    yield from first_step(run.definition(window, local), run.steps)
 
 
 def taught(student: str) -> str:
@@ -247,28 +228,54 @@ def taught(student: str) -> str:
     return TEACHER if student != TEACHER else ARCHITECTURE
 
 
-def control(trainer: str, s: SimpleNamespace, device: str = "cpu", **config: Any) -> Any:
-    """GKD, GOLD or IW-OPD over the tiny student `s.model` and its local teacher."""
-    upstream = SPECS[trainer].upstream
-    wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta, "temperature": s.temperature}
-    wanted |= {"lmbda": float(s.sampler == "student"), "loss_top_k": s.top, "distillation_objective": s.objective}
-    if s.sampler == "teacher":
-        drive.needs(upstream, "seq_kd")
-        wanted |= {"seq_kd": True}
-    data = stored_window.dataset(samples(s.prompts), "messages" if s.alone else "turns")
-    if s.uld:
-        own = {"use_uld_loss": True, "use_extended_uld": False, "uld_token_merge_strategy": s.uld}
-        own |= {"uld_student_temperature": s.temperature, "uld_teacher_temperature": s.temperature}
-        drive.needs(upstream, *own)
-        wanted |= own | {"teacher_tokenizer_name_or_path": str(models.saved(s.model))}
-    if trainer == GOLD:  # which reads no text that is split at spaces
-        rows = dealt(s)
-        data = data.add_column("input_ids", [prompt + completion for prompt, completion in rows])
-        data = data.add_column("completion_mask", [[0] * len(prompt) + [1] * len(end) for prompt, end in rows])
-    given = {"teacher_model": models.model(taught(s.model)), "train_dataset": data}
-    built = drive.build(upstream, models.model(s.model), wanted | config, device=device, **given)
-    built._local_teacher_tokenizer_matches_student = True  # IW-OPD's, which reads it from files
-    return built
+class Control(Run):
+    """GKD, GOLD or IW-OPD over the tiny student `s.model` and its local teacher; `s`: `RAGGED`, and `model`."""
+
+    def __init__(self, trainer: str, s: SimpleNamespace, path: str, device: str = "cpu", **config: Any):
+        super().__init__(trainer, SimpleNamespace(whole=False, **vars(s)), path, samples(s.prompts), **config)
+        self.device = device
+
+    def build(self, **more: Any) -> Any:
+        s, upstream = self.s, SPECS[self.trainer].upstream
+        wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta, "temperature": s.temperature}
+        wanted |= {"lmbda": float(s.sampler == "student"), "loss_top_k": s.top, "distillation_objective": s.objective}
+        if s.sampler == "teacher":
+            drive.needs(upstream, "seq_kd")
+            wanted |= {"seq_kd": True}
+        if s.uld:
+            own = {"use_uld_loss": True, "use_extended_uld": False, "uld_token_merge_strategy": s.uld}
+            own |= {"uld_student_temperature": s.temperature, "uld_teacher_temperature": s.temperature}
+            drive.needs(upstream, *own)
+            wanted |= own | {"teacher_tokenizer_name_or_path": str(models.saved(s.model))}
+        given = {"teacher_model": models.model(taught(s.model)), "train_dataset": self.data()}
+        built = drive.build(upstream, models.model(s.model), wanted | self.config | more, self.device, **given)
+        built._local_teacher_tokenizer_matches_student = True  # IW-OPD's, which reads it from files
+        return built
+
+    def data(self) -> Any:
+        out = stored_window.dataset(self.window.rows, "messages" if self.s.alone else "turns")
+        if self.trainer == GOLD:  # which reads no text that is split at spaces
+            window = self.window.sequences
+            out = out.add_column("input_ids", [ids for ids, _ in window])
+            out = out.add_column("completion_mask", [[0] * n + [1] * (len(ids) - n) for ids, n in window])
+        return out
+
+    def sampled(self) -> mock.Mock:
+        """Other completions than the dataset's, in place of what student or teacher generate; tells how it is asked for them."""
+        lengths = [c - 1 + 2 * self.s.longer for _, c in SAMPLES[self.s.prompts]]
+        texts = [models.words(i, "sampled", n) for i, n in enumerate(lengths)]
+        rows = [dataclasses.replace(r, completion=x, limit=None) for r, x in zip(self.window.rows, texts, strict=True)]
+        sampler = self.built.model if self.s.sampler == "student" else self.built.teacher_model
+        self.window = Window.of(self.trainer, rows)
+        stored = {tuple(ids[:n]): [ids[n:]] for ids, n in self.window.sequences}
+        twin_runs.generate_in_model(self.built, stored, model=sampler)
+        sampler.generate = asked = mock.Mock(wraps=sampler.generate)
+        return asked
+
+    def definition(self, window: list[Sequences], local: bool) -> Oracle:
+        """The step of these micro-batches; `local`: the mean of each."""
+        terms = functools.partial(objective, self.trainer, self.s)
+        return by_definition(terms, window, local, self.s.model)
 
 
 def objective(trainer: str, s: SimpleNamespace, model: Any, batch: Sequences) -> list[Tensor]:

@@ -18,7 +18,6 @@ from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.training_step import exact_step, gradients, logged, measured
 from parity.trainers.rig import drawn, ranks, stored_window
 from parity.trainers.rig.ranks import Rank
-from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import SPECS, TWINS
@@ -61,8 +60,8 @@ def processes(call: CheckCall) -> Iterator[Quantity]:
         return
     if s.sharding != "none":
         yield holds("sharded", bool(found[0].sharded), "no parameter is sharded", gate="exact")
-    ran = of_processes(trainer, s.model, s.even)
-    wanted, got = sorted(_expected(trainer, ran)), sorted(s for rank in found for s in rank.sequences)
+    run = run_of(trainer, of_processes(trainer, s.model, s.even))
+    wanted, got = sorted(run.window.expected), sorted(s for rank in found for s in rank.sequences)
     yield holds("sequences", wanted == got, f"{len(got)} of {len(wanted)} sequences reached a rank", gate="exact")
     tokens = [sum(len(ids) - start for ids, start in rank.sequences) for rank in found]
     yield tells(
@@ -70,7 +69,7 @@ def processes(call: CheckCall) -> Iterator[Quantity]:
     )
     apart = [n for n, g in found[0].gradients.items() if not torch.equal(g, found[1].gradients[n])]
     yield holds("ranks", not apart, f"{len(apart)} gradients differ between the ranks, first {apart[:1]}", gate="exact")
-    step = shared(call, "step", lambda: _step(trainer, ran, found))
+    step = shared(call, "step", lambda: _step(run, found))
     yield gradients(step, found[0].gradients)
     if trainer in LOGGING and s.sharding == "none" and s.model == "llama" and not s.even:
         define = functools.partial(metrics.define, Window.of(trainer), of_metrics(trainer))
@@ -86,10 +85,14 @@ BUILD = f"{__name__}:build"
 
 def build(trainer: str, s: SimpleNamespace, path: str, **config: Any) -> Any:
     """The trainer of one rank."""
-    config["average_tokens_across_devices"] = not s.even
+    return run_of(trainer, s, path, average_tokens_across_devices=not s.even, **config).built
+
+
+def run_of(trainer: str, s: SimpleNamespace, path: str = "released", **config: Any) -> Run:
     if trainer in distillation.LOCAL:
-        return distillation.control(trainer, s, **config)
-    return Run(trainer, s, path, _window(trainer, s).rows, **config).built
+        return distillation.Control(trainer, s, path, **config)
+    rows = Window.of(trainer).rows
+    return Run(trainer, s, path, stored_window.even(rows) if s.even else rows, **config)
 
 
 @drawn.once
@@ -118,19 +121,7 @@ def of_processes(trainer: str, model: str = "llama", even: bool = False) -> Simp
     return twin(trainer, model=model, loss=LOSS, even=even, split="2x2" if SPECS[trainer].accumulates else "4x1")
 
 
-def _window(trainer: str, s: SimpleNamespace) -> Window:
-    window = Window.of(trainer)
-    return Window.of(trainer, stored_window.even(window.rows)) if s.even else window
-
-
-def _expected(trainer: str, s: SimpleNamespace) -> Sequences:
-    if trainer in distillation.LOCAL:
-        return [(prompt + end, len(prompt)) for prompt, end in distillation.dealt(s)]
-    return _window(trainer, s).expected
-
-
-def _step(trainer: str, s: SimpleNamespace, found: list[Rank]) -> Oracle:
-    if trainer not in distillation.LOCAL:
-        return exact_step(stored_window.policy(s.model, torch.float64), Loss(_window(trainer, s), s))
-    terms, window = functools.partial(distillation.objective, trainer, s), [rank.sequences for rank in found]
-    return distillation.by_definition(terms, window, not found[0].counted, s.model)
+def _step(run: Run, found: list[Rank]) -> Oracle:
+    if isinstance(run, distillation.Control):
+        return run.definition([rank.sequences for rank in found], not found[0].counted)
+    return exact_step(stored_window.policy(run.s.model, torch.float64), Loss(run.window, run.s))
