@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -176,9 +175,3 @@ def test_another_trainer_under_the_name_is_refused_by_name(monkeypatch):
     found = list(run_case(case, select(["rloo-trainer.released"])))
     assert {row.verdict for row in found} == {"unsupported"}
     assert all("RLOOTrainer is another one: it takes no `model`" in row.message for row in found)
-
-
-def test_a_release_that_scores_inside_its_loss_has_no_method_to_ask():
-    assert drive.scorer(SimpleNamespace(_get_per_token_logps=None)) == "_get_per_token_logps"
-    with pytest.raises(Unsupported, match="scores inside its loss"):
-        drive.scorer(SimpleNamespace())

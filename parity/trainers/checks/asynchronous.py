@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import itertools
 import queue
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,16 +24,17 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.divergence import divergence
 from parity.families.policy_losses import divergence as k3
-from parity.judge.oracle import Oracle
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, shared
 from parity.trainers.checks.distillation import buckets, taught
 from parity.trainers.definitions.formulas import Loss, advantages, clip_ratios
 from parity.trainers.definitions.scored import Scored, entropies
 from parity.trainers.definitions.training_step import exact_step, first_step, logged, measured
-from parity.trainers.rig import drive, models, recorder, stored_window
+from parity.trainers.rig import drive, models, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Window
 from parity.upstream import trl
 
+Defined = tuple[Callable[[Any], Tensor], Callable[[Any], Mapping[str, Tensor]]]
+"""The loss of a model, and the numbers that are logged of it."""
 TRAINER, DISTILLATION = "async-grpo-trainer", "async-distillation-trainer"
 STALE = 2
 LOW, HIGH = 0.05, 0.1
@@ -124,9 +125,9 @@ def rollout_queue(call: CheckCall) -> Iterator[Quantity]:
         raise Unsupported("asynchronous GRPO has no beta")
     a = Loss(Window("grpo-trainer", stored_window.even(rows) if s.even else rows), s)
     window = a.window.sequences
+    policy = functools.partial(stored_window.policy, s.model, torch.float64)
     with torch.no_grad():  # log-probs of the sampler, or of the teacher, as float32 has them
-        sampler = functools.partial(stored_window.policy, s.model, torch.float64, stored_window.OLDER)
-        older = models.model(taught(s.model), torch.float64) if distils else sampler()
+        older = models.model(taught(s.model), torch.float64) if distils else policy(stored_window.OLDER)
         scored = Scored(older, window, temperature=s.temperature)
         old = [x.float().double() for x in (scored.tables if distils else scored.tokens)]
     given = zip(window, old, advantages(window).tolist(), strict=True)
@@ -138,10 +139,10 @@ def rollout_queue(call: CheckCall) -> Iterator[Quantity]:
     got, wanted = (sorted(t for t, _ in found) for found in (recorder.sequences_of(steps.batches), window))
     yield holds("sequences", got == wanted, f"{len(got)} of {len(wanted)}", "exact", float(len(got)))
     yield holds("weights", not unsent, f"the server has others: {', '.join(unsent)}", "exact")
-    step, numbers = shared(call, "step", lambda: (_distilled if distils else _defined)(a, old))
-    yield from first_step(step, steps)
+    loss, numbers = (_distilled if distils else _defined)(a, old)
+    yield from first_step(shared(call, "step", lambda: exact_step(policy(), loss)), steps)
     if s.even or s.split == "8x1":  # else a mean of the micro-batches' means is logged
-        yield from logged(numbers, log)
+        yield from logged(shared(call, "logged", lambda: measured(policy(), numbers)), log)
 
 
 def _sample(ids: list[int], start: int, old: Tensor, a: Loss, **more: Any) -> Any:
@@ -212,8 +213,7 @@ def _run(call: CheckCall, a: Loss, samples: list[Any], room: int) -> tuple[recor
         } | ({"train_dataset": a.window.dataset()} if distils else {"reward_funcs": stored_window.reward})
         trainer = drive.build(call.trainer, str(models.saved(s.model)), wanted, **given)
         trainer.model.load_state_dict(stored_window.policy(s.model).state_dict())
-        with drive.fixed(call.path, trainer):
-            steps = recorder.train(trainer)
+        steps = twin_runs.train(trainer, call.path)
     weights = dict(trainer.model.named_parameters())
     unsent = [
         n
@@ -223,7 +223,7 @@ def _run(call: CheckCall, a: Loss, samples: list[Any], room: int) -> tuple[recor
     return steps, drive.logged(trainer), unsent
 
 
-def _defined(a: Loss, old: list[Tensor]) -> tuple[Oracle, Oracle]:
+def _defined(a: Loss, old: list[Tensor]) -> Defined:
     """Of all N tokens that are trained on, ρ = π/π_old at the sampler's temperature: -Σ min(ρA, clip(ρ, 1 - ε, 1 + ε_high)A) / N
     (arXiv 2402.03300, 2503.14476), and the numbers that are logged."""
     s, window = a.s, a.window.sequences
@@ -247,11 +247,10 @@ def _defined(a: Loss, old: list[Tensor]) -> tuple[Oracle, Oracle]:
         beyond = (zip(side.split(sizes), of_each, strict=True) for side in (low, high))
         return out | clip_ratios(*([x[o].double() for x, o in side if o.any()] for side in beyond))
 
-    policy = functools.partial(stored_window.policy, s.model, torch.float64)
-    return exact_step(policy(), loss), measured(policy(), numbers)
+    return loss, numbers
 
 
-def _distilled(a: Loss, answers: list[Tensor]) -> tuple[Oracle, Oracle]:
+def _distilled(a: Loss, answers: list[Tensor]) -> Defined:
     """The mean over all tokens that are trained on of the divergence to the teacher on few tokens; the numbers logged."""
     s, window = a.s, a.window.sequences
     tokens = [torch.tensor(ids[start:]) for ids, start in window]
@@ -266,5 +265,4 @@ def _distilled(a: Loss, answers: list[Tensor]) -> tuple[Oracle, Oracle]:
         out |= {"teacher_entropy": -torch.where(gone, 0.0, q.exp() * q).sum(-1)}
         return {name: x[own].mean() for name, x in out.items()}
 
-    policy = functools.partial(stored_window.policy, s.model, torch.float64)
-    return exact_step(policy(), lambda model: numbers(model)["jsd"]), measured(policy(), numbers)
+    return lambda model: numbers(model)["jsd"], numbers

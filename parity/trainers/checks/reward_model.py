@@ -1,6 +1,5 @@
 """A reward model: the score of each sequence, and the loss of Bradley and Terry on pairs of them."""
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, pairwise, shared, tells
 from parity.trainers.definitions.scored import rows
 from parity.trainers.definitions.training_step import exact_step, first_step, logged, measured, window_loss
-from parity.trainers.rig import drawn, drive, models, recorder
+from parity.trainers.rig import drive, models, recorder
 from parity.trainers.rig.stored_window import Window
 from parity.upstream import trl
 
@@ -34,7 +33,6 @@ CASES: list[CheckCase] = [
 COUNTED = ("accuracy", "num_tokens")
 
 
-@drawn.once
 def _model(name: str) -> Any:
     """The architecture with one score in place of logits, its weights by parameter name."""
     import transformers
@@ -95,7 +93,7 @@ def reward_model(call: CheckCall) -> Iterator[Quantity]:
     wanted = recorder.plain(s.split) | recorder.LOGGED | {"per_device_eval_batch_size": 8}
     wanted |= {"center_rewards_coefficient": s.center or None, "max_length": limit}
     drive.needs(call.trainer, "center_rewards_coefficient")
-    trainer = drive.build(call.trainer, copy.deepcopy(_model(s.model)), wanted, train_dataset=data, eval_dataset=data)
+    trainer = drive.build(call.trainer, _model(s.model), wanted, train_dataset=data, eval_dataset=data)
     with drive.fixed(call.path, trainer):
         steps = recorder.train(trainer)
         with trl.quiet():
@@ -106,10 +104,10 @@ def reward_model(call: CheckCall) -> Iterator[Quantity]:
     found = sorted(tokens[there.bool()].tolist() for batch in batches for tokens, there in batch)
     given = sorted(chosen + rejected)
     yield holds("sequences", found == given, f"{found} instead of {given}", "exact")
-    step = shared(call, "step", lambda: exact_step(copy.deepcopy(_model(s.model)).double(), pairs))
+    step = shared(call, "step", lambda: exact_step(_model(s.model).double(), pairs))
     yield from first_step(step, steps)
     yield window_loss(step, evaluated["eval_loss"], "evaluation loss")
-    truth = shared(call, "logged", lambda: measured(copy.deepcopy(_model(s.model)).double(), pairs.logged, COUNTED))
+    truth = shared(call, "logged", lambda: measured(_model(s.model).double(), pairs.logged, COUNTED))
     if s.split == "8x1":
         yield from logged(truth, drive.logged(trainer))
     yield from logged(truth, evaluated, of="eval_")

@@ -135,11 +135,9 @@ def fixed(path: str, trainer: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def scorer(trainer: Any) -> str:
-    """The name of the method that scores completions; Unsupported where the release has none (TRL 0.14)."""
-    for name in ("_get_per_token_logps_and_entropies", "_get_per_token_logps"):
-        if hasattr(trainer, name):
-            return name
-    raise Unsupported("the installed version scores inside its loss: there is no method to ask")
+    """The name of the method that scores completions."""
+    newer = "_get_per_token_logps_and_entropies"
+    return newer if hasattr(trainer, newer) else "_get_per_token_logps"
 
 
 def scores(returned: Any) -> tuple[Any, Any]:

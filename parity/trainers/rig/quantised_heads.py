@@ -33,12 +33,8 @@ def dequantised(model: Any, original: Any) -> None:
     model.set_output_embeddings(out)
 
 
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
-
-
 def _four_bits(head: Any) -> Any:
-    if not _installed("bitsandbytes"):
+    if importlib.util.find_spec("bitsandbytes") is None:
         raise Unsupported("bitsandbytes is not installed: pip install 'llm-parity[kbit]'")
     from bitsandbytes.nn import Linear4bit, Params4bit
 

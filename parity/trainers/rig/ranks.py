@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     from parity.process import prepare
 
     prepare("cpu")
-    from parity.trainers.rig import drive, models
+    from parity.trainers.rig import drive, models, twin_runs
 
     joining = {name: os.environ.pop(name) for name in JOINING}  # with them transformers saves a model on one rank alone
     for architecture in ("llama", "qwen2"):
@@ -100,8 +100,7 @@ def main(argv: Sequence[str]) -> NoReturn:
             more = recorder.LOGGED | (FULL_SHARD if sharding == "fsdp2" else {})
             try:
                 built = built_by(trainer, SimpleNamespace(**settings), path, **more)
-                with drive.fixed(path, built):
-                    steps = recorder.train(built)
+                steps = twin_runs.train(built, path)
                 gradients = {n: g for n, g in steps.gradients[0].items() if g is not None}
                 log = {n: v for n, v in drive.logged(built).items() if isinstance(v, int | float)}
                 counted = any(n is not None for n in steps.items)
