@@ -89,8 +89,7 @@ def test_the_bound_of_online_dpo_leaves_out_padded_prompts():
 
 
 @pytest.mark.parametrize(
-    ("loss_types", "released", "exact"),
-    [(True, "1.16.0", 0.0), (False, "0.16.1", -0.5), (False, "0.15.2", 0.0)],
+    ("loss_types", "released", "exact"), [(True, "1.16.0", 0.0), (False, "0.16.1", -0.5), (False, "0.15.2", 0.0)]
 )
 def test_the_loss_at_ratio_one_is_of_the_mean_that_the_release_takes(monkeypatch, loss_types, released, exact):
     """Advantages of 1 and -1 on completions of 3 tokens and 1: 0 over sequences, 0.5 over tokens, which TRL 0.16 takes."""

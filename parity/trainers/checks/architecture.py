@@ -34,14 +34,7 @@ DROPPED: list[CheckCase] = [("sft-trainer", {"checkpointing": kind}) for kind in
 
 
 @check(
-    "architecture",
-    ("sft-trainer",),
-    SETTINGS,
-    lambda seed: CASES,
-    pr=PR,
-    paths=("released",),
-    drives=False,
-    moves=True,
+    "architecture", ("sft-trainer",), SETTINGS, lambda seed: CASES, pr=PR, paths=("released",), drives=False, moves=True
 )
 def architecture(call: CheckCall) -> Iterator[Quantity]:
     """Logits and every gradient of the model by itself are those of its architecture, whatever the padding and attention."""

@@ -207,10 +207,9 @@ def _run(call: CheckCall, a: Loss, samples: list[Any], room: int) -> tuple[recor
         mock.patch.object(module, "get_peak_flops_per_device", no_peak),  # of a GPU
         mock.patch.object(module, "threading", create=True),  # a thread that never ends
     ):
-        given: dict[str, Any] = {
-            "rollout_worker": worker,
-            "weight_transfer": engine,
-        } | ({"train_dataset": a.window.dataset()} if distils else {"reward_funcs": stored_window.reward})
+        given: dict[str, Any] = {"rollout_worker": worker, "weight_transfer": engine} | (
+            {"train_dataset": a.window.dataset()} if distils else {"reward_funcs": stored_window.reward}
+        )
         trainer = drive.build(call.trainer, str(models.saved(s.model)), wanted, **given)
         trainer.model.load_state_dict(stored_window.policy(s.model).state_dict())
         steps = twin_runs.train(trainer, call.path)

@@ -221,10 +221,7 @@ def cut(window: Sequences, mode: str) -> Sequences:
 @check(
     "experts",
     having(BALANCED),
-    {
-        "coefficient": Setting(0.5, f"{BALANCED}; older releases: the model's", (0.5, 0.0)),
-        "split": SPLIT,
-    },
+    {"coefficient": Setting(0.5, f"{BALANCED}; older releases: the model's", (0.5, 0.0)), "split": SPLIT},
     lambda seed: [(t, s) for t in having(BALANCED) for s in ({}, {"split": "4x2"}, {"coefficient": 0.0})],
     pr=[(trainer, {"split": "4x2"}) for trainer in having(BALANCED)],
 )

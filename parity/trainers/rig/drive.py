@@ -76,12 +76,7 @@ def checkpointing(kind: str) -> dict[str, Any]:
 
 
 def build(
-    trainer: str,
-    model: Any,
-    wanted: Mapping[str, Any],
-    device: str = "cpu",
-    peft_config: Any = None,
-    **more: Any,
+    trainer: str, model: Any, wanted: Mapping[str, Any], device: str = "cpu", peft_config: Any = None, **more: Any
 ) -> Any:
     """A real trainer over `model` with the data that its kind takes. Its config has `BASE` and `wanted`, without the
     fields that the version lacks; `more` goes to its constructor. Raises Unsupported where the release has another trainer
