@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,34 +24,29 @@ def shaken(x: Tensor, size: Tensor, stretch: Tensor) -> Tensor:
 
     ξ is what rounding (x + size)·stretch to 36 bits would leave, as a share of the most that it can leave.
     """
+    return _by_blocks(_shaken, x, stretch, size.expand_as(x))
+
+
+def _by_blocks(rounding: Callable[..., Tensor], x: Tensor, stretch: Tensor, *beside: Tensor) -> Tensor:
+    """`rounding(x, stretch, *beside)`, with tensors of the shape of x beside it; on a CPU about `BLOCK` entries at a time."""
     if x.numel() <= BLOCK or x.device.type != "cpu":
-        return _shaken(x, size.expand_as(x), stretch)
-    out = torch.empty(x.shape, dtype=x.dtype)
-    rows, sizes, given, factors = (
-        x.reshape(len(x), -1),
-        size.expand_as(x).reshape(len(x), -1),
-        out.view(len(x), -1),
-        stretch.reshape(-1, 1),
-    )
-    for block in _blocks(rows):
-        given[block] = _shaken(rows[block], sizes[block], factors[block[0]])
+        return rounding(x, stretch, *beside)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    given, rows, *others = (t.reshape(len(x), -1) for t in (out, x, *beside))
+    factors, step = stretch.reshape(-1, 1), max(1, BLOCK // rows.shape[1])
+    for i in range(0, len(rows), step):
+        for j in range(0, rows.shape[1], BLOCK):
+            block = slice(i, i + step), slice(j, j + BLOCK)
+            given[block] = rounding(rows[block], factors[block[0]], *(t[block] for t in others))
     return out
 
 
-def _shaken(x: Tensor, size: Tensor, stretch: Tensor) -> Tensor:
+def _shaken(x: Tensor, stretch: Tensor, size: Tensor) -> Tensor:
     key = torch.addcmul(size, x, stretch - 0.75).mul_(stretch)
     left = key * (2.0**53 * FINE + 1)
     left = left.sub_(left - key).neg_().add_(key)
     key.masked_fill_(key == 0, 1.0)
     return torch.addcmul(x, left.div_(key), size, value=_RMS / FINE)
-
-
-def _blocks(rows: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Slices of a matrix of about `BLOCK` entries."""
-    step = max(1, BLOCK // rows.shape[1])
-    for i in range(0, len(rows), step):
-        for j in range(0, rows.shape[1], BLOCK):
-            yield slice(i, i + step), slice(j, j + BLOCK)
 
 
 ETA = torch.finfo(torch.float32).smallest_normal
@@ -64,21 +59,12 @@ stands for one; no float32 computation comes to a number as small, and the root 
 def on_grid(x: Tensor, dtype: str, stretch: Tensor, noise: Tensor | None = None) -> Tensor:
     """x rounded to the bits of `dtype`, subnormals to its quantum, on a grid stretched by (R, 1, …) or a 0-dim factor; and off
     by `noise` times `ETA`, an exact zero by `noise` times `ZERO`."""
-    if x.numel() <= BLOCK or x.device.type != "cpu":
-        rounded = _on_grid(x * stretch, dtype).div_(stretch)
-        return rounded if noise is None else rounded.addcmul_(noise, _flushed(x))
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, given, factors = x.reshape(len(x), -1), out.view(len(x), -1), stretch.reshape(-1, 1)
-    beside = None if noise is None else noise.reshape(len(x), -1)
-    for block in _blocks(rows):
-        rounded = torch.div(_on_grid(rows[block] * factors[block[0]], dtype), factors[block[0]], out=given[block])
-        if beside is not None:
-            rounded.addcmul_(beside[block], _flushed(rows[block]))
-    return out
 
+    def rounding(x: Tensor, stretch: Tensor, noise: Tensor | None = None) -> Tensor:
+        out = _on_grid(x * stretch, dtype).div_(stretch)
+        return out if noise is None else out.addcmul_(noise, x.abs().ge_(NEARLY).clamp_(ZERO, ETA))
 
-def _flushed(x: Tensor) -> Tensor:
-    return x.abs().ge_(NEARLY).clamp_(ZERO, ETA)
+    return _by_blocks(rounding, x, stretch, *(() if noise is None else (noise,)))
 
 
 def _on_grid(scaled: Tensor, dtype: str) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from parity.judge import protocol
 from parity.judge.operations import is_floating
 from parity.judge.oracle import gradient_name
-from parity.judge.problem import Problem, call, laid_out, named
+from parity.judge.problem import Problem, call, laid_out, memory, named
 from parity.judge.protocol import Values, same_bits
 
 Tensors = dict[str, torch.Tensor]
@@ -70,7 +70,7 @@ class FunctionCalls(protocol.Calls[Tensors]):
 
     def write(self, x: Tensors, through_data: bool) -> None:
         for name, value in self.problem.tensors.items():
-            _memory(x[name].data if through_data else x[name].detach()).copy_(_memory(value.detach()))
+            memory(x[name].data if through_data else x[name].detach()).copy_(memory(value.detach()))
 
     def inputs(self, x: Tensors) -> Collection[torch.Tensor]:
         return x.values()
@@ -94,7 +94,7 @@ class FunctionCalls(protocol.Calls[Tensors]):
         given = {n: self.problem.given.get(n, g) for n, g in self.problem.cotangents.items() if n in outputs}
         there = {n: g for n, g in given.items() if outputs[n].requires_grad and outputs[n].shape == g.shape}
         laid = {n: laid_out(g) for n, g in there.items()}
-        return {n: (outputs[n], _memory(g).to(outputs[n]).as_strided(g.shape, g.stride())) for n, g in laid.items()}
+        return {n: (outputs[n], memory(g).to(outputs[n]).as_strided(g.shape, g.stride())) for n, g in laid.items()}
 
     def backward(self, x: Tensors, outputs: Mapping[str, torch.Tensor], retain_graph: bool = False) -> None:
         if (pairs := self.upstream(x, outputs)) and self.problem.leaves:
@@ -218,17 +218,9 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}"
 
 
-def _memory(x: torch.Tensor) -> torch.Tensor:
-    """What x covers of its storage, gaps included, as a vector."""
-    if x.layout != torch.strided or not x.numel():
-        return x
-    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((span,), (1,))
-
-
 def elsewhere(x: torch.Tensor) -> torch.Tensor:
-    """The same values as every second entry of memory that holds NaN between them."""
-    return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+    """The same values as every second entry of memory that holds NaN between them, or -1."""
+    return torch.stack([x, torch.full_like(x, torch.nan if x.is_floating_point() else -1)], -1)[..., 0]
 
 
 def other_values(x: torch.Tensor) -> torch.Tensor:

@@ -13,17 +13,19 @@ if TYPE_CHECKING:
     from parity.judge.monte_carlo import MonteCarlo
 
 
-class Held(torch.autograd.Function):
-    """Identity whose gradient overflows where a partial gradient would: the sum that makes a bias gradient may have one term."""
+class Through(torch.autograd.Function):
+    """`value` in place of x, to whose gradient comes `change` of what comes to it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mode: MonteCarlo) -> torch.Tensor:
-        ctx.mode = mode
-        return x.view_as(x)
+    def forward(
+        ctx: Any, x: torch.Tensor, value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.change = change
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return torch.where(grad.abs() > ctx.mode.range_partial(), torch.inf, grad), None
+        return ctx.change(grad), None, None
 
 
 def in_front(rule: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from parity.judge.blocks import ETA, FAINT, NEARLY, on_grid
-from parity.judge.identities import ByIndex, Held, MadeAgain, Stored, in_front
+from parity.judge.identities import ByIndex, MadeAgain, Stored, Through, in_front
 from parity.judge.long_sums import LANES, MANY, drift, mass_of_maxima
 from parity.judge.noise import Noise
 from parity.judge.products import SPLIT_FROM, cut, split
@@ -405,7 +405,11 @@ class MonteCarlo(TorchDispatchMode):
 
     def held(self, x: torch.Tensor) -> torch.Tensor:
         """x, whose gradient overflows where `accumulate` cannot hold it before the upstream gradient comes to it."""
-        return Held.apply(x, self) if self.range_partial() < torch.inf else x
+        largest = self.range_partial()
+        if largest == torch.inf:
+            return x
+        # the sum that makes a bias gradient may have one term
+        return Through.apply(x, x.detach(), lambda grad: torch.where(grad.abs() > largest, torch.inf, grad))
 
     @contextlib.contextmanager
     def unrounded(self) -> Iterator[None]:

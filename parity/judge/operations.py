@@ -423,7 +423,9 @@ class OwnConstants(TorchFunctionMode):
         if self.each is None or not _plain(out):
             return out
         made = out.untyped_storage().data_ptr()
-        if all(x.untyped_storage().data_ptr() == made for x in _operands(args)):  # none, or a view of the only one
+        if all(
+            x.untyped_storage().data_ptr() == made for x in filter(_plain, _flat(args))
+        ):  # none, or a view of the only one
             return out
         return func(*(self._given(a) for a in args), **kwargs)
 
@@ -436,11 +438,3 @@ class OwnConstants(TorchFunctionMode):
 def _plain(x: Any) -> bool:
     """Whether it is a tensor of floating-point numbers that all replicas share."""
     return isinstance(x, torch.Tensor) and not torch._C._functorch.is_batchedtensor(x) and x.is_floating_point()
-
-
-def _operands(args: Any) -> Iterator[torch.Tensor]:
-    for x in args:
-        if _plain(x):
-            yield x
-        elif type(x) in (list, tuple):
-            yield from _operands(x)

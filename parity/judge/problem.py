@@ -34,7 +34,7 @@ class Again:
 Form = Definition | Again
 
 
-def named(tree: Any, root: str = "output") -> dict[str, torch.Tensor]:
+def named(tree: Any) -> dict[str, torch.Tensor]:
     """The tensors of a tree by name: "loss" under the key of a dictionary, "output" alone, "output[0]" in a tuple."""
     out: dict[str, torch.Tensor] = {}
     if dataclasses.is_dataclass(tree):
@@ -46,7 +46,7 @@ def named(tree: Any, root: str = "output") -> dict[str, torch.Tensor]:
         name = ""
         for key in keys:
             name += key if key.startswith("[") else f".{key}" if name else key
-        out[name if keys and not name.startswith("[") else root + name] = leaf
+        out[name if keys and not name.startswith("[") else f"output{name}"] = leaf
     return out
 
 
@@ -288,6 +288,14 @@ def in_order(function: Any, names: Collection[str]) -> bool:
     return not set(names) & set(known) and all(p.kind is not p.VAR_KEYWORD for p in known.values())
 
 
+def memory(x: torch.Tensor) -> torch.Tensor:
+    """What x covers of its storage, gaps included, as a vector."""
+    if x.layout != torch.strided or not x.numel():
+        return x
+    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((span,), (1,))
+
+
 def laid_out(x: torch.Tensor) -> torch.Tensor:
     """A copy with the strides of x, also where they leave gaps or repeat entries, and with as uneven a storage offset.
 
@@ -298,10 +306,10 @@ def laid_out(x: torch.Tensor) -> torch.Tensor:
     if x.layout != torch.strided or not x.numel():
         return x.clone()
     front = (x.storage_offset() - 1) % 64 + 1 if x.storage_offset() else 0
-    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    memory = x.new_full((front + span,), torch.nan if x.is_floating_point() else 0)
-    memory[front:] = x.as_strided((span,), (1,))
-    return memory.as_strided(x.shape, x.stride(), front).detach()
+    covered = memory(x)
+    out = x.new_full((front + len(covered),), torch.nan if x.is_floating_point() else 0)
+    out[front:] = covered
+    return out.as_strided(x.shape, x.stride(), front).detach()
 
 
 @contextlib.contextmanager

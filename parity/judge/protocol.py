@@ -85,21 +85,26 @@ def _repeated(calls: Calls[X], first: Values, through_data: bool) -> list[str]:
     x = calls.unseen()
     outputs = calls.forward(x)
     theirs = dict(outputs) | asked(calls, x, outputs, calls.leaves(x))
-    kept = {n: v.detach().clone() for n, v in theirs.items()}
+    changed = _changed(theirs)
     calls.write(x, through_data)
     for leaf in calls.leaves(x).values():
         leaf.grad = None
     again = calls.forward(x)
     calls.backward(x, again)
     inside = {t.untyped_storage().data_ptr() for t in calls.inputs(x)}
-    found = [
-        f"{n} that an earlier call returned is changed by a later one"
-        for n, v in theirs.items()
-        if v.untyped_storage().data_ptr() not in inside and not same_bits(v.detach(), kept[n])
-    ]
-    values = {n: v.detach() for n, v in again.items()} | dict(calls.gradients(x))
+    apart = {n for n, v in theirs.items() if v.untyped_storage().data_ptr() not in inside}
     how = THROUGH_DATA if through_data else THROUGH_DATA.partition(",")[0]
-    return found + [f"{n} {how}" for n in calls.differ({n: values.get(n) for n in first}, first)]
+    return changed(apart) + _differing(calls, x, again, first, how)
+
+
+def _changed(returned: Mapping[str, torch.Tensor]) -> Callable[[Iterable[str]], list[str]]:
+    """What says later which of some values that a call returned were changed since."""
+    kept = {n: v.detach().clone() for n, v in returned.items()}
+    return lambda names: [
+        f"{n} that an earlier call returned is changed by a later one"
+        for n in returned
+        if n in names and not same_bits(returned[n].detach(), kept[n])
+    ]
 
 
 def asked(
@@ -149,14 +154,10 @@ def interleaved(calls: Calls[X], first: Values, others: int = 1) -> list[str]:
     """
     a = calls.fresh()
     outputs = calls.forward(a)
-    kept = {n: v.detach().clone() for n, v in outputs.items()}
+    changed = _changed(outputs)
     for _ in range(others):
         calls.forward(calls.fresh(other=True))
-    found = [
-        f"{n} that an earlier call returned is changed by a later one"
-        for n, v in outputs.items()
-        if not same_bits(v.detach(), kept[n])
-    ]
+    found = changed(outputs)
     calls.backward(a, outputs)
     both = {n: g for n, g in calls.gradients(a).items() if g is not None and first.get(n) is not None}
     differ = calls.differ(both, {n: first[n] for n in both})
@@ -173,7 +174,8 @@ def through(calls: Calls[X], first: Values, way: Callable[..., Any], how: str = 
         return tuple(out.values())
 
     outputs = dict(zip(names, way(on_leaves, *calls.leaves(x).values()), strict=True))
-    return _differ(calls, x, outputs, first, how)
+    calls.backward(x, outputs)
+    return _differing(calls, x, outputs, first, how)
 
 
 def recomputed(calls: Calls[X], first: Values) -> list[str]:
@@ -193,15 +195,17 @@ def other_default(calls: Calls[X], first: Values) -> list[str]:
     torch.set_default_dtype(torch.float64)
     try:
         x = calls.fresh()
-        return _differ(calls, x, calls.forward(x), first, "differs where torch's default dtype is float64", True)
+        outputs = calls.forward(x)
+        calls.backward(x, outputs)
+        return _differing(calls, x, outputs, first, "differs where torch's default dtype is float64", any_dtype=True)
     finally:
         torch.set_default_dtype(before)
 
 
-def _differ(
+def _differing(
     calls: Calls[X], x: X, outputs: Mapping[str, torch.Tensor], first: Values, how: str, any_dtype: bool = False
 ) -> list[str]:
-    calls.backward(x, outputs)
+    """Which outputs and gradients are not the first's, in words."""
     values = {n: v.detach() for n, v in outputs.items()} | dict(calls.gradients(x))
     if any_dtype:
         values = {n: v if v is None or (f := first.get(n)) is None else v.to(f.dtype) for n, v in values.items()}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from parity.judge.identities import in_front
+from parity.judge.identities import Through, in_front
 from parity.judge.monte_carlo import RUNNING, MonteCarlo
 from parity.judge.recipe import DTYPES, NAMES, NARROW, UNIT_ROUNDOFF
 
@@ -78,25 +78,12 @@ def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     mode = RUNNING[-1] if RUNNING else None
     if mode is None or mode.recipe.folded == 1.0 or UNIT_ROUNDOFF[mode.recipe.elementwise] <= NARROW:
         return x * factor
-    return _Scaled.apply(x, mode, factor)
 
+    def times(x: torch.Tensor) -> torch.Tensor:
+        with mode.unrounded():
+            return x * factor
 
-class _Scaled(torch.autograd.Function):
-    """x·factor without rounding, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mode: MonteCarlo, factor: float) -> torch.Tensor:
-        ctx.mode, ctx.factor = mode, factor
-        return _unrounded(mode, x, factor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _unrounded(ctx.mode, grad, ctx.factor), None, None
-
-
-def _unrounded(mode: MonteCarlo, x: torch.Tensor, factor: float) -> torch.Tensor:
-    with mode.unrounded():
-        return x * factor
+    return Through.apply(x, times(x.detach()), times)
 
 
 def own_dtype(x: torch.Tensor) -> torch.dtype | None:

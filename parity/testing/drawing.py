@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from parity.judge.assertion import Parity, raise_unless, verdict
+from parity.judge.calls import elsewhere
 from parity.judge.problem import UPSTREAM
 from parity.judge.recipe import DTYPES
 from parity.judge.values import integers, normal, uniform
@@ -145,9 +146,7 @@ def laid(x: torch.Tensor, layout: str | None) -> torch.Tensor:
     its last two dimensions; "odd": dimensions of size 1 have a stride of 3.
     """
     if layout == "sliced" and x.dim():
-        wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), math.nan if x.is_floating_point() else -1)
-        wide[..., ::2] = x
-        return wide[..., ::2]
+        return elsewhere(x)
     if layout == "offset":
         long = x.new_full((x.numel() + 1,), math.nan if x.is_floating_point() else -1)
         long[1:] = x.flatten()
