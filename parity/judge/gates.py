@@ -143,7 +143,6 @@ class Judgement:
     overflows: bool = False
     rounded: bool = False
     max_abs: float | None = None
-    max_rel: float | None = None
     dist: float | None = None
     atol: float | None = None
     rtol: float | None = None
@@ -181,9 +180,9 @@ def _tightest(gates: dict[str, float]) -> str:
     return max(gates, key=lambda g: math.inf if math.isnan(gates[g]) else gates[g])
 
 
-def failed(message: str, gate: str = "structure") -> Judgement:
+def failed(message: str) -> Judgement:
     """A quantity that is not there, or not of the right shape or kind."""
-    return Judgement({gate: math.inf}, message)
+    return Judgement({"structure": math.inf}, message)
 
 
 def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgement:
@@ -278,7 +277,6 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         rounded=UNIT_ROUNDOFF[unit.compute] > NARROW,
         undecided=0 if skip is None else int(skip.sum()),
         max_abs=top,
-        max_rel=top / errors.top if errors.top > 0 else None,
         dist=float(torch.dist(safe, errors.o)),
         atol=allowed,
         rtol=rtol,

@@ -167,7 +167,6 @@ class Parameters:
             gates,
             _message(value, exact, errors, shown[0][0]) if failing else "",
             max_abs=max((j.max_abs for j in judgements.values() if j.max_abs is not None), default=None),
-            max_rel=max((j.max_rel for j in judgements.values() if j.max_rel is not None), default=None),
             worst=tuple({"parameter": n, **found} for (n, _), found in zip(shown, worst, strict=True)),
         )
 
