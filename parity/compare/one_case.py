@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -12,7 +12,7 @@ from parity.case.family import Family
 from parity.case.inputs import context_of, product_dtype
 from parity.compare import hint
 from parity.compare.result_rows import Blame, empty_row, flaky, judged_row, logic_row
-from parity.compare.stale_cache import Calls
+from parity.compare.stale_cache import stale
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS
 from parity.judge.gates import Judgement
@@ -21,7 +21,7 @@ from parity.judging.assess import CaseOracle, classify, confirmed, followed_vari
 from parity.protocol import process_state, side_effects
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
-from parity.results.row import Class, Row
+from parity.results.row import Row
 
 INTERPRETER_BLOCKS = 400
 
@@ -113,20 +113,21 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
         yield logic_row(base, "protocol", False, "; ".join(leaks + unfit))
         return
     found = _judge(whole, implementation, outcome)
-    why = Why.of(found) if found.failing else None
+    why = _explained(found) if found.failing else {}
     if thorough and not found.failing and recipe.describe() != "fp32":
         wide = dataclasses.replace(IEEE_FP32, output=recipe.output)
         finer = judged(found.oracle, found.implementation, found.outcome, wide, most=REPLICAS)
         base.recipe_measured = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()
     for name, j in found.judged.items():
         row = judged_row(base, found.oracle, name, j, found.outcome)
-        named = why is None or j.agrees or why.recipes
-        looks = [] if named else hint.hints(found.oracle, name, found.outcome, j.place)
-        yield row if why is None or j.agrees else why.told(row, looks)
+        if name in why:
+            looks = [] if why[name]["recipes"] else hint.hints(found.oracle, name, found.outcome, j.place)
+            row = replace(row, message="; ".join(filter(None, [row.message, *looks])), **why[name])
+        yield row
     if thorough:
         leaks += _repeated_calls(found)
         related = side_effects.relations(oracle.family, found.implementation, found.oracle.inputs, found.outcome)
-        leaks += [] if found.failing else Calls.of(whole).stale(found.implementation)  # its oracle knows no patch
+        leaks += [] if found.failing else stale(whole, found.implementation)  # its oracle knows no patch
         for name, (holds, message) in related.items():
             yield logic_row(base, f"relation: {name}", holds, message)
     leaks += process_state.broken()
@@ -169,32 +170,23 @@ def _judge(whole: CaseOracle, implementation: Implementation, outcome: Outcome) 
     return Found(oracle, implementation, outcome, confirmed(oracle, implementation, outcome))
 
 
-@dataclasses.dataclass
-class Why:
-    """What explains the quantities that disagree."""
-
-    variant: str | None
-    unsteady: Collection[str]
-    classes: Mapping[str, Class]
-    recipes: Sequence[str]
-
-    @classmethod
-    def of(cls, found: Found) -> "Why":
-        failing, about = found.failing, (found.oracle, found.implementation)
-        variant = followed_variant(*about, found.outcome, failing)
-        unsteady = flaky(failing, found.again)
-        classes = classify(*about, failing)
-        first = found.oracle.most is not None  # what is new is judged once more, and asked then
-        recipes = [] if first else hint.undeclared(*about, found.outcome, found.judged)
-        return cls(variant, unsteady, classes, recipes)
-
-    def told(self, row: Row, hints: Sequence[str]) -> Row:
-        assert row.quantity is not None
-        row.verdict = "nondeterministic" if row.quantity in self.unsteady else "disagree"
-        row.cls, row.variant = self.classes[row.quantity], self.variant
-        row.message = "; ".join(filter(None, [row.message, *hints]))
-        row.recipes = list(self.recipes)
-        return row
+def _explained(found: Found) -> dict[str, dict[str, Any]]:
+    """What explains each of the quantities that disagree: the fields of its row."""
+    failing, about = found.failing, (found.oracle, found.implementation)
+    variant = followed_variant(*about, found.outcome, failing)
+    unsteady = flaky(failing, found.again)
+    classes = classify(*about, failing)
+    first = found.oracle.most is not None  # what is new is judged once more, and asked then
+    recipes = [] if first else hint.undeclared(*about, found.outcome, found.judged)
+    return {
+        name: {
+            "verdict": "nondeterministic" if name in unsteady else "disagree",
+            "cls": classes[name],
+            "variant": variant,
+            "recipes": list(recipes),
+        }
+        for name in failing
+    }
 
 
 def _repeated_calls(found: Found) -> list[str]:

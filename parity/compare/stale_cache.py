@@ -8,7 +8,6 @@ second model. So a share of the cases is followed by a second one, judged as any
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 
@@ -63,53 +62,41 @@ def number(case: Case) -> int:
     return share(case, "kept")
 
 
-@dataclasses.dataclass
-class Calls:
-    """The two calls that belong to a case; the second's oracle is computed when the first implementation asks for it."""
+Built = tuple[Case, Inputs | None, CaseOracle]
+"""The first case, its inputs unless it is the one that was judged, and the second's oracle."""
 
-    family: Family
-    case: Case
-    device: str
 
-    @classmethod
-    def of(cls, oracle: CaseOracle) -> Calls:
-        """Those of a case, the same for each implementation that is judged on it in turn."""
-        case, device = oracle.inputs.case, oracle.inputs.device.type
-        if not _last or _last[0].case is not case or _last[0].device != device:
-            _last[:] = [cls(oracle.family, case, device)]
-        return _last[0]
-
-    @functools.cached_property
-    def _built(self) -> tuple[Case, Inputs | None, CaseOracle] | None:
-        """The first, its inputs unless it is the case itself, and the second's oracle; None where there are none."""
-        try:
-            if (pair := calls(self.family, self.case)) is None:
-                return None
-            first = None if pair[0] == self.case else CaseOracle.of(self.family, pair[0], self.device).inputs
-            return pair[0], first, CaseOracle.of(self.family, pair[1], self.device)
-        except UsageError:  # what was moved does not fit the rest
+def _built(whole: CaseOracle) -> Built | None:
+    """The two calls that belong to a case; None where there are none."""
+    family, case, device = whole.family, whole.inputs.case, whole.inputs.device.type
+    try:
+        if (pair := calls(family, case)) is None:
             return None
-
-    def stale(self, implementation: Implementation) -> list[str]:
-        """What disagrees with the definition in a call right after one of the same shapes, and agrees in others. What an
-        implementation refuses says nothing, and what is wrong in any shape has findings of its own."""
-        one_in = ONE_IN_FUNCTION if implementation.is_function else ONE_IN
-        if number(self.case) % one_in or self._built is None:
-            return []
-        before, first, oracle = self._built
-        oracle = oracle.offered(implementation)
-        if not {before.dtype, oracle.inputs.case.dtype} <= implementation.dtypes:
-            return []
-        if first is not None and execute(implementation, first).verdict != "ran":
-            return []
-        wrong = _wrong(oracle, implementation, execute(implementation, oracle.inputs))
-        if not wrong or _wrong(oracle, implementation, _wider(oracle, implementation)) != []:
-            return []
-        after = _changes(before, oracle.inputs.case)
-        return [f"{', '.join(wrong)} wrong in a call right after one of the same shapes, right in others: {after}"]
+        first = None if pair[0] == case else CaseOracle.of(family, pair[0], device).inputs
+        return pair[0], first, CaseOracle.of(family, pair[1], device)
+    except UsageError:  # what was moved does not fit the rest
+        return None
 
 
-_last: list[Calls] = []
+def stale(whole: CaseOracle, implementation: Implementation) -> list[str]:
+    """What disagrees with the definition in a call right after one of the same shapes, and agrees in others. What an
+    implementation refuses says nothing, and what is wrong in any shape has findings of its own."""
+    one_in = ONE_IN_FUNCTION if implementation.is_function else ONE_IN
+    if number(whole.inputs.case) % one_in:
+        return []
+    if (built := whole.once("second call", lambda: _built(whole))) is None:
+        return []
+    before, first, oracle = built
+    oracle = oracle.offered(implementation)
+    if not {before.dtype, oracle.inputs.case.dtype} <= implementation.dtypes:
+        return []
+    if first is not None and execute(implementation, first).verdict != "ran":
+        return []
+    wrong = _wrong(oracle, implementation, execute(implementation, oracle.inputs))
+    if not wrong or _wrong(oracle, implementation, _wider(oracle, implementation)) != []:
+        return []
+    after = _changes(before, oracle.inputs.case)
+    return [f"{', '.join(wrong)} wrong in a call right after one of the same shapes, right in others: {after}"]
 
 
 def _wrong(oracle: CaseOracle, implementation: Implementation, outcome: Outcome) -> list[str] | None:

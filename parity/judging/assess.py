@@ -66,7 +66,8 @@ class CaseOracle:
         oracle.exact.update(exact(family, oracle.home))
         return oracle
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes, the first time that it is asked for."""
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]
@@ -80,7 +81,7 @@ class CaseOracle:
         absent = frozenset(n for n in every if n in self.family.optional and n not in offers)
         if not absent:
             return self
-        return self._once(absent, lambda: self._upstream({n: g for n, g in every.items() if n not in absent}))
+        return self.once(absent, lambda: self._upstream({n: g for n, g in every.items() if n not in absent}))
 
     def heard(self, outputs: Mapping[str, torch.Tensor | None]) -> CaseOracle:
         """This case with the upstream gradients that reach outputs of these dtypes: autograd gives a 16-bit loss a 16-bit
@@ -91,7 +92,7 @@ class CaseOracle:
         there = {n: g for n, g in there.items() if not torch.equal(every[n], g) and bool(torch.isfinite(g).all())}
         if not there:
             return self
-        return self._once(frozenset((n, dtypes[n]) for n in there), lambda: self._upstream({**every, **there}))
+        return self.once(frozenset((n, dtypes[n]) for n in there), lambda: self._upstream({**every, **there}))
 
     @functools.cached_property
     def beside(self) -> Inputs:
@@ -133,12 +134,12 @@ class CaseOracle:
             with CutOperands(precision):
                 return exact(self.family, self.home)
 
-        return self._once(precision, computed)
+        return self.once(precision, computed)
 
     def variant(self, name: str) -> CaseOracle:
         """The same inputs under a named variant of the definition."""
         family = dataclasses.replace(self.family, oracle=self.family.variants[name])
-        return self._once(name, lambda: self.at(family, self.on_cpu, self.most))
+        return self.once(name, lambda: self.at(family, self.on_cpu, self.most))
 
     @functools.cached_property
     def in_float32(self) -> CaseOracle:

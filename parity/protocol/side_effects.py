@@ -2,7 +2,7 @@
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,8 @@ TWICE = frozenset({"logprobs", "divergence", "preference"})
 """Families without a stop-gradient, whose first derivative moves where autograd's second does not; a teacher that has the
 student's head is one too."""
 
-PARTS = ("repeated", "interleaved", "accumulation", "no_grad", "ways")
+Part = Callable[["AdapterCalls"], list[str]]
+"""A part of the protocol: what does not hold of it."""
 
 
 def left_again(implementation: Implementation, inputs: Inputs, leaks: list[str]) -> list[str]:
@@ -73,13 +74,9 @@ class AdapterCalls(protocol.Calls[Inputs]):
         found = [n for n, v in values.items() if not _close_bits(v, expected[n])]
         return [] if found and self.agree(Outcome("ran", {n: values[n] for n in found})) else found
 
-    def held(self, part: Callable[["AdapterCalls"], list[str]], fails: str) -> list[str]:
-        """What a part of the protocol finds, or how the calls end that it makes, which `fails` names; and what they rebound."""
-        found, rebound = self.parted(part, fails)
-        return found + rebound
-
-    def parted(self, part: Callable[["AdapterCalls"], list[str]], fails: str) -> tuple[list[str], list[str]]:
-        """Both apart."""
+    def held(self, part: Part, fails: str | None) -> list[str]:
+        """What a part of the protocol finds, or how the calls end that it makes, which `fails` names; and what they rebound.
+        None: what they end with says nothing, nor what they rebound."""
         found: list[str] = []
 
         def run() -> Outcome:
@@ -88,11 +85,13 @@ class AdapterCalls(protocol.Calls[Inputs]):
             return Outcome("ran")
 
         then = guarded(self.implementation, run, self.values, self.other)
+        if fails is None:
+            return found if then.verdict == "ran" else []
         found = found if then.verdict == "ran" else [f"{fails}{then.verdict}: {then.message}"]
-        return found, [leak for leak in then.leaks if leak.startswith("rebound")]
+        return found + [leak for leak in then.leaks if leak.startswith("rebound")]
 
-    def broken(self, first: Values, parts: Collection[str] = PARTS) -> list[str]:
-        """What of some parts of the protocol (`parity.judge.protocol`) does not hold beside a first call that gave `first`.
+    def broken(self, first: Values) -> list[str]:
+        """What of the protocol (`parity.judge.protocol`) does not hold beside a first call that gave `first`.
 
         By the case's id: how many other forwards come before a backward, one to four. Under no_grad and inference_mode the
         outputs may `agree` with the definition instead; a loss that takes its gradients in the forward pass cannot be called
@@ -100,28 +99,23 @@ class AdapterCalls(protocol.Calls[Inputs]):
         """
         exact = dataclasses.replace(self, agree=lambda outcome: False)
         others = 1 + share(self.values.case, "forwards") % 4
-        found = list[str]()
-        if "repeated" in parts:
-            found += exact.held(lambda c: protocol.repeated(c, first), "second call of the same inputs ")
-        if "interleaved" in parts:
-            fails = "a second forward before the backward of the first: "
-            found += exact.held(lambda c: protocol.interleaved(c, first, others), fails)
-        if "accumulation" in parts:
-            found += exact.held(lambda c: _alone(c, first), "the gradient of one leaf alone: ")
-            found += exact.held(protocol.accumulation, "a second backward with retain_graph=True ")
-        if "no_grad" in parts and self.values.context != "compile":  # each mode compiles anew, for seconds
+        found = exact.held(lambda c: protocol.repeated(c, first), "second call of the same inputs ")
+        fails = "a second forward before the backward of the first: "
+        found += exact.held(lambda c: protocol.interleaved(c, first, others), fails)
+        found += exact.held(lambda c: _alone(c, first), "the gradient of one leaf alone: ")
+        found += exact.held(protocol.accumulation, "a second backward with retain_graph=True ")
+        if self.values.context != "compile":  # each mode compiles anew, for seconds
             found += self.held(lambda c: protocol.unrecorded(c, first), "under no_grad: ")
-            then = self.held(lambda c: protocol.unrecorded(c, first, torch.inference_mode), "")
-            found += [line for line in then if line.startswith("under")]
-        if "ways" in parts and self.values.context == "plain":
+            found += self.held(lambda c: protocol.unrecorded(c, first, torch.inference_mode), None)
+        if self.values.context == "plain":
             found += [line for fails, part in self._ways(first) for line in self.held(part, fails)]
         return found
 
-    def _ways(self, first: Values) -> list[tuple[str, Callable[["AdapterCalls"], list[str]]]]:
+    def _ways(self, first: Values) -> list[tuple[str, Part]]:
         """Calls of other kinds: under another default dtype, a checkpoint that is not reentrant, by a second derivative. All for
         a user's function, one of the first two by the case's id for others; the last in float32 for functions alone."""
         inputs, implementation = self.values, self.implementation
-        parts: list[tuple[str, Callable[[AdapterCalls], list[str]]]] = [
+        parts: list[tuple[str, Part]] = [
             ("under another default dtype: ", lambda c: protocol.other_default(c, first)),
             ("under a checkpoint that is not reentrant: ", lambda c: protocol.recomputed(c, first)),
         ]
@@ -192,7 +186,8 @@ def relations(
         out[name] = _related(first, then, relation.factor, relation.why)
     if inputs.context == "plain" and inputs.leaves:
         calls = AdapterCalls(implementation, inputs, inputs)
-        found, _ = calls.parted(lambda c: protocol.shown(c, first.quantities), "with a NaN among the inputs: ")
+        found = calls.held(lambda c: protocol.shown(c, first.quantities), "with a NaN among the inputs: ")
+        found = [line for line in found if not line.startswith("rebound")]
         out["NaN"] = not found, "; ".join(found)
     moved = unused(family, inputs) if implementation.is_function or share(inputs.case, "unused") % 4 == 0 else {}
     if moved:
