@@ -3,7 +3,7 @@
 from parity.judge.monte_carlo import MonteCarlo
 
 
-def under(recipe, dtype, function, *tensors):
+def under(recipe, dtype, function, *tensors, seed=1):
     """function(*tensors) under Monte Carlo arithmetic."""
-    with MonteCarlo(recipe, dtype, 1):
+    with MonteCarlo(recipe, dtype, seed):
         return function(*tensors)

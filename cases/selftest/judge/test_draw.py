@@ -8,7 +8,6 @@ import torch
 
 from cases.selftest.judge.operations import OPERATIONS, hand_rms
 from cases.selftest.mutants.steps import through
-from fixtures import warm
 from parity.judge import assertion
 from parity.testing import ParityError, draw, index, tensor
 from parity.testing import definitions as D
@@ -83,17 +82,10 @@ def test_values_far_from_zero_are_low_ones_too():
 
 
 def test_drawn_ids_may_be_changed():
-    """A cross entropy that divides by all rows agrees until some targets are ignored."""
-    ignored = {"then": lambda ids: ids.where(ids % 5 > 0, -100)}
-
-    def by_all_rows(logits, target):
-        return torch.nn.functional.cross_entropy(logits.float(), target, reduction="sum") / max(1, len(target))
-
-    for more, agree in (({}, True), (ignored, False)):
-        sizes = {"N": (15, 64), "V": (5, 64)}
-        drawn = draw(logits=tensor("N", "V"), target=index("N", below="V", values=("plain",), **more), sizes=sizes)
-        found = [case.check_parity(by_all_rows, D.cross_entropy, protocol="none") for case in drawn.cases(3)]
-        assert all(parity.agrees == agree for parity in found)
+    """As of a cross entropy of which some targets are ignored."""
+    ids = index("N", below="V", then=lambda ids: ids.where(ids % 5 > 0, -100))
+    found = torch.cat([case.inputs["target"] for case in draw(target=ids, sizes={"V": (5, 64)}).cases(3)])
+    assert bool((found == -100).any()) and bool(((found == -100) | (found % 5 > 0)).all())
 
 
 def test_a_field_that_says_nothing_is_refused():
@@ -108,21 +100,6 @@ def test_values_stay_while_shapes_shrink():
     sizes, rest = ("N:9/H:40", "N:4/H:7"), "eps:1e-06/upstream:random/grad:all/seed:3"
     long, short = (RMS.case(f"fp32/{size}/{rest}") for size in sizes)
     assert torch.equal(long.inputs["x"][:4, :7], short.inputs["x"])
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_values_at_the_ends_of_the_exponent(dtype):
-    """Right code agrees on them; one whose squares are summed in 16 bits, or in a narrower range, does not."""
-    extreme = draw(x=tensor("N", "H", values=("extreme",)), weight=tensor("H", around=1), dtypes=(dtype,), eps=[1e-6])
-    cases = [c for c in extreme.cases(24) if c.values.get("x") == "extreme" and c.sizes["N"]]
-    for case in cases:
-        case.assert_parity(hand_rms, D.rms_norm)
-
-    def narrow(x, weight, eps):
-        square = x.float().square().mean(-1, keepdim=True).clamp(max=2.0**16)
-        return (x.float() * torch.rsqrt(square + eps) * weight.float()).to(x.dtype)
-
-    assert not all(case.check_parity(narrow, D.rms_norm, protocol="none").agrees for case in cases)
 
 
 def ignores_strides(x, weight, eps):
@@ -234,32 +211,6 @@ def test_hypothesis_draws_and_shrinks_the_same_cases():
         judged()
     assert RMS.case(error.value.parity.case).sizes == {"N": 1, "H": 1}
     assert f"case('{error.value.parity.case}')" in "".join(error.value.__notes__)
-
-
-PROGRAM = """
-from cases.selftest.judge.test_draw import RMS, loses_a_tail, hand_rms
-from parity.testing import definitions as D
-
-@RMS.parametrize(4, also=["fp32/N:2/H:3/eps:1e-05/x:ties+sliced/upstream:ones/grad:x/seed:9"])
-def test_right(case):
-    case.assert_parity(hand_rms, D.rms_norm)
-
-@RMS.parametrize(4)
-def test_wrong(case):
-    case.assert_parity(loses_a_tail, D.rms_norm)
-"""
-
-
-def test_a_pytest_parametrisation_has_ids_that_select_a_case(tmp_path):
-    (tmp_path / "test_kernel.py").write_text(PROGRAM)
-
-    def run(*arguments):
-        return warm.run("pytest", "-q", "-p", "no:cacheprovider", tmp_path, *arguments, cwd=tmp_path)
-
-    listed = run("--collect-only").stdout
-    assert "test_right[fp32/N:2/H:3/eps:1e-05/x:ties+sliced/upstream:ones/grad:x/seed:9]" in listed
-    done = run("-k", "test_right or seed:2")
-    assert "6 passed" in done.stdout or ("5 passed" in done.stdout and "1 failed" in done.stdout), done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Every gate fails on the error it is for, as the tightest one, and headroom is error ÷ allowed to the digit."""
 
-import dataclasses
 import math
 
 import pytest
@@ -30,66 +29,12 @@ def honest(u, size=1e-6):
     return u.exact * (1 + size * noise(u.exact.shape, 3))
 
 
-@pytest.mark.parametrize(
-    ("gate", "wrong"),
-    [
-        ("norm", lambda u, v: u.exact * (1 + 8e-6 * noise(u.exact.shape, 9))),
-        ("slope", lambda u, v: v * (1 + 2.5e-6)),
-        ("row", lambda u, v: torch.cat([v[:1] + 1e-5 * u.exact[:1].flip(-1), v[1:]])),
-    ],
-)
-def test_each_tensor_gate_is_the_tightest_for_its_error(gate, wrong):
-    u = unit()
-    found = judge(wrong(u, honest(u)).float(), u, torch.float32)
-    assert not found.agrees
-    assert found.gate == gate
-
-
 @pytest.mark.parametrize("error", [0.0, 1e-3])
 def test_a_float64_value_beside_replicas_without_a_spread(error):
     """Rows of zeros, as ignored tokens are: no unit is 0, and no agreement 0/0."""
     u = Unit(torch.zeros(3, dtype=torch.float64), torch.zeros(12, 3, dtype=torch.float64), entrywise=True)
     found = judge(u.exact + error, u, torch.float64)
     assert found.agrees == (error == 0.0)
-
-
-def test_an_outlier_is_for_the_max_gate():
-    """One entry in a row whose other entries are as noisy as it is wrong, so that only the maximum stands out."""
-    u = unit(size=1e-3, rows=1)
-    replicas = u.exact + 1e-3 * noise((12, *u.exact.shape), 4)
-    u = dataclasses.replace(u, replicas=replicas)
-    v = honest(u, 1e-3)
-    v[0, 7] += 1e-2
-    found = judge(v.float(), u, torch.float32)
-    assert found.gate == "max"
-    assert found.gates["max"] > 1
-    assert all(value < 1 for name, value in found.gates.items() if name != "max")
-    assert found.worst[0][0] == (0, 7)
-
-
-def test_the_worst_entry_of_what_must_be_zero_is_one_that_leaks():
-    exact = torch.full((40, 3), 100.0, dtype=torch.float64)
-    exact[20] = 0.0
-    zero = torch.arange(40) == 20
-    value = (exact * (1 + 1e-6)).float()
-    value[20, 1] = 1e-6  # a hundredth of the errors elsewhere
-    found = judge(value, Unit(exact, exact.expand(12, 40, 3), zero=zero), torch.float32)
-    assert found.gate == "zero" and found.place == (20, 1)
-
-
-def test_a_zeroed_row_fails_where_the_norm_does_not():
-    """The smallest of many rows: nothing in norm or maximum, everything against its own unit."""
-    u = unit(rows=64)
-    exact = u.exact.clone()
-    exact[5] *= 1e-6
-    u = Unit(exact, exact * (1 + 1e-6 * noise((12, *exact.shape), 2)))
-    v = honest(u)
-    v[5] = 0
-    found = judge(v.float(), u, torch.float32)
-    assert found.gate == "row"
-    assert found.gates["row"] > 1e4
-    assert found.gates["norm"] < 1
-    assert found.gates["max"] < 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -162,7 +107,7 @@ def test_a_leak_through_the_mask_fails_however_small():
     assert judge(v, u, torch.float32).agrees
     v[9, 0] = 1e-44
     found = judge(v, u, torch.float32)
-    assert found.gate == "zero"
+    assert found.gate == "zero" and found.place == (9, 0)
     assert found.headroom == math.inf
     assert "the mask implies exactly 0" in found.message
 
@@ -306,15 +251,6 @@ def test_equal_values_round_alike(factor, agrees):
     u = Unit(exact, exact * (1 + 1e-7 * noise((12, 1024), 2)), entrywise=True)
     found = judge((exact * factor).bfloat16(), u, torch.bfloat16)
     assert found.agrees is agrees and found.gate == "slope", found
-
-
-@pytest.mark.parametrize(("factor", "agrees"), [(1.0, True), (0.98, True), (0.96, True), (0.9, False), (1.1, False)])
-def test_a_bias_that_all_replicas_share_is_no_spread(factor, agrees):
-    """Sums in 16 bits lose 2 % in every replica: six times that would hide a gradient that is a tenth too large."""
-    exact = noise((4, 256), 1)
-    u = Unit(exact, exact * (0.98 + 1e-3 * noise((12, 1, 1), 2)))
-    found = judge((exact * factor).bfloat16(), u, torch.bfloat16)
-    assert (found.gates["slope"] <= 1.0) is agrees, found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

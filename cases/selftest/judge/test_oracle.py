@@ -53,14 +53,6 @@ def test_every_replica_rounds_a_frozen_tensor_anew(grad):
     assert spreads[0] == pytest.approx(spreads[1], rel=0.3)
 
 
-def test_replicas_repeat_themselves():
-    inputs = FAMILY.build(FAMILY.case(1, "bf16", SETTINGS))
-    a, b = (replicas(FAMILY, inputs, Recipe(logits="bf16"), range(12), 5) for _ in range(2))
-    c = replicas(FAMILY, inputs, Recipe(logits="bf16"), range(12), 6)
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert not torch.equal(a["logps"], c["logps"])
-
-
 def test_replicas_that_are_larger_than_a_stack_are_drawn_one_by_one(monkeypatch):
     inputs = FAMILY.build(FAMILY.case(1, "bf16", SETTINGS))
     seen = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from parity.judge.assertion import verdict
 from parity.judge.escalation import FEW
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem, cotangent
@@ -180,7 +181,7 @@ def test_the_first_example_can_be_checked_by_hand():
 
     o, u = definitions.rms_norm(x.double(), weight.double()), 2.0**-8
     e, once = wrong(x, weight).double() - o, right(x, weight).double() - o
-    gates = check_parity(wrong, definitions.rms_norm, {"x": x, "weight": weight}).quantities["output"].gates
+    gates = verdict(wrong, definitions.rms_norm, {"x": x, "weight": weight})[0].quantities["output"].gates
     by_hand = float(e.norm() / (3 * u * o.norm())), float(e.abs().max() / (6 * u * o.abs().max()))
     assert (gates["norm"], gates["max"]) == pytest.approx(by_hand)
     assert by_hand == pytest.approx((2.10, 8.95), abs=0.005)
@@ -206,7 +207,7 @@ def test_replicas_of_a_definition_that_vmap_cannot_run_round_equal_values_alike(
     x = {"x": torch.randn(4, 200, generator=generator).bfloat16()}
     for definition in (capped, by_value(capped)):
         assert_parity(capped, definition, x, protocol="none")
-        assert not check_parity(lambda x: 1.02 * capped(x), definition, x).agrees
+        assert not verdict(lambda x: 1.02 * capped(x), definition, x)[0].agrees
 
     def softmax(x):
         return x.softmax(-1)
