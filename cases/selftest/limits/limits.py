@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import warnings
@@ -22,10 +23,9 @@ from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.case.profiles import cases_drawn
 from parity.implementations.implementation import Implementation
-from parity.judge.escalation import escalate
-from parity.judge.gates import Judgement, judge
-from parity.judging.assess import CaseOracle, expected, near
+from parity.judging.assess import CaseOracle, judged
 from parity.protocol.call import execute
+from parity.protocol.exceptions import Outcome
 from parity.registry import loss_family
 from parity.results.report import measured
 
@@ -95,14 +95,14 @@ def measure(name: str, dtype: str, kind: str, oracle: CaseOracle) -> list[Detect
         outcome = execute(honest, oracle.inputs)
         if outcome.verdict != "ran":
             return []
-        jury = Jury(oracle, honest)
+        by_run = functools.partial(caught, oracle, honest)
         plain: Values = {n: v for n, v in outcome.quantities.items() if v is not None}
         out = []
         for target, names, edited in _errors(name, kind, oracle, plain):
             present = [n for n in names if n in plain and _size(oracle.exact[n]) > 0.0]
-            if not present or _same(plain, edited(1.0), present) or jury.caught(plain, present):
+            if not present or _same(plain, edited(1.0), present) or by_run(plain, present):
                 continue
-            limit = smallest(lambda error, edited=edited, names=present: jury.caught(edited(error), names))
+            limit = smallest(lambda error, edited=edited, names=present: by_run(edited(error), names))
             out.append(DetectionLimit(name, dtype, kind, target, limit))
     return out
 
@@ -148,35 +148,10 @@ def smallest(caught: Callable[[float], bool]) -> float:
     return GRID[high]
 
 
-@dataclasses.dataclass
-class Jury:
-    """The judge of one case."""
-
-    oracle: CaseOracle
-    honest: Implementation
-
-    def __post_init__(self) -> None:
-        inputs = self.oracle.inputs
-        self.recipe = self.honest.recipe_for(inputs)
-        self.dtypes = expected(self.oracle, self.honest, self.recipe)
-        self.counts = self.oracle.oracle.steps
-
-    def _with(self, values: Values, name: str, count: int) -> Judgement:
-        """One quantity by the gates, with `count` replicas, of which others are kept only where all are small."""
-        unit = self.oracle.oracle.unit(name, self.recipe, count, names=(name,))
-        return judge(values[name], unit, self.dtypes[name] or values[name].dtype)
-
-    def caught(self, values: Values, names: list[str]) -> bool:
-        """Whether a run calls one of the quantities wrong, more replicas included."""
-        return any(n not in values or not self.last(values, n).agrees for n in names)
-
-    def last(self, values: Values, name: str) -> Judgement:
-        """The judgement that a run comes to."""
-
-        def judge_with(count: int, finer: bool, names: object) -> dict[str, Judgement]:
-            return {name: self._with(values, name, count)}
-
-        return escalate(judge_with, self.counts, near=lambda names: near(self.oracle, names))[name]
+def caught(oracle: CaseOracle, honest: Implementation, values: Values, names: Sequence[str]) -> bool:
+    """Whether a run calls one of the quantities wrong, more replicas included."""
+    found = judged(oracle, honest, Outcome("ran", values), only=frozenset(names))
+    return not all(name in values and found[name].agrees for name in names)
 
 
 Key = tuple[str, str, str, str]

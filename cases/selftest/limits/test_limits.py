@@ -59,12 +59,11 @@ def test_one_case_is_measured_and_its_limits_mean_what_they_say(dtype):
     by_target = {one.target: one for one in limits.measure("logprobs", dtype, "fp32 logits", oracle)}
     assert set(by_target) == {"log-probs", "gradients"}
     honest = limits.implementation("logprobs", "reordered")
-    jury = limits.Jury(oracle, honest)
     values = limits.again(oracle, honest)
     limit = by_target["log-probs"].limit
     below = limit / 2 ** (1 / limits.STEPS)
-    assert jury.caught(limits.scaled(values, ("logps",), limit), ["logps"])
-    assert not jury.caught(limits.scaled(values, ("logps",), below), ["logps"])
+    assert limits.caught(oracle, honest, limits.scaled(values, ("logps",), limit), ["logps"])
+    assert not limits.caught(oracle, honest, limits.scaled(values, ("logps",), below), ["logps"])
     assert math.isfinite(by_target["gradients"].limit)
 
 
