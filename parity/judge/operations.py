@@ -390,8 +390,7 @@ def as_definition(own: torch.dtype = torch.float32) -> Iterator[None]:
     A replica's float32 products are IEEE's, also where the process lets its own use tf32, which a recipe declares.
     """
     before = torch.get_default_dtype()
-    backends = [b.matmul for b in (torch.backends.cuda, torch.backends.mkldnn) if hasattr(b, "matmul")]
-    switches = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
+    switches = [(b, b.fp32_precision) for b in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)]
     torch.set_default_dtype(torch.float64)
     try:
         for backend, _ in switches:

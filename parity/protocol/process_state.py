@@ -24,12 +24,10 @@ backends.cudnn.enabled backends.cudnn.benchmark backends.cudnn.deterministic bac
 backends.cuda.matmul.allow_tf32 backends.cuda.matmul.allow_fp16_reduced_precision_reduction
 backends.cuda.matmul.allow_bf16_reduced_precision_reduction backends.mkldnn.enabled
 utils.deterministic.fill_uninitialized_memory
+backends.fp32_precision backends.cuda.matmul.fp32_precision backends.cudnn.fp32_precision
+backends.cudnn.conv.fp32_precision backends.cudnn.rnn.fp32_precision backends.mkldnn.matmul.fp32_precision
 """.split()
-"""Attributes below `torch` that are true or false."""
-PRECISIONS = (
-    "backends backends.cuda.matmul backends.cudnn backends.cudnn.conv backends.cudnn.rnn backends.mkldnn.matmul".split()
-)
-"""Where torch keeps its newer `fp32_precision`."""
+"""Attributes below `torch` that are true or false, and its newer precisions, in words."""
 SDP = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 Changed = tuple[list[bindings.Change], dict[str, Any]]
 """Names that were rebound, and entries of `WATCHES` with what they are now."""
@@ -88,20 +86,15 @@ def matmul_precision() -> str:
 def _switch(path: str) -> bool | str:
     """A switch; "mixed" where somebody set torch's newer `fp32_precision`, beside which `allow_tf32` raises."""
     try:
-        return bool(operator.attrgetter(path)(torch))
+        value = operator.attrgetter(path)(torch)
     except RuntimeError:
         return "mixed"
+    return value if isinstance(value, str) else bool(value)
 
 
 def _switches() -> dict[str, bool | str]:
     out = {f"torch.{path}": _switch(path) for path in SWITCHES}
-    out |= {f"torch.{p}.fp32_precision": owner.fp32_precision for p, owner in _precisions()}
     return out | {f"torch.backends.cuda.{name}": getattr(torch.backends.cuda, f"{name}_enabled")() for name in SDP}
-
-
-def _precisions() -> Iterator[tuple[str, Any]]:
-    owners = ((path, operator.attrgetter(path)(torch)) for path in PRECISIONS)
-    return ((path, owner) for path, owner in owners if hasattr(owner, "fp32_precision"))
 
 
 def _put_switches(value: dict[str, bool | str]) -> None:
@@ -109,8 +102,6 @@ def _put_switches(value: dict[str, bool | str]) -> None:
         owner, _, name = path.rpartition(".")
         if _switch(path) != value[f"torch.{path}"] != "mixed":
             setattr(operator.attrgetter(owner)(torch), name, value[f"torch.{path}"])
-    for path, precise in _precisions():
-        precise.fp32_precision = value[f"torch.{path}.fp32_precision"]
     for name in SDP:
         getattr(torch.backends.cuda, f"enable_{name}")(value[f"torch.backends.cuda.{name}"])
 

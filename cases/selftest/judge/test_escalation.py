@@ -71,12 +71,6 @@ def test_what_nearly_agrees_is_asked_of_more(last, asks):
     assert asked == [12, 60]
 
 
-def test_no_replica_changes_a_count():
-    asked = []
-    settle(lambda count: asked.append(count) or {"clip_ratio": Judgement({"structure": 0.0, "exact": 3.0})})
-    assert asked == [REPLICAS]
-
-
 @pytest.mark.parametrize("headroom", [math.inf, CERTAIN, math.nan])
 def test_what_is_certain_is_not_judged_again(headroom):
     judge_with, asked = ladder_of({12: headroom})
