@@ -6,7 +6,6 @@ float32 operands truncated on some paths and rounded on others (NVIDIA's PTX man
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
@@ -90,27 +89,17 @@ def products(device: str) -> Products:
     """The probes of a device, run once; the CPU has neither."""
     if device == "cpu":
         return Products()
-    with _allowed():
-        one = _times_identity(PROBE, device)
+    probed = torch.full((256, 256), PROBE, dtype=torch.float32, device=device)
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # `allow_tf32` raises where somebody has set this
+    try:
+        one = float((probed @ torch.eye(256, dtype=torch.float32, device=device)).cpu()[0, 0])
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
     sums = {name: _split_sum(dtype, device) for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16))}
     tf32 = {1 + 2.0**-10: TF32, 1.0: TF32_TRUNCATED}.get(one, "ieee")
     values = {"tf32 of 1 + 2^-11 + 2^-12": one} | {f"split-K sum in {n}, exactly 1": v for n, v in sums.items()}
     return Products(tf32, frozenset(n for n, value in sums.items() if value != 1.0), values)
-
-
-@contextlib.contextmanager
-def _allowed() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # `allow_tf32` raises where somebody has set this
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-
-
-def _times_identity(value: float, device: str, n: int = 256) -> float:
-    a = torch.full((n, n), value, dtype=torch.float32, device=device)
-    return float((a @ torch.eye(n, dtype=torch.float32, device=device)).cpu()[0, 0])
 
 
 def _split_sum(dtype: torch.dtype, device: str, k: int = 8192) -> float:

@@ -209,11 +209,6 @@ def _asked(oracle: CaseOracle, name: str, dtype: torch.dtype | None, came: torch
     return came if dtype is None or scalar else dtype
 
 
-def near(oracle: CaseOracle, names: Collection[str]) -> int:
-    """How many replicas judge the quantities `names` where they nearly agree."""
-    return if_near(oracle.oracle.size, max(oracle.exact[n].numel() if n in oracle.exact else 1 for n in names))
-
-
 def judged(
     oracle: CaseOracle,
     implementation: Implementation,
@@ -231,12 +226,17 @@ def judged(
     some on the dtypes' own numbers.
     """
     asked, most = recipe or implementation.recipe_for(oracle.inputs), oracle.most if most is None else most
+
+    def near(names: Collection[str]) -> int:
+        entries = max(oracle.exact[n].numel() if n in oracle.exact else 1 for n in names)
+        return if_near(oracle.oracle.size, entries) if most is None else 0
+
     return escalate(
         lambda count, finer, names: judge_all(
             oracle, implementation, outcome, asked, count, finer, only if names is None else names
         ),
         [count for count in oracle.oracle.steps if most is None or count <= most],
-        near=lambda names: near(oracle, names) if most is None else 0,
+        near=near,
         finer=most is None and asked.stores_narrow,
     )
 

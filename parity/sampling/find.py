@@ -1,6 +1,7 @@
 """Find a case by name: a file, a ledger entry, or the id of a case that is frozen, listed or in the last results."""
 
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
     """A case by file, by the id of a ledger entry, or by the id of a case in reports/ (or that results file) or a folder
     of it; with the implementation it names. Raises UsageError when nothing has this name."""
     path = Path(name)
-    if path.suffix == ".json" or _there(path):
+    if path.suffix == ".json" or os.path.exists(name):  # also of what is too long for a file
         found = Frozen.load(path)
         return found.case, found.implementation
     ledger = Ledger.load(data.ledger_file())
@@ -62,13 +63,6 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
     raise UsageError(
         f"case {name[:200]!r}: no such file, entry of the ledger or case in {place} (another: --reports); {hint}"
     )
-
-
-def _there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # too long for a file, or with a zero byte
-        return False
 
 
 def case_of(row: Row) -> Case | None:
