@@ -92,9 +92,22 @@ def raise_unless(parity: Parity) -> None:
         raise ParityError(parity)
 
 
-def check_parity(*asked: Any, **more: Any) -> Parity:
-    """The record of the same judgement as `assert_parity`, whose arguments it takes; nothing is raised for a disagreement."""
-    return verdict(*asked, **more)[1]()
+def check_parity(
+    function: Callable[..., Any] | None = None,
+    definition: Callable[..., Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    actual: Mapping[str, torch.Tensor] | None = None,
+    grad: Collection[str] | None = None,
+    also: Sequence[Callable[..., Any]] = (),
+    in_place: Collection[str] = (),
+    recipe: Recipe | None = None,
+    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | str | None = None,
+    protocol: str | Collection[str] = "default",
+    seed: int = 0,
+) -> Parity:
+    """The record of the same judgement as `assert_parity`, which has the arguments; nothing is raised for a disagreement."""
+    return verdict(**locals())[1]()
 
 
 def verdict(
