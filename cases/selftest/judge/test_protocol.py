@@ -46,6 +46,17 @@ class KeepsWorkspace(Product):
         return g * ctx.saved_tensors[0], (g * KeepsWorkspace.kept).sum(0)
 
 
+class KeepsGradient(Product):
+    """One buffer for the gradient of all calls."""
+
+    kept = torch.empty(6)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, KeepsGradient.kept.copy_((g * x).sum(0)).data
+
+
 class WritesUpstream(Product):
     @staticmethod
     def backward(ctx, g):
@@ -227,6 +238,7 @@ FAULTS = {
     "address": (by_address, "output differs when called again after other values in the same tensors"),
     "version": (by_version, "other values in the same tensors, which .data exchanged"),
     "ring": (ring_of_three, "output that an earlier call returned is changed by a later one"),
+    "gradient": (by(KeepsGradient), "grad_w that an earlier call returned is changed by a later one"),
     "nan": (hides_nan, "nan: a NaN in x is not seen in output"),
     "small nan": (hides_a_small_nan, "nan: a NaN in x is not seen in output"),
     "second nan": (hides_nan_in_w, "nan: a NaN in w is not seen in output"),
