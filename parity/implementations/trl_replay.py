@@ -84,7 +84,6 @@ def classes() -> tuple[type, type]:
     return ReplayConfig, ReplayForCausalLM
 
 
-@functools.cache
 def tokenizer() -> Any:
     return trl.tokenizer({"<pad>": 0, "<eos>": 1, "w": 2}, pad_token="<pad>")
 

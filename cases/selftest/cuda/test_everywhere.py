@@ -73,7 +73,7 @@ def test_history_and_compare(asked):
 
 
 def test_upgrade_check(asked, monkeypatch, tmp_path):
-    config, ran = tmp_path / "team.json", []
+    config, ran = tmp_path / "grpo.json", []
     config.write_text('{"beta": 0.04}')
     monkeypatch.setattr(
         upgrade.steps, "run", lambda name, words, *_: ran.append(words) or CommandOutcome(name, "", 0, 0.0, "")

@@ -7,8 +7,10 @@ pytest.importorskip("transformers")
 
 from parity.errors import Unsupported
 from parity.judge.operations import Double
-from parity.trainers.rig import checkpointing, models
+from parity.trainers.checks import twins
+from parity.trainers.rig import checkpointing, drive, models
 from parity.trainers.rig.models import SOFTCAP
+from parity.trainers.rig.twin_runs import Run
 
 IDS = torch.arange(3, 59).remainder(53).add(3).view(2, 28)
 ALL = tuple(models.ARCHITECTURES)
@@ -69,6 +71,19 @@ def test_a_model_is_its_own():
         for parameter in one.parameters():
             parameter.fill_(7.0)
     assert not any(bool((parameter == 7.0).any()) for parameter in other.parameters())
+
+
+def sft():
+    return Run("sft-trainer", twins.twin("sft-trainer")).built
+
+
+@pytest.mark.parametrize("build", [lambda: drive.build("DPOTrainer", models.model("llama"), {}), sft])
+def test_a_trainer_has_a_tokenizer_of_its_own(build):
+    """One that was changed cut the prompts of the next case in the same process."""
+    one = build().processing_class
+    one.model_max_length = 2
+    assert build().processing_class.model_max_length > 2
+    assert all(models.tokenizer(*pad).model_max_length > 2 for pad in ((), ("<pad>",)))
 
 
 def test_the_tokenizer_round_trips():

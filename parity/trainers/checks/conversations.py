@@ -1,6 +1,5 @@
 """Data as conversations: which tokens a chat template makes of them, and which of those are in the loss."""
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -45,7 +44,7 @@ class _Conversing(Run):
         self.given, self.turns = given, call.settings.turns
 
     def tokenizer(self) -> Any:
-        found = copy.deepcopy(super().tokenizer())
+        found = super().tokenizer()
         found.chat_template = TEMPLATE.replace("ASSISTANT", ASSISTANT).replace("USER", USER)
         return found
 

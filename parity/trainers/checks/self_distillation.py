@@ -1,6 +1,5 @@
 """Checks of SDFT and SDPO, whose teacher is the student with more in its prompt, and of A*-PO: one window by its definition."""
 
-import copy
 import dataclasses
 import math
 import tempfile
@@ -192,7 +191,7 @@ class Stored:
         wanted |= {"save_strategy": "steps", "save_steps": 1, "output_dir": folder} if s.window == "resumed" else {}
         given: dict[str, Any] = {
             "train_dataset": self.given.dataset(),
-            "processing_class": copy.deepcopy(models.tokenizer()),
+            "processing_class": models.own_tokenizer(),
         }
         given["processing_class"].padding_side = s.side
         if self.family != A2PO:

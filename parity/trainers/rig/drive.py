@@ -85,7 +85,7 @@ def build(
     args = trl.configured(config(trainer), device, {**BASE, **wanted})
     if not trl.accepts(kind, "model"):
         raise Unsupported(f"the installed version's {trainer} is another one: it takes no `model`")
-    given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.tokenizer(), **more}
+    given: dict[str, Any] = {"model": model, "args": args, "processing_class": models.own_tokenizer(), **more}
     spec = spec_of(trainer)
     given.setdefault("train_dataset", stored_window.dataset(stored_window.brief(), spec.data))
     if spec.rewarded and trl.accepts(kind, "reward_funcs"):

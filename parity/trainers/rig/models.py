@@ -273,6 +273,11 @@ def _uncapped(model: Any) -> float:
         return float(model.eval()(input_ids=ids).logits.square().mean().sqrt())
 
 
+def own_tokenizer(pad: str = "<pad>") -> Any:
+    """A copy of `tokenizer` for one trainer, which may change it."""
+    return copy.deepcopy(tokenizer(pad))
+
+
 @functools.cache
 def tokenizer(pad: str = "<pad>") -> Any:
     """Words w3 … w63 besides <pad>, <eos> and <bos>, split at spaces, with a chat template; `pad` fills rows up. Any

@@ -132,7 +132,7 @@ class Run:
         return stored_window.dataset(self.window.rows, "messages") if conversing else self.window.dataset()
 
     def tokenizer(self) -> Any:
-        return models.tokenizer(self.s.pad)
+        return models.own_tokenizer(self.s.pad)
 
     @functools.cached_property
     def built(self) -> Any:
