@@ -7,6 +7,7 @@ import pytest
 
 from cases.selftest.running import test_resume
 from cases.selftest.running.test_resume import execute, rows_of
+from parity.errors import UsageError
 from parity.running import nodes
 from parity.running.plan import Options
 
@@ -56,6 +57,12 @@ def test_a_cluster_has_the_rows_of_one_machine(options, tmp_path, cluster, count
     assert not done.lost and done.header.end.complete
     assert rows_of(tmp_path / "ray/results.ndjson")[1] == rows_of(options.reports / "results.ndjson")[1]
     assert list(tmp_path.glob("died-*")), "no worker process died"
+
+
+def test_a_node_with_other_libraries_takes_no_part(options, tmp_path, cluster):
+    cluster(1, PLAYED_REFUSES="node a: trl was 0.1, here it is 1.0")
+    with pytest.raises(UsageError, match="trl was 0.1"):
+        on_nodes(options, tmp_path / "ray")
 
 
 def test_a_real_run_while_a_node_dies(tmp_path, cluster):
