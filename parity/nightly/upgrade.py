@@ -133,8 +133,8 @@ def moved_fields(run: Run, before: Configs, after: Configs) -> tuple[list[str], 
     every = len(run.args.keys() & old.keys()) > len(old) / 2
     given = {name for name, value in run.args.items() if name in old and not (every and value == old[name])}
     gone = [f"{config} has no {name} there" for name in sorted(given - new.keys())]
-    left = (name for name in sorted(old.keys() & new.keys() - given) if old[name] != new[name])
-    return gone, [f"default of {name}: {old[name]!r} -> {new[name]!r}" for name in left]
+    changed = compare.changes(old, new)
+    return gone, [f"default of {name}: {change}" for name, change in changed.items() if name not in given]
 
 
 def compared(

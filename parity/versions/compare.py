@@ -147,15 +147,22 @@ def compare(
     return found
 
 
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """The fields of a config class whose default changed, and how."""
+    both = sorted(before.keys() & after.keys())
+    return {name: f"{before[name]!r} -> {after[name]!r}" for name in both if before[name] != after[name]}
+
+
 def moved_defaults(before: Configs, after: Configs) -> list[str]:
     """A line for each group of config classes and kind of change in their fields."""
     classes: dict[tuple[str, str], list[str]] = {}
     for name in before.keys() & after.keys():
         a, b = before[name], after[name]
-        changed = [("defaults changed", f"{k} {a[k]!r} -> {b[k]!r}") for k in a.keys() & b.keys() if a[k] != b[k]]
+        changed = [("defaults changed", f"{k} {change}") for k, change in changes(a, b).items()]
         gone = [("settings gone", k) for k in a.keys() - b.keys()]
-        for change in (*changed, *gone, *(("settings new", f"{k}={b[k]!r}") for k in b.keys() - a.keys())):
-            classes.setdefault(change, []).append(name)
+        new = [("settings new", f"{k}={b[k]!r}") for k in b.keys() - a.keys()]
+        for moved in (*changed, *gone, *new):
+            classes.setdefault(moved, []).append(name)
     lines: dict[tuple[str, str], list[str]] = {}
     for (kind, text), names in sorted(classes.items()):
         lines.setdefault((", ".join(sorted(names)), kind), []).append(text)
