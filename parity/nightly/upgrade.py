@@ -23,7 +23,7 @@ from parity.tools.settings_check import Run, run_of
 from parity.trainers import catalogue
 from parity.trainers.specs import TRAINERS
 from parity.upstream import trl
-from parity.versions import compare, releases
+from parity.versions import compare, look, releases
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.compare import Cases, Configs
 from parity.versions.row_diff import MARKS
@@ -123,7 +123,7 @@ def own_settings(before: str, after: str, run: Run, device: str, limit: float) -
 def moved_fields(run: Run, before: Configs, after: Configs) -> tuple[list[str], list[str]]:
     """Of the config class of a run's trainer: the settings of the run that are no fields any more; the defaults that
     changed, of fields that it leaves at them. `args.to_json_string()` writes every field: one at its default is not set
-    there."""
+    there, and of one whose default the class computes nobody knows."""
     config = trl.config_name(run.trainers[0])
     if config not in before:
         return [], []
@@ -132,9 +132,12 @@ def moved_fields(run: Run, before: Configs, after: Configs) -> tuple[list[str], 
     old, new = before[config], after[config]
     every = len(run.args.keys() & old.keys()) > len(old) / 2
     given = {name for name, value in run.args.items() if name in old and not (every and value == old[name])}
+    unsure = {name for name in given if every and old[name] in (None, look.MADE)}
+    given -= unsure
     gone = [f"{config} has no {name} there" for name in sorted(given - new.keys())]
+    told = [f"{config} has no {name} there, if it was set" for name in sorted(unsure - new.keys())]
     changed = compare.changes(old, new)
-    return gone, [f"default of {name}: {change}" for name, change in changed.items() if name not in given]
+    return gone, told + [f"default of {name}: {change}" for name, change in changed.items() if name not in given]
 
 
 def compared(

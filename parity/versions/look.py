@@ -32,7 +32,7 @@ from parity.versions.bisect import Measurement
 from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment
 
-PLAIN = bool | int | float | str | None
+PLAIN, MADE = bool | int | float | str | None, "made"
 CPU_LIMIT = 600.0  # seconds of CPU time of a probe, its children included; on the clock `child.BACKSTOP` times as many
 
 
@@ -103,13 +103,13 @@ def main(asked: str, seen: str) -> None:
 
 def defaults() -> dict[str, dict[str, Any]]:
     """The fields of each config class of the installed TRL with their defaults: one that is no plain value as Python writes
-    it, one that is made anew each time as "made"."""
+    it, one that is made anew each time as `MADE`."""
     found = {}
     for trainer in TRAINERS.values():
         with contextlib.suppress(Unsupported):
             config = trl.config_of(trainer)
             found[config.__name__] = {
-                name: "made" if v is dataclasses.MISSING else v if isinstance(v, PLAIN) else repr(v)
+                name: MADE if v is dataclasses.MISSING else v if isinstance(v, PLAIN) else repr(v)
                 for name, v in trl.fields(config).items()
             }
     return found

@@ -218,9 +218,18 @@ def test_a_run_of_another_trainer_has_that_trainers_checks(monkeypatch):
         ({"tools": None}, {"beta": 0.1}, NOT_SAFE, "wrong in checks of DPOTrainer; DPOConfig has no tools there"),
         ({"beta": 0.1, "tools": None}, {"beta": 0.1}, SAFE, "nothing moved"),
         ({"beta": 0.3, "tools": None}, {}, NOT_SAFE, "; DPOConfig has no beta there"),
+        ({"beta": 0.1, "tools": ["f"]}, {"beta": 0.1}, CHANGED, "DPOConfig has no tools there, if it was set"),
         ({"beta": 0.1}, None, NOT_SAFE, "; TRL has no DPOConfig there"),
     ],
-    ids=["set", "left at its default", "gone", "every field, at its default", "every field", "no class"],
+    ids=[
+        "set",
+        "left at its default",
+        "gone",
+        "every field, at its default",
+        "every field",
+        "one that the class computes",
+        "no class",
+    ],
 )
 def test_the_fields_of_a_runs_config_class_are_compared(monkeypatch, args, after, found, said):
     configs = {"DPOConfig": {"beta": 0.1, "tools": None}}, {} if after is None else {"DPOConfig": after}
