@@ -14,9 +14,7 @@ from parity.compare import hint
 from parity.compare.result_rows import Blame, empty_row, flaky, judged_row, logic_row
 from parity.compare.stale_cache import stale
 from parity.implementations.implementation import Implementation
-from parity.judge.escalation import REPLICAS
 from parity.judge.gates import Judgement
-from parity.judge.recipe import IEEE_FP32
 from parity.judging.assess import CaseOracle, classify, confirmed, followed_variant, judged
 from parity.protocol import process_state, side_effects
 from parity.protocol.call import execute
@@ -114,10 +112,6 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
         return
     found = _judge(whole, implementation, outcome)
     why = _explained(found) if found.failing else {}
-    if thorough and not found.failing and recipe.describe() != "fp32":
-        wide = dataclasses.replace(IEEE_FP32, output=recipe.output)
-        finer = judged(found.oracle, found.implementation, found.outcome, wide, most=REPLICAS)
-        base.recipe_measured = "fp32" if all(j.agrees for j in finer.values()) else recipe.describe()
     for name, j in found.judged.items():
         row = judged_row(base, found.oracle, name, j, found.outcome)
         if name in why:

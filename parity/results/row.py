@@ -47,7 +47,6 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True, rename={"cls": "clas
     headroom: float | None = None
     gates: dict[str, float | None] = msgspec.field(default_factory=dict)
     recipe: str | None = None
-    recipe_measured: str | None = None
     recipes: list[str] = msgspec.field(default_factory=list)
     variant: str | None = None
     undecided: int = 0

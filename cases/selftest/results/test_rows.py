@@ -45,7 +45,7 @@ OTHER |= {
     "role": "reference",
     "against": "lib.plain",
 }
-OTHER |= {"recipe": "fp32", "recipe_measured": "bf16", "minimised": True, "replay": "parity replay f.json"}
+OTHER |= {"recipe": "fp32", "minimised": True, "replay": "parity replay f.json"}
 OTHER |= {"unjudged": ["x"]}
 
 

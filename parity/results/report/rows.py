@@ -18,11 +18,11 @@ from parity.results.row import DECLINED, SCHEMA, Header, Last, Parted, Row
 Record: TypeAlias = Header | Row | Parted | Last
 OF_CASE = ("family", "dtype", "device", "seed", "settings", "features", "shard", "frozen")
 """Fields of a row that its file has once for each case."""
-OF_COMPARISON = "implementation role against recipe recipe_measured minimised unjudged imported_from replay".split()
+OF_COMPARISON = "implementation role against recipe minimised unjudged imported_from replay".split()
 """And once for each implementation on a case."""
 OF_FAILING = ("recipes", "worst", "tokens", "max_abs", "allclose", "atol", "rtol", "value_reference")
 """Fields that are kept of a row that fails: reports show no others'."""
-OF_JUDGED = ("against", "recipe", "recipe_measured")  # fields of a row that was not declined
+OF_JUDGED = ("against", "recipe")  # fields of a row that was not declined
 
 
 @contextlib.contextmanager
