@@ -23,6 +23,8 @@ from parity.trainers import catalogue
 from parity.trainers.catalogue import TrainerFamily, is_trainer
 
 NAMES = ("logprobs", "policy", "divergence", "preference")
+MANY = 40
+"""More choices than that are not all told."""
 LIBRARIES = (
     "trl trl_trainer cce pytorch liger liger_grpo trl_divergence liger_divergence liger_preference trl_preference unsloth fixes"
 ).split()
@@ -147,10 +149,13 @@ def _instead(name: str, known: Iterable[str]) -> str:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """ "did you mean …?", or the choices where nothing is close."""
+    """ "did you mean …?", or the choices where nothing is close: of more than `MANY` those that are nearest."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, 1, 0.75)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+    if close := difflib.get_close_matches(name, known, 1, 0.75):
+        return f"did you mean {close[0]}?"
+    if len(known) <= MANY:
+        return f"choose from {', '.join(known)}"
+    return f"choose from {len(known)}, such as {', '.join(difflib.get_close_matches(name, known, 5, 0.0))}"
 
 
 def facts(case: Case) -> dict[str, Any]:
