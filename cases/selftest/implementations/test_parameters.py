@@ -39,6 +39,7 @@ OPEN = {
         use_token_scaling""",
     f"{LIGER}.fused_linear_jsd.LigerFusedLinearJSDFunction.forward": "accum_dtype",
     f"{LIGER}.fused_linear_kl_div.LigerFusedLinearKLDivFunction.forward": "accum_dtype eps reduction",
+    f"{LIGER}.fused_linear_scaled_cross_entropy._FusedLinearPPOFallbackFunction.forward": "selected_token_ids",
     f"{LIGER}.kl_div.LigerKLDivLossFunction.forward": "eps log_target reduction",
     "torch.nn.functional.linear_cross_entropy": "label_smoothing weight",
     "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss": "reduction",
