@@ -23,7 +23,7 @@ class Profile:
     # drawn cases that an implementation gets at least, as far as there are so many that it takes; what its call refuses of its
     # draws, four at most, counts
     least: int = 64
-    least_own: int = 64  # the same of a user's function
+    least_own: int = 128  # the same of a user's function
     thorough: int = 4  # one case in this many gets the repeated calls and exact relations
     shrink_seconds: float = 20.0  # time given to minimising one new finding
     findings: int = 12  # new findings that a run looks at again and minimises; further ones are reported as drawn

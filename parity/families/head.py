@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+import zlib
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,8 +45,8 @@ SETTINGS = {
     "grad": Setting("hidden weight bias", "which tensors require a gradient"),
     "cotangent": Setting(
         "random",
-        "upstream gradient; 'random' ones are bf16 numbers, 'fine' float32 ones, 'small' ones 2⁻²² of these",
-        ("random", "fine", "ones", "zero", "scaled", "small", "sparse"),
+        "upstream gradient; 'random' ones are bf16 numbers, 'fine' float32 ones, 'small' ones 2⁻²² of these, 'rows' one a row",
+        ("random", "fine", "ones", "zero", "scaled", "small", "sparse", "rows"),
     ),
     "context": Setting(
         "plain",
@@ -123,7 +125,8 @@ def leaves(s: SimpleNamespace) -> tuple[str, ...]:
 
 
 def cotangent(case: Case, s: SimpleNamespace, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """An upstream gradient of `shape`, float64 with values that float32 holds; "ones" has stride 0, as `.sum()` returns."""
+    """An upstream gradient of `shape`, float64 with values that float32 holds; "ones" and "rows" have stride 0, as the
+    sum of all and of a sequence return."""
     kind = s.cotangent
     if kind == "ones":
         return torch.ones((), dtype=torch.float64).expand(shape)
@@ -131,6 +134,8 @@ def cotangent(case: Case, s: SimpleNamespace, name: str, shape: tuple[int, ...])
     if kind in ("fine", "small"):
         return g.float().double() * (2.0**-22 if kind == "small" else 1.0)
     g = g.to(torch.bfloat16).double()
+    if kind == "rows" and shape:
+        return g[..., :1].expand(shape)
     if kind == "zero":
         return torch.zeros_like(g)
     if kind == "scaled":  # as a loss scaler does; log-probs in fp16 could not carry 65,536
@@ -326,6 +331,11 @@ def _sizes(draw: Any, st: Any, shape: str, profile: str) -> dict[str, int]:
         "V": size(draw, st, 64, 2048) if v is None else v,
         "H": draw(st.one_of(st.integers(1, 16), odd)),
     }
+
+
+def one_in(count: int, out: Mapping[str, Any]) -> bool:
+    """Whether one of so many draws is chosen: by what it has so far, so that no other draw moves."""
+    return zlib.crc32(repr(out).encode()) % count == 0
 
 
 def draw_head(draw: Any, st: Any, dtype: str, *, profile: str, contexts: tuple[str, ...]) -> dict[str, Any]:

@@ -83,6 +83,8 @@ def _advantages(case: Case, s: SimpleNamespace) -> torch.Tensor:
         return a.abs() * (1 if s.advantages == "positive" else -1)
     if s.advantages == "zero":
         return torch.where(torch.arange(s.B) % 2 == 0, 0.0, a)
+    if s.advantages == "zeros":
+        return torch.zeros_like(a)
     if s.advantages == "equal":
         return torch.full_like(a, 0.75)
     if s.advantages == "repeated":

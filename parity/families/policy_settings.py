@@ -43,8 +43,9 @@ SETTINGS = head.SETTINGS | {
     "entropy_coef": Setting(0.0, "weight of the entropy bonus"),
     "advantages": Setting(
         "mixed",
-        "signs and shape; 'fine' ones have all bits of float32, others are bf16 numbers",
-        ("mixed", "fine", "positive", "negative", "zero", "equal", "token", "repeated"),
+        "signs and shape; 'fine' ones have all bits of float32, others are bf16 numbers; 'zero': of every second sequence, "
+        "'zeros': of all",
+        ("mixed", "fine", "positive", "negative", "zero", "zeros", "equal", "token", "repeated"),
     ),
     "accumulation": Setting(1, "micro-batches in an optimizer step", within="[1, inf)"),
     "steps_per_generation": Setting(1, "micro-batches in a generation batch", within="[1, inf)"),
@@ -237,6 +238,8 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out |= {name: SETTINGS[name].default for name in WIRING}
     if kind in (1, 2, 3):
         kept |= _focused(draw, st, out)
+    if out["advantages"] == "zero" and out["beta"] != 0.0 and head.one_in(2, out):  # what is left of the loss is the KL
+        out["advantages"] = "zeros"
     if out["loss_type"] == "cispo":
         out["epsilon_high"] = number(1.001, 10.0, 5.0, 2.0, 1.3, 1.0)
     elif (out["epsilon_high"] or 1.0) < 3e-4:

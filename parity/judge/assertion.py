@@ -222,7 +222,8 @@ earlier values are."""
 
 def _later(calls: FunctionCalls, first: Mapping[str, torch.Tensor | None], recipe: Recipe) -> list[str]:
     """What is wrong in a later call on other values, under another upstream gradient in other memory: what a call keeps by shape,
-    or for ever, and a backward pass that takes its upstream gradient to be contiguous."""
+    or for ever, and a backward pass that takes its upstream gradient to be contiguous; with an odd seed, one to be one number
+    where its last dimension is expanded, as a sum over it sends it."""
     problem = calls.problem
     inputs = tree_map(lambda x: other_values(x) if isinstance(x, torch.Tensor) else x, dict(problem.inputs))
     parameters = {name: other_values(x) for name, x in problem.parameters.items()}
@@ -231,7 +232,10 @@ def _later(calls: FunctionCalls, first: Mapping[str, torch.Tensor | None], recip
     try:  # outputs may have another shape
         random = later.upstream_of(later.outputs).items()
         above = {n: given[n].double() if n in given and given[n].shape == g.shape else g for n, g in random}
-        later = dataclasses.replace(later, given={n: elsewhere(g) for n, g in above.items()})
+        rows = {n for n, g in above.items() if problem.seed % 2 and g.dim() > 1 and n not in given}
+        rows -= {n for n in rows if gradient_name(n) in calls.in_place}
+        laid = {n: elsewhere(g[..., :1]).expand_as(g) if n in rows else elsewhere(g) for n, g in above.items()}
+        later = dataclasses.replace(later, given=laid)
         values = dataclasses.replace(calls, problem=later, changed=[]).values()
     except Exception as error:
         return [f"repeated: {LATER} fails, {told(error)}"]

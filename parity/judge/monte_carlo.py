@@ -176,7 +176,18 @@ class MonteCarlo(TorchDispatchMode):
             return self.rounded(out)
         if name in ("mul", "div") and self.elementwise == "fp32" and _is_rounded(args[1]):
             out = out * (1 + self.u * self.noise.constant(args[1], out))
+        if name == "pow" and self.elementwise == "fp32":
+            out = self._power(out, args[0], args[1])
         return self.rounded(out)
+
+    def _power(self, out: torch.Tensor, base: Any, exponent: Any) -> torch.Tensor:
+        """`out` = base**exponent, where float32 rounds a Python number among the two: 0.99**t is off by t·u."""
+        if _is_rounded(base):
+            return out * (self.u * self.noise.constant(base, out) * exponent).exp()
+        if _is_rounded(exponent):
+            logarithm = base.abs().log().nan_to_num(0.0, 0.0, 0.0)
+            return out * (self.u * self.noise.constant(exponent, out) * exponent * logarithm).exp()
+        return out
 
     def upstream(
         self, given: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import statistics
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -199,12 +200,19 @@ def shown(case: Case) -> frozenset[Hashable]:
 
 def _shown_of_own(case: Case) -> frozenset[Hashable]:
     """`shown` of a user's function, and sizes, of which the draws of many libraries together hold enough: how many tokens
-    there are, also one more than a chunk's, and a long sequence in each dtype by itself and with what decides the loss."""
+    there are, also one more than a chunk's, and a long sequence in each dtype by itself and with what decides the loss. And the
+    decade of each number that decides it: below one there may be a threshold."""
     s = vars(loss_family(case.family).full_settings(case))
     length = s.get("T", 1)
     tokens = length * s.get("B", 1)
     long = {(name, case.dtype) for name in ("long", *_deciding(case)) if length > LONG}
-    return shown(case) | {("tokens", tokens.bit_length(), tokens % CHUNK == 1)} | long
+    numbers = {
+        (n, v)
+        for n in _deciding(case)
+        if isinstance(v := case.settings[n], int | float) and v and not isinstance(v, bool)
+    }
+    decades = {(n, "decade", math.floor(math.log10(abs(v)))) for n, v in numbers}
+    return shown(case) | {("tokens", tokens.bit_length(), tokens % CHUNK == 1)} | long | decades
 
 
 def _shown_of_kernel(case: Case) -> frozenset[Hashable]:
