@@ -388,6 +388,16 @@ class KeptUpstream(torch.autograd.Function):
         return 2 * by_shape(KeptUpstream.kept, g.shape, g.clone)
 
 
+class OneUpstream(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * (g if g.stride()[-1] else g.flatten()[0].expand_as(g))
+
+
 LARGEST = lambda x: x.detach().abs().amax(-1, keepdim=True)  # noqa: E731
 
 
@@ -407,6 +417,11 @@ def test_a_later_call_on_other_values_is_judged(function, exact):
     assert found.protocol and all("of a later call on other values" in line for line in found.protocol)
     assert not found.agrees
     assert check_parity(exact, exact, {"x": torch.randn(8, 32)}).agrees
+
+
+def test_an_upstream_gradient_of_one_value_a_row_is_not_one_of_all():
+    found = check_parity(OneUpstream.apply, lambda x: 2 * x, {"x": torch.randn(8, 32)}, seed=1)
+    assert "its upstream gradient not contiguous" in " ".join(found.protocol)
 
 
 @pytest.mark.parametrize("cotangent", [None, "ones"])

@@ -546,6 +546,13 @@ def test_a_cumulative_sum_may_be_added_term_after_term():
     assert not check_parity(wrong, lambda x: x.cumsum(-1), inputs, grad=()).agrees
 
 
+@pytest.mark.parametrize("decayed", [lambda x, by: x * by ** torch.arange(1000.0), lambda x, by: x.abs() ** by])
+def test_a_number_in_a_power_is_rounded(decayed):
+    inputs = {"x": drawn(torch.float32, x=(2, 1000))["x"] * 1e-20}
+    assert_parity(lambda x: decayed(x, 0.93), lambda x: decayed(x, 0.93), inputs)
+    assert not check_parity(lambda x: decayed(x, 0.93 * (1 + 1e-6)), lambda x: decayed(x, 0.93), inputs).agrees
+
+
 def rows_at(x, weight, ids):
     return torch.zeros_like(x[:2]).index_add(0, ids, x), weight[ids]
 

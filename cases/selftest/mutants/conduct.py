@@ -233,10 +233,12 @@ def around(call: Adapter, *names: str) -> dict[str, tuple[str, Adapter]]:
     return {name: (mistake, wrong(call)) for name, (mistake, wrong) in (MISCONDUCT | misread(*names)).items()}
 
 
-def misread_upstream(call: Adapter) -> Adapter:
-    """Upstream gradients are taken for contiguous."""
+def misread_upstream(call: Adapter, expanded: bool = False) -> Adapter:
+    """Upstream gradients are taken for contiguous; or `expanded` ones, of one value a row, for one value."""
 
     def wrong(g: torch.Tensor) -> torch.Tensor:
+        if expanded:
+            return g.flatten()[0].expand_as(g) if g.numel() > 1 and not g.stride()[-1] else g
         return _as_if(g, g.storage_offset()) if g.numel() > 1 and all(g.stride()) else g
 
     return lambda x: {n: through(v, wrong) if v.requires_grad else v for n, v in call(x).items()}

@@ -53,6 +53,10 @@ def _log_of_softmax(x: Inputs, z: torch.Tensor) -> Pair:
 def _mutants() -> Wrong:
     found = around(Steps().call, "hidden", "weight", "bias", "ids")
     found["strides-of-upstream"] = ("strides of the upstream gradient ignored", misread_upstream(Steps().call))
+    found["expanded-upstream"] = (
+        "an upstream gradient of one value a row taken for one value",
+        misread_upstream(Steps().call, True),
+    )
     for name, mistake, read in scaled_gradients("hidden", "weight", "bias"):
         found[name] = (mistake, Steps(read=read).call)
     for name, mistake, steps in exchanged("logprobs", defaults(Steps, Fused), globals()):
