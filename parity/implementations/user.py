@@ -123,11 +123,12 @@ def _given(names: Collection[str]) -> set[str]:
     return {*canonical(names).values()} | ({"mask"} if {"completion_mask", "tool_mask"} <= {*names} else set())
 
 
-def family_of(signature: inspect.Signature, id: str, families: Iterable[Family]) -> Family:
-    """The family that the names of parameters fit, that which needs most of them. Raises UsageError where they fit none."""
+def family_of(signature: inspect.Signature, id: str, families: Iterable[Family], fixed: Collection[str] = ()) -> Family:
+    """The family that the names of parameters, and of settings that are `fixed`, fit, that which needs most of them. Raises
+    UsageError where they fit none."""
     names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     known = {f.name: (f, REQUIRED.get(f.name) or sorted(f.needed(f.build(f.case(0, "fp32", {}))))) for f in families}
-    found = _given(names)
+    found = _given(names) | {*fixed}
     found |= {"teacher"} if any(n.startswith(("teacher_", "support_")) for n in found) else set()
     fits = [(f, required) for f, required in known.values() if {*required} <= found]
     if not fits:
@@ -169,7 +170,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
     signature = _signature(function)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    chosen, code = family_of(signature, id, families), function
+    chosen, code = family_of(signature, id, families, getattr(function, "fixed", ())), function
     fixed = _fixed(function, names, chosen, id)
 
     own = {theirs: n for n, theirs in canonical(names).items()}
@@ -195,6 +196,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
     named = code if hasattr(code, "__qualname__") else type(code)
     narrowed = (plain.TWO_DTYPES,) if chosen.name == "divergence" else ()
     takes = frozenset({*_given(names), *fixed})
+    chosen_by_default = _choices(chosen, {theirs: signature.parameters[n].default for theirs, n in own.items()}) | fixed
     made = Implementation(
         id=id,
         family=chosen.name,
@@ -206,7 +208,7 @@ def from_function(function: Callable[..., Any], id: str, families: Iterable[Fami
         takes=takes,
         parameters=None if open_ended else takes,
         requires=_required(chosen, fixed, {theirs for theirs, n in own.items() if n in needed}),
-        own_defaults=_choices(chosen, {theirs: signature.parameters[n].default for theirs, n in own.items()} | fixed),
+        own_defaults=tuple(chosen_by_default.items()),
         limits=(only(f"written for {', '.join(f'{n} {v}' for n, v in fixed.items())}", fits), *narrowed),
         sources=(f"{named.__module__}.{named.__qualname__}",),
     )
@@ -220,12 +222,10 @@ def _required(family: Family, fixed: Mapping[str, Any], needed: set[str]) -> fro
     return frozenset(name for name in needed if tensors.get(name) is not None)
 
 
-def _choices(family: Family, of: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def _choices(family: Family, of: Mapping[str, Any]) -> dict[str, Any]:
     """Of a function's defaults those that are another choice of a setting than the family's default."""
     found = {n: (family.settings[n], v) for n, v in of.items() if n in family.settings}
-    return tuple(
-        (n, v) for n, (s, v) in found.items() if isinstance(v, str) and v in (s.choices or ()) and v != s.default
-    )
+    return {n: v for n, (s, v) in found.items() if isinstance(v, str) and v in (s.choices or ()) and v != s.default}
 
 
 def named_outputs(result: Any, fam: Family, declared: Iterable[str] = ()) -> Named:

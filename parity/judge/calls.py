@@ -22,12 +22,11 @@ ALL = (
     "output dtypes",
     "nan",
     "default dtype",
-    "second derivative",
     "checkpoint",
     "reentrant checkpoint",
     "compile",
 )
-NEED_GRADIENTS = ("accumulation", "interleaved", "nan", "second derivative", "checkpoint", "reentrant checkpoint")
+NEED_GRADIENTS = ("accumulation", "interleaved", "nan", "checkpoint", "reentrant checkpoint")
 REFUSALS = (RuntimeError, ValueError, AssertionError)
 CRASHES = (RecursionError, torch.OutOfMemoryError, torch.AcceleratorError)
 FORWARDS = 3
@@ -156,11 +155,6 @@ class FunctionCalls(protocol.Calls[Tensors]):
         """Calls of the definition in place of the function."""
         return dataclasses.replace(self, function=self.problem.definition, changed=[])
 
-    def _twice(self) -> list[str]:
-        """Where the definition has a second derivative: behind a stop-gradient it has none."""
-        wanted = self.problem.dtype == "fp32" and not protocol.second_order(self._definition)
-        return protocol.second_order(self) if wanted else []
-
     def _dtypes(self, first: Values) -> list[str]:
         """Outputs come in the dtypes that the definition gives on the same inputs."""
         asked = self._definition.forward(self.fresh())
@@ -180,7 +174,6 @@ class FunctionCalls(protocol.Calls[Tensors]):
             "output dtypes": lambda: self._dtypes(first),
             "nan": lambda: protocol.shown(self, first, self._definition),
             "default dtype": lambda: protocol.other_default(self, first),
-            "second derivative": self._twice,
             "checkpoint": lambda: protocol.recomputed(self, first),
             "reentrant checkpoint": lambda: protocol.through(
                 self, first, lambda f, *x: checkpoint(f, *x, use_reentrant=True)

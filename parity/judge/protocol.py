@@ -116,16 +116,12 @@ def asked(
         return {}
     outs, above = zip(*pairs.values(), strict=True)
     try:
-        given = _grad(calls, x, outs, leaves, above)
+        given = calls.within(x, lambda: torch.autograd.grad(outs, [*leaves.values()], above, allow_unused=True))
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
         return {}
     return {gradient_name(n): g for n, g in zip(leaves, given, strict=True) if g is not None}
-
-
-def _grad(calls: Calls[X], x: X, outs: Any, leaves: Mapping[str, torch.Tensor], above: Any, **more: bool) -> Any:
-    return calls.within(x, lambda: torch.autograd.grad(outs, [*leaves.values()], above, allow_unused=True, **more))
 
 
 def unrecorded(
@@ -249,59 +245,6 @@ def _hidden(calls: Calls[X], name: str, place: tuple[torch.Tensor, ...]) -> list
     except Exception:
         return []
     return [*outputs] if all(bool(torch.isfinite(v).all()) for v in outputs.values()) else []
-
-
-STEPS = (1e-2, 5e-3)
-"""Steps of a difference of gradients, times the largest entry of a leaf."""
-STEADY, FAR = 0.1, 0.5
-"""Two differences agree so far that a second derivative can be told, and one that is wrong is so far off, both of its norm."""
-
-
-def second_order(calls: Calls[X]) -> list[str]:
-    """The second derivative along the gradient is right, or refused: it is the difference quotient of the first.
-
-    A backward pass written by hand takes what it saved for constants, and autograd differentiates what is left.
-    """
-    x = calls.fresh()
-    outs, above = zip(*calls.upstream(x, calls.forward(x)).values(), strict=True)
-    leaves = calls.leaves(x)
-    try:
-        slopes = _filled(leaves, _grad(calls, x, outs, leaves, above, create_graph=True))
-        along = {
-            n: g.detach() / g.detach().norm().clamp(min=1e-30) * leaves[n].detach().abs().max()
-            for n, g in slopes.items()
-        }
-        twice = _grad(calls, x, sum((g * along[n]).sum() for n, g in slopes.items()), leaves, None)
-    except RuntimeError:
-        return []
-
-    def slope(h: float) -> dict[str, torch.Tensor]:
-        above, below = _at(calls, along, h), _at(calls, along, -h)
-        return {n: (above[n] - below[n]) / (2 * h) for n in above}
-
-    rough, fine = map(slope, STEPS)
-    return [
-        f"the second derivative by {n} is wrong and not refused"
-        for n, found in _filled(leaves, twice).items()
-        if float((rough[n] - fine[n]).norm()) <= STEADY * float(fine[n].norm())
-        and float((found - fine[n]).norm()) > FAR * float(fine[n].norm())
-    ]
-
-
-def _filled(leaves: Mapping[str, torch.Tensor], given: Iterable[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), given, strict=True)}
-
-
-def _at(calls: Calls[X], along: Mapping[str, torch.Tensor], step: float) -> dict[str, torch.Tensor]:
-    """The gradients a step further."""
-    x = calls.fresh(other=True)
-    calls.write(x, False)
-    leaves = calls.leaves(x)
-    with torch.no_grad():
-        for name, direction in along.items():
-            leaves[name].add_(step * direction)
-    outs, above = zip(*calls.upstream(x, calls.forward(x)).values(), strict=True)
-    return _filled(leaves, _grad(calls, x, outs, leaves, above))
 
 
 def accumulation(calls: Calls[X]) -> list[str]:

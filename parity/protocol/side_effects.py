@@ -18,10 +18,6 @@ from parity.judge.protocol import Values
 from parity.protocol.call import backward, differentiated, execute, forward, fresh, gradients, guarded, surroundings
 from parity.protocol.exceptions import Outcome
 
-TWICE = frozenset({"logprobs", "divergence", "preference"})
-"""Families without a stop-gradient, whose first derivative moves where autograd's second does not; a teacher that has the
-student's head is one too."""
-
 Part = Callable[["AdapterCalls"], list[str]]
 """A part of the protocol: what does not hold of it."""
 
@@ -112,8 +108,8 @@ class AdapterCalls(protocol.Calls[Inputs]):
         return found
 
     def _ways(self, first: Values) -> list[tuple[str, Part]]:
-        """Calls of other kinds: under another default dtype, a checkpoint that is not reentrant, by a second derivative. All for
-        a user's function, one of the first two by the case's id for others; the last in float32 for functions alone."""
+        """Calls of other kinds: under another default dtype, a checkpoint that is not reentrant. Both for a user's function, one
+        by the case's id for others."""
         inputs, implementation = self.values, self.implementation
         parts: list[tuple[str, Part]] = [
             ("under another default dtype: ", lambda c: protocol.other_default(c, first)),
@@ -123,8 +119,6 @@ class AdapterCalls(protocol.Calls[Inputs]):
             parts = parts[:1]
         if not implementation.is_function:
             parts = [parts[share(inputs.case, "ways") % len(parts)]]
-        elif inputs.leaves and inputs.case.dtype == "fp32" and implementation.family in TWICE and not inputs.shared:
-            parts.append(("by a second derivative: ", protocol.second_order))
         return parts
 
 

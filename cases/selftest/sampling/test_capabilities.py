@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from parity.case.profiles import PROFILES, streams
 from parity.errors import HarnessError
 from parity.implementations import implementation as implementation_module
 from parity.implementations import trl as trl_module
+from parity.implementations import user
 from parity.implementations.implementation import Implementation, fitting, found_at, only, require, taking
 from parity.protocol.call import execute
 from parity.registry import load, loss_families, loss_family, run_case, select
@@ -314,6 +316,19 @@ def test_an_implementation_gets_at_least_so_many_and_no_more_than_it_needs():
     assert len(besides(NARROW, drawn, lambda case: True, len(own) + 3, "cpu", every_pair=False)[0]) == 3
     assert all(refusal(NARROW, near, "cpu") is None for near in every)
     assert not {near.id for near in every} & {case.id for case in own}
+
+
+def test_a_users_function_that_is_written_for_a_number_gets_cases_with_it_and_each_decade_of_others():
+    def loss(hidden, weight, ids, teacher_hidden, teacher_weight, temperature=1.0): ...
+
+    loss.fixed = {"beta": 1.0}
+    family = loss_family("divergence")
+    own = user.from_function(loss, "own.py:loss", [family])
+    drawn = [*draws(cases(family, DTYPES, "pr"), "fixed", 60)]
+    new, *_ = besides(own, drawn, lambda case: True, 40, "cpu")
+    assert len(new) >= 30 and all(case.settings["beta"] == 1.0 for case in new)
+    decades = lambda of: {math.floor(math.log10(case.settings.get("temperature", 1))) for case in of}  # noqa: E731
+    assert decades(new) == decades(drawn)
 
 
 def test_a_users_function_gets_long_sequences_and_a_chunk_with_a_rest_of_one_token():
