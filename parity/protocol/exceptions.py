@@ -105,6 +105,9 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
         return Outcome("unsupported", message=f"{importing[-1].f_globals['__name__']} does not import here: {message}")
     if ours and (not theirs or theirs[-1] < ours[-1]) and not files[ours[-1]].startswith(PROTOCOL):
         said = f"the adapter {implementation.id} does not fit this version: {message}"
+        if implementation.user_class:  # its fault, or that of the check that reads what it did
+            place = deepest([traceback.extract_tb(error.__traceback__)[ours[-1]]])
+            return Outcome("unsupported", message=f"the check cannot follow this class: {message}, at {place}")
         return Outcome("unsupported", message=said, blame="harness")
     if raised and isinstance(error, REFUSALS):
         return Outcome("refused", message=message)

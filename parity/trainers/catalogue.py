@@ -186,11 +186,12 @@ def rows(
         used = device if found.moves else "cpu"  # the row tells the device that was used
         call = CheckCall(case, settings, path_of(implementation), used)
         with drawn.of_case(case.seed):
-            found_rows = list(_rows(found, call, implementation))
+            found_rows = list(_rows(found, call, implementation, compared=blame.against is not None))
         yield from map(blame.decide, found_rows)
 
 
-def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iterator[Row]:
+def _rows(found: Check, call: CheckCall, implementation: Implementation, compared: bool = False) -> Iterator[Row]:
+    """`compared`: whether the trainer as released was judged on the case. A user's class that cannot be judged there failed."""
     about = {"role": implementation.role, "recipe": "fp32"}
     base = empty_row(family(call.case.family), call.case, implementation.id, call.device, **about)
     missing = implementation.missing()
@@ -201,7 +202,9 @@ def _rows(found: Check, call: CheckCall, implementation: Implementation) -> Iter
         return
     outcome, results = attempt(call, implementation)
     if outcome.verdict != "ran":
-        yield replace(base, verdict=outcome.verdict, message=outcome.message, blame=outcome.blame)
+        failed = implementation.user_class and compared and outcome.verdict == "unsupported"
+        verdict: Any = "crashed" if failed else outcome.verdict
+        yield replace(base, verdict=verdict, message=outcome.message, blame=outcome.blame)
         return
     failing = [q.name for q, j in results if not j.agrees]
     unsteady = flaky(failing, lambda: {q.name: j.agrees for q, j in attempt(call, implementation)[1]})

@@ -80,6 +80,53 @@ def test_a_check_that_does_not_drive_the_class_says_so():
     assert row.verdict == "unsupported" and "check processes does not drive" in row.message
 
 
+OWN = {
+    "Repeated": """(trl.GRPOTrainer):
+    def _prepare_inputs(self, batch):
+        super()._prepare_inputs(batch)
+        return self._buffered_inputs[self._step // self.num_iterations % self.args.steps_per_generation]
+""",
+    "Begun": """(trl.SFTTrainer):
+    def _prepare_dataset(self, *args, **kwargs):
+        dataset = super()._prepare_dataset(*args, **kwargs)
+        return dataset.map(lambda x: {"input_ids": [1, *x["input_ids"]], "labels": [-100, *x["labels"]]})
+""",
+    "RowByRow": """(trl.GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        rows = [{k: v[i : i + 1] if hasattr(v, "ndim") and v.ndim else v for k, v in inputs.items()} for i in range(4)]
+        return sum(super(RowByRow, self)._compute_loss(model, row) / 4 for row in rows)
+""",
+}
+
+
+def of_own(name, folder, **settings):
+    """Rows of a class of `OWN`, whose trainer as released agrees."""
+    (folder / "own.py").write_text(f"import trl\n\n\nclass {name}{OWN[name]}")
+    (own,) = (i for i in from_file(f"{folder}/own.py:{name}") if i.is_trainer)
+    case = family(own.family).case(0, "fp32", settings)
+    released = next(i for i in select(()) if i.id == own.extends)
+    found = list(run_case(case, [released, own]))
+    assert {r.verdict for r in found if r.implementation == released.id} == {"agree"}
+    return {r.quantity: r for r in found if r.implementation == own.id}
+
+
+def test_a_case_that_the_trainer_as_released_can_be_judged_on_and_a_subclass_cannot_is_its_failure(tmp_path):
+    (row,) = of_own("Repeated", tmp_path, check="windows", kind="again", loss="dapo").values()
+    assert (row.verdict, row.blame, row.failing) == ("crashed", "candidate", True)
+    assert row.message == "the window holds 4 known sequences instead of 8"
+
+
+def test_a_class_that_a_check_cannot_follow_is_told_so(tmp_path):
+    (row,) = of_own("Begun", tmp_path, check="windows", kind="uneven").values()
+    assert row.verdict == "crashed" and "trainers/" in row.message
+    assert row.message.startswith("the check cannot follow this class: ValueError: ")
+
+
+def test_a_class_that_scores_rows_one_by_one_is_judged(tmp_path):
+    found = of_own("RowByRow", tmp_path, check="step-one")
+    assert found.keys() >= {"logps", "loss"} and {r.verdict for r in found.values()} == {"agree"}
+
+
 def test_a_config_of_its_own_is_what_it_is_given():
     case = family("policy").case(3, "fp32", {"B": 2, "T": 3, "V": 7, "H": 5})
     found = rows("Scaled", case)

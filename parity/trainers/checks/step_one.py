@@ -138,7 +138,9 @@ def _watch(call: CheckCall, trainer: Any) -> FirstStep:
     if online:
         step.policy, step.reference = (logps for _, _, logps, _ in seen[:2])
     elif call.spec.scored:
-        step.policy = next((logps for *_, logps, graded in seen if graded), None)
+        parts = [(ids, logps) for _, ids, logps, graded in seen if graded and ids.shape[1] == step.ids.shape[1]]
+        if sum(len(ids) for ids, _ in parts) >= len(step.ids):  # a user's trainer may score rows one by one
+            step.policy = in_order(step.ids, *map(torch.cat, zip(*parts, strict=True)))
         step.advantages, step.reference = batch["advantages"], batch.get("ref_per_token_logps")
         own = None if trainer.ref_model is None else trainer.model
         other = [(ids, logps) for model, ids, logps, graded in seen if not graded and model is not own]
