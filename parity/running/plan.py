@@ -252,7 +252,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         shards.append(Shard(family=name, kind="besides", seed=seed, count=1, implementations=tuple(ids)))
     asked = bool(options.families or options.implementations)
     for name in checked if not options.only else ():
-        cut(name, "checks", slices(len(catalogue.cases(name, options.profile, seed, asked)), CHECKS))
+        cut(name, "checks", slices(len(catalogue.cases(name, options.profile, seed, asked, name in own)), CHECKS))
     count, why = workers(options.workers, len(shards))
     gpus = gpu.visible() if device == "cuda" else []
     reserve = min(profile.minimise_seconds, (options.max_time or 0.0) / 10)  # for findings, once no more is drawn

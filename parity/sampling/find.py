@@ -48,7 +48,7 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
         found = Frozen.load(file)
         if name in (found.case.id, file.stem):
             return found.case, found.implementation
-    for case in (case for trainer in TRAINERS for case in catalogue.cases(trainer, "pr", 0)):
+    for case in (case for trainer in TRAINERS for case in catalogue.cases(trainer, "pr", 0, own=True)):
         if case.id == name:
             return case, f"{case.family}.released"
     files = [folder / "results.ndjson" for folder in folders]

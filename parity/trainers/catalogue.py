@@ -143,21 +143,22 @@ def measured(user_class: type | None, call: CheckCall) -> Iterator[Quantity]:
         yield from family(call.case.family).check(call.case).run(call)
 
 
-def cases(name: str, profile: str, seed: int, asked: bool = False) -> list[Case]:
-    """The cases of a trainer in a profile, those of every check of it, without doubles.
+def cases(name: str, profile: str, seed: int, asked: bool = False, own: bool = False) -> list[Case]:
+    """The cases of a trainer in a profile, those of every check of it, without doubles. `own`: for a user's class too.
 
     A trainer without cases in quick has those of pr there, where it was `asked` for by name.
     """
     fam = family(name)
     out: dict[str, Case] = {}
     for one in fam.checks.values():
-        for trainer, settings in one.listed(profile, seed):
+        more = one.of_user if own and profile != "quick" else ()
+        for trainer, settings in (*one.listed(profile, seed), *more):
             if trainer == name:
                 case = fam.case(0 if PROFILES[profile].derandomised else seed, "fp32", {"check": one.name, **settings})
                 fam.full_settings(case)
                 out.setdefault(case.id, case)
     if not out and asked and profile == "quick":
-        return cases(name, "pr", seed)
+        return cases(name, "pr", seed, own=own)
     return list(out.values())
 
 

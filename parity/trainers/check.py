@@ -176,6 +176,7 @@ class Check:
     run: Callable[[CheckCall], Iterator[Quantity]]
     quick: Sequence[CheckCase] = ()  # its cases in this profile
     pr: Sequence[CheckCase] = ()  # its cases in this profile
+    of_user: Sequence[CheckCase] = ()  # more of its cases, but in quick, where a user's class is asked for
     covered: Callable[[CheckCase], bool] = lambda case: False  # pr has `every_value` of these `cases` too
     paths: tuple[str, ...] = ("released", "fixed")  # the paths of `PATHS` on which it is run
     # whether it drives the trainer's class in this process, so that a user's own can take its place; else it looks at

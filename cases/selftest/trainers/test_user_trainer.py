@@ -16,6 +16,7 @@ from parity.registry import family, from_file, run_case, select
 from parity.results.ledger import Ledger
 from parity.running.shard import Session
 from parity.sampling.find import find
+from parity.trainers import catalogue
 
 FILE = "fixtures/trainers.py"
 GRPO = family("grpo-trainer")
@@ -91,6 +92,10 @@ OWN = {
         dataset = super()._prepare_dataset(*args, **kwargs)
         return dataset.map(lambda x: {"input_ids": [1, *x["input_ids"]], "labels": [-100, *x["labels"]]})
 """,
+    "Decayed": """(trl.GRPOTrainer):
+    def get_decay_parameter_names(self, model):
+        return [name for name, _ in model.named_parameters()]
+""",
     "RowByRow": """(trl.GRPOTrainer):
     def _compute_loss(self, model, inputs):
         rows = [{k: v[i : i + 1] if hasattr(v, "ndim") and v.ndim else v for k, v in inputs.items()} for i in range(4)]
@@ -125,6 +130,16 @@ def test_a_class_that_a_check_cannot_follow_is_told_so(tmp_path):
 def test_a_class_that_scores_rows_one_by_one_is_judged(tmp_path):
     found = of_own("RowByRow", tmp_path, check="step-one")
     assert found.keys() >= {"logps", "loss"} and {r.verdict for r in found.values()} == {"agree"}
+
+
+def test_an_update_of_its_own_is_judged_where_a_user_s_class_is_asked_for(tmp_path):
+    usual, own = (catalogue.cases("grpo-trainer", "pr", 0, own=mine) for mine in (False, True))
+    first, resumed = (case for case in own if case.settings["check"] == "update")
+    assert usual == [case for case in own if case not in (first, resumed)] and resumed.settings["resumed"]
+    assert find(first.id) == (first, "grpo-trainer.released")
+    found = of_own("Decayed", tmp_path, **first.settings)
+    wrong = {q for q, r in found.items() if r.verdict != "agree"}
+    assert wrong == {"parameters behind step 1", "parameters behind step 2"}
 
 
 def test_a_config_of_its_own_is_what_it_is_given():

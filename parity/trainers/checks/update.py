@@ -23,6 +23,7 @@ from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.training_step import Parameters, exact_step, gradients
 from parity.trainers.rig import recorder, stored_window
 from parity.trainers.rig.twin_runs import Run
+from parity.trainers.specs import JUDGED
 
 STEPS, RATE = 2, 0.02
 BETAS, EPSILON = (0.8, 0.9), 1e-3
@@ -45,6 +46,8 @@ PR: list[CheckCase] = [
     ("sft-trainer", {"clip": 0.2, "decay": 0.5, "schedule": "linear"}),
     ("sft-trainer", {"optimizer": "adamw_torch", "clip": 0.2, "decay": 0.5, "schedule": "warm-up", "resumed": True}),
 ]
+OF_USER = [(trainer, settings) for trainer in JUDGED for _, settings in PR]
+"""A subclass may override what trainers share."""
 
 
 def cases(seed: int) -> Iterator[CheckCase]:
@@ -55,7 +58,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
     yield from ((trainer, settings) for trainer in STORED for _, settings in PR)
 
 
-@check("update", STORED, SETTINGS, cases, pr=PR, paths=("released",))
+@check("update", JUDGED, SETTINGS, cases, pr=PR, of_user=OF_USER, paths=("released",))
 def update(call: CheckCall) -> Iterator[Quantity]:
     """Two steps: gradients are clipped by their norm, parameters move as the optimizer's formula says."""
     s = call.settings
