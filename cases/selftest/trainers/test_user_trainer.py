@@ -96,6 +96,11 @@ OWN = {
     def get_decay_parameter_names(self, model):
         return [name for name, _ in model.named_parameters()]
 """,
+    "Dropping": """(trl.DPOTrainer):
+    def _compute_loss(self, *args, **kwargs):
+        self.ref_model.train()
+        return super()._compute_loss(*args, **kwargs)
+""",
     "RowByRow": """(trl.GRPOTrainer):
     def _compute_loss(self, model, inputs):
         rows = [{k: v[i : i + 1] if hasattr(v, "ndim") and v.ndim else v for k, v in inputs.items()} for i in range(4)]
@@ -140,6 +145,11 @@ def test_an_update_of_its_own_is_judged_where_a_user_s_class_is_asked_for(tmp_pa
     found = of_own("Decayed", tmp_path, **first.settings)
     wrong = {q for q, r in found.items() if r.verdict != "agree"}
     assert wrong == {"parameters behind step 1", "parameters behind step 2"}
+
+
+def test_a_reference_in_training_mode_shows(tmp_path):
+    found = of_own("Dropping", tmp_path, check="twins")
+    assert {q for q, r in found.items() if r.verdict == "disagree"} == {"loss", "gradient"}
 
 
 def test_a_config_of_its_own_is_what_it_is_given():

@@ -26,6 +26,8 @@ BASE: dict[str, Any] = (
     | {"dataloader_pin_memory": False, "seed": 3407, "disable_dropout": True}
 )
 """Arguments of one step that every version reads alike: their defaults moved between releases."""
+DROPPED = 0.5
+"""Dropout of a reference and a teacher, which have none where they are in evaluation mode, as they should be."""
 
 
 @contextlib.contextmanager
@@ -101,7 +103,12 @@ def build(
     if peft_config is not None:
         given["peft_config"] = peft_config
     with trl.quiet(), trl.environment_kept():
-        return kind(**given)
+        out = kind(**given)
+    others = (getattr(out, name, None) for name in ("ref_model", "teacher_model"))
+    for module in (m for other in others if isinstance(other, torch.nn.Module) for m in other.modules()):
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = DROPPED
+    return out
 
 
 @contextlib.contextmanager
