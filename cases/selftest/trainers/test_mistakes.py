@@ -95,6 +95,30 @@ def test_every_setting_of_the_ratio_has_an_effect(setting):
         assert "loss" in wrong("grpo-trainer", **SEQUENCE)
 
 
+def test_old_log_probs_without_the_adapter_are_seen():
+    class WithoutAdapter(released("grpo-trainer")):
+        def _generate_and_score_completions(self, inputs):
+            with self.accelerator.unwrap_model(self.model).disable_adapter():
+                return super()._generate_and_score_completions(inputs)
+
+    asked = {"check": "windows", "kind": "adapter", "loss": "dapo"}
+    both = right("grpo-trainer", **asked)
+    with drive.using(WithoutAdapter):
+        assert wrong("grpo-trainer", **asked) == both == {"gradient of step 1", "gradient of step 2"}
+
+
+def test_a_mask_by_the_policy_s_own_log_probs_instead_of_the_sampler_s_is_seen():
+    class OwnMask(released("grpo-trainer")):
+        def get_off_policy_mask(self, per_token_logps, **given):
+            given["sampling_per_token_logps"] = per_token_logps.detach()
+            return super().get_off_policy_mask(per_token_logps=per_token_logps, **given)
+
+    asked = {"check": "sampler", "mode": "token_truncate", "threshold": 0.1}
+    right("grpo-trainer", **asked)
+    with drive.using(OwnMask):
+        assert wrong("grpo-trainer", **asked) == {"loss", "gradient"}
+
+
 @pytest.mark.parametrize(
     ("trainer", "asked"),
     [("gkd-trainer", {"check": "ragged-control", "beta": 0.3}), ("distillation-trainer", {"check": "twins"})],

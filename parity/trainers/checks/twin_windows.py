@@ -51,6 +51,8 @@ ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_del
 """An entropy coefficient that begins at 0.1 and moves by 0.05 a step: up below the target, down above it."""
 TWO_STEPS = {"max_steps": 2, "learning_rate": 0.05}
 """The second step must differ from the first."""
+SLOW = TWO_STEPS | {"learning_rate": 0.0005}
+"""The second step's ratios stay within their bounds."""
 EVALUATED = {"per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS}
 EPOCH = {"max_steps": -1, "num_train_epochs": 1, "dataloader_drop_last": False}
 
@@ -68,7 +70,10 @@ class WindowRun(Run):
         if kind.truncated:  # no end, not in the loss; all others end
             whole = [i not in kind.truncated for i in range(len(rows))]
             rows = [dataclasses.replace(r, counted=w, ended=w) for r, w in zip(rows, whole, strict=True)]
-        super().__init__(call.case.family, s, call.path, rows, plain=True, changed=ends, **kind.config, **kind.own)
+        more: dict[str, Any] = (
+            {"adapter": lambda: (models.model(s.model), trl.lora())} if kind.adapted else {"changed": ends}
+        )
+        super().__init__(call.case.family, s, call.path, rows, plain=True, **more, **kind.config, **kind.own)
 
     def there(self, number: int) -> Window:
         """What the window of an optimizer step held."""
@@ -77,6 +82,8 @@ class WindowRun(Run):
     def policy(self, number: int) -> Any:
         """The policy that an optimizer step was taken at."""
         out = stored_window.policy(self.s.model, torch.float64)
+        if self.kind.adapted:
+            out = stored_window.written_out(stored_window.with_adapter(out))
         out.load_state_dict(self.steps.parameters[number])
         return out
 
@@ -177,7 +184,7 @@ def _generation(run: WindowRun) -> Iterator[Quantity]:
     """Two steps on one generation, each on its half or both on the whole: the second one's ratios are to the policy that
     generated, not to the last one."""
     steps = 1 if AGAIN in run.kind.own else 2
-    generation = Generation(run.window.sequences, stored_window.policy(run.s.model, torch.float64), steps)
+    generation = Generation(run.window.sequences, run.policy(0), steps)
     for number in range(len(run.steps.gradients)):
         count = len(run.window.rows) // steps
         yield run.gradient(f"gradient of step {number + 1}", number, count=count, generation=generation)
@@ -233,6 +240,7 @@ class Kind:
     beta: float = SETTINGS["beta"].default  # weight of the KL
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more of the trainer's config
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # also; without these there is nothing to judge
+    adapted: bool = False  # whether a LoRA is trained
     count: int | None = None  # rows that the run has
     ended: tuple[int, ...] = ()  # rows that end with `END`
     truncated: tuple[int, ...] = ()  # rows without an end
@@ -249,9 +257,8 @@ WINDOWS = {
     "ends": Kind(_truncated, MASKING, config=recorder.LOGGED, truncated=(1, 4, 5), ended=(0, 6)),
     "controlled": Kind(_controlled, ("grpo-trainer",), "2x2", config=EVALUATED, own=ADAPTIVE),
     "generation": Kind(_generation, GROUPED, "2x2", config=TWO_STEPS, own={PARTS: 4}, losses=GRPO_TYPES),
-    "again": Kind(
-        _generation, GROUPED, "4x2", config=TWO_STEPS | {"learning_rate": 0.0005}, own={AGAIN: 2}, losses=("dapo",)
-    ),
+    "again": Kind(_generation, GROUPED, "4x2", config=SLOW, own={AGAIN: 2}, losses=("dapo",)),
+    "adapter": Kind(_generation, GROUPED, "4x2", config=SLOW, own={AGAIN: 2}, losses=("dapo",), adapted=True),
     "synced": Kind(_synced, having("sync_ref_model"), "2x2", beta=0.04, config=TWO_STEPS, own=SYNCED),
     "clipped": Kind(_clipped, ("grpo-trainer", "rloo-trainer"), config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
     "entropies": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | {QUANTILE: 0.6}, losses=("dapo",)),

@@ -57,11 +57,14 @@ SAMPLER = {
     "beta": Setting(0.0, "weight of the KL", (0.0, 0.04)),
     "split": Setting("8x1", SPLIT.doc, ("8x1", "2x4")),
     "tools": Setting(False, "some completion tokens are a tool's: the sampler reports 0 for them", (False, True)),
+    "threshold": Setting(None, "off_policy_mask_threshold, of the sampler's log-probs", (None, 0.1)),
     "missing": Setting(False, "the sampler has no log-prob for one token of each completion", (False, True)),
 }
 APART = 0.6
 """Spread of a token's log-prob at the sampler around the trainer's, nats: no ratio is near a bound."""
-FIELDS = {"mode": "vllm_importance_sampling_mode", "low": "vllm_importance_sampling_clip_min"}
+FIELDS = {"mode": "vllm_importance_sampling_mode", "low": "vllm_importance_sampling_clip_min"} | {
+    "threshold": "off_policy_mask_threshold"
+}
 SAMPLED = [("grpo-trainer", s) for s in ({"mode": "token_truncate"}, {"tools": True, "split": "2x4"}, {"tools": True})]
 
 
@@ -265,7 +268,7 @@ def sampler_cases(seed: int) -> Iterator[CheckCase]:
     for mode, low, high in itertools.product(MODES, (None, 0.5), (2.0, 30.0)):
         yield "grpo-trainer", {"mode": mode, "low": low, "high": high}
     for mode in ("token_truncate", "sequence_mask"):
-        for name in ("correction", "loss", "beta", "split", "tools", "missing"):
+        for name in ("correction", "loss", "beta", "split", "tools", "missing", "threshold"):
             yield from (("grpo-trainer", {"mode": mode, name: value}) for value in SAMPLER[name].choices or ())
 
 
@@ -279,7 +282,8 @@ def sampler(call: CheckCall) -> Iterator[Quantity]:
     run = Run(trainer, settings, call.path, reported=reported, **recorder.LOGGED, **options)
     run.built.use_vllm = True
     weigh = functools.partial(ratio, s, padded(given)) if s.correction else None
-    loss = Loss(run.window, run.s, ratio=weigh)
+    masked = {} if s.threshold is None else {"policy": {FIELDS["threshold"]: s.threshold}, "sampled": padded(given)}
+    loss = Loss(run.window, run.s, ratio=weigh, **masked)
     yield from judged(call, run, loss)
 
     def told(model: Any) -> dict[str, Tensor]:
@@ -300,10 +304,10 @@ def _options(call: CheckCall) -> dict[str, Any]:
     """The config's fields of the correction. Raises Unsupported where the installed version has none, or lacks a setting
     that is not at its default; one without modes truncates the ratios of tokens."""
     s, correction = call.settings, "vllm_importance_sampling_correction"
-    moved = {"mode": s.mode != "token_truncate", "low": s.low is not None}
+    moved = {"mode": s.mode != "token_truncate", "low": s.low is not None, "threshold": s.threshold is not None}
     drive.needs(call.trainer, correction, *(FIELDS[name] for name, there in moved.items() if there))
     newer = "vllm_importance_sampling_clip_max" in trl.fields(drive.config(call.trainer))
-    wanted = {correction: s.correction, FIELDS["mode"]: s.mode, FIELDS["low"]: s.low}
+    wanted = {correction: s.correction} | {field: getattr(s, name) for name, field in FIELDS.items()}
     return wanted | {f"vllm_importance_sampling_{'clip_max' if newer else 'cap'}": s.high}
 
 

@@ -82,6 +82,7 @@ class Loss:
     policy: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # log-probs (N, T) and mask -> the sampler's importance ratio
     ratio: Callable[[Tensor, Tensor], Tensor] | None = None
+    sampled: Tensor | None = None  # log-probs (N, T) by the sampler, where GRPO masks sequences by them
 
     def __post_init__(self) -> None:
         self.s = SimpleNamespace(**PLAIN | vars(self.s))
@@ -301,6 +302,8 @@ def grpo(a: Loss, model: Any) -> Tensor:
         tensors |= {"mask": kept.double(), "num_items_in_batch": torch.tensor(float(kept.sum()))}
     if "top_entropy_quantile" in a.policy:
         tensors["top_entropy_quantile"] = torch.tensor(a.policy["top_entropy_quantile"])
+    if a.sampled is not None:
+        tensors["sampling_logps"] = a.sampled
     if a.ratio is not None:
         with torch.no_grad():
             found = padded(completion_logps(model, window))
