@@ -40,7 +40,7 @@ def faults(
     trainer: Any, loss: Loss, logps: Tensor, found: Tensor, value: float | None, own: bool = False
 ) -> tuple[str, list[str]] | None:
     """Where the gradients `found` (B, T) of the log-probs, or the loss, are not the definition's: which, and what they are, if
-    that is known; of an `own` loss the causes alone. Allowed is what rounding of log-probs, `OPERATIONS` times their unit, and
+    that is known; of an `own` loss the gradients alone. Allowed is what rounding of log-probs, `OPERATIONS` times their unit, and
     of what comes behind them makes, and what float32 flushes: a term below its smallest normal number may be 0."""
     lp, u = logps.double().cpu(), OPERATIONS * unit(logps.dtype)
     exact, slope = slopes(loss.of, lp)
@@ -59,8 +59,9 @@ def faults(
     logged, each = _between(loss, lp, exact, slope)
     bound += each
     if bool((off > bound).any()):
-        named = _named(trainer, loss, lp, found, slope, bound) or ([] if own else _seen(loss, found, slope, bound))
-        return f"gradients of the log-probs are not those of {loss.name}", named
+        named = _named(trainer, loss, lp, found, slope, bound) or _seen(loss, found, slope, bound)
+        apart = f" ({float(off.norm() / slope.norm().clamp(min=flushed)):.2g} of their norm apart)" * (not named)
+        return f"gradients of the log-probs are not those of {loss.name}{apart}", named
     if value is None or far <= allowed + float(logged):
         return None
     right = "; gradients are right" * math.isfinite(value)

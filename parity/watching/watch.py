@@ -362,7 +362,7 @@ class Watch(TrainerCallback):
         self._wrong(definition.distilled(self.trainer, self._model, self._inputs, value))
 
     def _loss(self, at: Look, slopes: Tensor, items: Any, value: float) -> None:
-        """The loss, by its value and the gradients of its log-probs; of a loss of the user's own, how it is not TRL's."""
+        """The loss, by its value and the gradients of its log-probs; that a loss of the user's own is not TRL's is a note."""
         own = not known(self.trainer)
         absent = ~at.taken.attention.bool()
         lost = at.mask.bool() & (absent[:, 1:] & absent[:, :-1])[:, -at.mask.shape[1] :]  # predicted from padding, too
@@ -372,23 +372,28 @@ class Watch(TrainerCallback):
         slopes = slopes / (1.0 if scaler is None else scaler.get_scale())
         if at.taken.mask is not None:  # log-probs of other tokens are the constant 0
             slopes = slopes * at.mask.cpu()
+        why = "its definition is not known here"
         try:
             loss = defined(self.trainer, self._inputs, at.taken, at.mask, at.others, items)
             found = loss and definition.faults(self.trainer, loss, at.taken.logps, slopes, value, own)
-        except Exception:
+        except Exception as error:
             if not own:
                 raise
-            return  # made of other things
-        if not own:
-            self._wrong(found or None)
-        elif loss is not None and found and found[1]:
-            text = f"the loss of {type(self.trainer).__name__} is not {loss.name}'s: {' or '.join(found[1])}"
-            self._say(("own",), f"watch, step {self._now + 1}: {text}; no finding, if you meant that")
+            loss, why = None, f"it is made of other things ({told(error)})"
+        if loss is None:
+            self._say(("unheld",), f"watch: the loss of {type(self.trainer).__name__} is not compared: {why}")
+        else:
+            self._wrong(found, own)
 
-    def _wrong(self, found: tuple[str, list[str]] | None) -> None:
-        if found is not None:
-            text = f"{found[0]}: {' or '.join(found[1]) or 'no known cause'}"
+    def _wrong(self, found: tuple[str, list[str]] | None, own: bool = False) -> None:
+        if found is None:
+            return
+        text = f"{found[0]}: {' or '.join(found[1]) or 'no known cause'}"
+        if not own:
             self._find("loss", math.nan, tuple(found[1]), text)
+        else:
+            why = f"{type(self.trainer).__name__} has a loss of its own: no finding, if you meant that"
+            self._say(("own", str(not found[1])), f"watch, step {self._now + 1}: {text}; {why}")
 
     def _find(
         self, what: str, units: float, named: tuple[str, ...], text: str, tokens: Any = (), strips: Sequence[str] = ()
