@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ class Look:
     first: bool  # whether no update has been
     later: bool  # whether the reference is to be held against its own weights, behind an update
     random: bool  # whether the log-probs of the model in training are
+    generated: Any = None  # of completions that are used again: the batch as it was when they were generated
     # by `score`: log-probs (n,) of the trainer and whoever else has them, and the model's own
     sides: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     mine: Scores | None = None
@@ -55,14 +57,17 @@ class Look:
         return not all(agrees(self.difference(what).units()) for what in sides)
 
     def behind(self, what: str) -> bool:
-        """Whether it is a reference's side behind an update: the policy has other weights by then."""
-        return what == "reference" and not self.first
+        """Whether it is a side of other weights than the policy's: behind an update a reference, or old log-probs."""
+        return (what == "reference" and not self.first) or (what == "old" and not self.fresh)
 
     def difference(self, what: str) -> Difference:
-        """Of one of the `sides`, from the model's own log-probs; behind an update a reference's are by its own weights."""
+        """Of one of the `sides`, from the model's own log-probs; behind an update a reference's are by its own weights, and
+        old ones are as they were."""
         assert self.mine is not None
-        own = dataclasses.replace(self.mine, logps=self._reference) if self.behind(what) else self.mine
-        return Difference(self.sides[what], own)
+        if not self.behind(what):
+            return Difference(self.sides[what], self.mine)
+        was = self._reference if what == "reference" else self._old(self.generated)
+        return Difference(self.sides[what], dataclasses.replace(self.mine, logps=was))
 
     @functools.cached_property
     def _reference(self) -> Tensor:
@@ -130,12 +135,8 @@ class Look:
         out = {"trainer": None if dropped else rows.of(taken.logps)}
         if not self.stale:
             out["sampler"] = of("sampling_per_token_logps")
-        if not dropped and self.fresh:
-            out["old"] = of("old_per_token_logps")
-            if torch.is_tensor(whole := self.inputs.get("old_logps")):
-                # of whole completions: each token gets the same share
-                off = whole - (taken.logps * self.mask).sum(1)
-                out["old"] = rows.of(taken.logps + (off / self.mask.sum(1).clamp(min=1))[:, None])
+        if not dropped and (self.fresh or (self.stale and self._old(self.generated) is not None)):
+            out["old"] = self._old(self.inputs)
         if not dropped and (self._is_reference if self.first else self.later and self._is_like()):
             # KTO's estimate of the KL is the policy's own, maybe of the same ids
             others = [t for t in self.others if self.first or t.model is not self.trainer.model]
@@ -143,6 +144,24 @@ class Look:
             by_scoring = None if taken.mask is None else next((rows.of(t.logps) for t in same), None)
             out["reference"] = by_scoring if (given := of("ref_per_token_logps")) is None else given
         return out
+
+    def _old(self, given: Any) -> Tensor | None:
+        """Old log-probs (n,) of these tokens by a batch, NaN where it has not this sequence; of a whole completion each token
+        gets the same share."""
+        whole = "old_per_token_logps" not in self.inputs
+        names = "prompt_ids", "completion_ids", "old_logps" if whole else "old_per_token_logps"
+        if given is None or not all(
+            torch.is_tensor(given.get(n)) and torch.is_tensor(self.inputs.get(n)) for n in names
+        ):
+            return None
+        if any(given[n].shape[1:] != self.inputs[n].shape[1:] for n in names):
+            return None
+        same = functools.reduce(operator.and_, ((self.inputs[n][:, None] == given[n]).all(-1) for n in names[:2]))
+        old = given[names[2]][same.int().argmax(1)]
+        if whole:
+            logps = self.taken.logps * self.mask
+            old = self.taken.logps + ((old - logps.sum(1)) / self.mask.sum(1).clamp(min=1))[:, None]
+        return self.rows.of(old.masked_fill(~same.any(1)[:, None], math.nan))
 
     def _padded(self, late: int = 0) -> Tensor:
         """Log-probs by the model with the trainer's own padding, by the logits of places that are `late` by 0 or 1."""
@@ -225,7 +244,8 @@ class Look:
                 if 0 < n < self.rows.prompt:
                     others[f"prompts are cut to their last {n} tokens"] = functools.partial(self._by, self.rows.cut(n))
             if self.behind(what):
-                others["it computes with the policy's weights"] = lambda: policy
+                text = "they are scored again" if what == "old" else "it computes with the policy's weights"
+                others[text] = lambda: policy
             if what in ("trainer", "sampler"):
                 text = "each log-prob is by the logits of the token itself, not of the one before it"
                 others[text] = functools.partial(self._padded, 1)

@@ -1,5 +1,6 @@
 """`parity.watch`: log-probs, gradients and loss of a real training run, held against the model's own forward as it runs."""
 
+import dataclasses
 import functools
 import logging
 import math
@@ -31,6 +32,7 @@ SIDES = {
     "old": "the old log-probs differ from the policy's before an update",
     "reference": "reference and policy differ at step 1",
     "later": "the reference's log-probs differ from those by its weights",
+    "again": "the old log-probs differ from those when the completions were generated",
 }
 SCORED = {"trainer": "trainer", "old": "policy before its updates", "reference": "reference"}
 FIXED = {"ref_model": "reference", "teacher_model": "teacher"}
@@ -98,6 +100,7 @@ class Watch(TrainerCallback):
         self._due: int | None = None
         self._begun = self._generated = -1
         self._again = False  # whether completions that are used once more are looked at
+        self._batch: dict[str, Any] | None = None  # those, as they were generated
         self._taps.hooked()
         self._old: list[tuple[int, dict[str, Tensor]]] = []
         self._sloped, self._noise = False, math.nan
@@ -142,10 +145,10 @@ class Watch(TrainerCallback):
         if not self._any(not looks or self._error is not None):
             at, self._again = looks[0], not self._stale
             if not self._stale:
-                # a sync that fails shows behind the first update that moves weights
-                sampled = "sampling_per_token_logps" in self._inputs and self._now - self._begun < 2
+                # much shows behind the first update that moves weights alone
                 after = self.every - (self._now - self._begun) % self.every
-                self._due = self._now + (1 if sampled and not any(self._rates) else after)
+                still = self._now - self._begun < 2 and not any(self._rates)
+                self._due = self._now + (1 if still else after)
             self._guarded(lambda: at.score(self._noise, self.budget))
             if self._any(at.far()):  # the noise may have grown with the weights
                 self._guarded(lambda: at.score(math.nan))
@@ -178,9 +181,11 @@ class Watch(TrainerCallback):
         return out
 
     def _generating(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
         if self.trainer.model.training:
-            self._generated = self._now
-        return original(*args, **kwargs)
+            self._generated, due = self._now, self._now >= (self._due or 0)
+            self._batch = dict(out) if due and isinstance(out, Mapping) else None
+        return out
 
     def _seen(self, read: Callable[[], Taken | None]) -> None:
         if self._taken is not None:
@@ -284,9 +289,12 @@ class Watch(TrainerCallback):
 
     def _ready(self) -> list[Look]:
         """The micro-batch just scored, if there is anything to look at."""
-        taken = next((t for t in self._taken or () if t.trained), None)
+        taken = self._trained()
         if taken is None and known(self.trainer) != "distillation":
             why = "a loss of its own, packed rows, images or prompt tuning"
+            why = "label smoothing" if getattr(self.trainer.args, "label_smoothing_factor", 0) else why
+            apart = any(t.trained for t in self._taken or ())
+            why = "rows scored apart, in another order or padding than the batch's" if apart else why
             what = "its loss is not watched, only whether gradients are finite, and the optimizer's first step"
             self._say(("nothing",), f"watch: {type(self.trainer).__name__} shows no log-probs ({why}): {what}")
         if not self._stale and self._now < (self._due or 0):
@@ -298,8 +306,21 @@ class Watch(TrainerCallback):
         others = [t for t in self._taken or () if not t.trained]
         now = self._generated == self._now, self._stale, self._now == self._begun == 0, self._now > self._begun
         random = self._random or drops(self.trainer.model)
-        look = Look(self.trainer, self._model, self._inputs, taken, others, mask, rows, *now, random)
+        look = Look(self.trainer, self._model, self._inputs, taken, others, mask, rows, *now, random, self._batch)
         return [look] * bool(rows.picked.any())
+
+    def _trained(self) -> Taken | None:
+        """The scoring with gradients; of rows that are scored in turn all of them, if they are those of the micro-batch."""
+        found, ids = [t for t in self._taken or () if t.trained], self._inputs.get("completion_ids")
+        if not found or not torch.is_tensor(ids) or len(ids) == len(found[0].ids):
+            return found[0] if found else None
+        names = "ids", "attention", "logps", "entropies", "slopes"
+        parts = {n: [x for t in found if torch.is_tensor(x := getattr(t, n))] for n in names}
+        alike = len({t.ids.shape[1:] for t in found}) == len({t.logps.shape[1:] for t in found}) == 1
+        if not alike or not torch.equal(torch.cat(parts["ids"])[:, -ids.shape[1] :], ids):
+            return None
+        whole = {n: torch.cat(x) if len(x) == len(found) else None for n, x in parts.items()}
+        return dataclasses.replace(found[0], **whole)
 
     def _look(self, at: Look, items: Any, value: float) -> None:
         """Everything about it; its backward pass is done, the optimizer has not stepped."""
@@ -343,7 +364,8 @@ class Watch(TrainerCallback):
         except Exception as error:
             none = f"no cause, for {told(error)}"
         most = ", ".join(f"{t['token']!r} {t['logp']:.3f} for {t['own']:.3f}" for t in tokens[:3])
-        size = f"{SIDES['later' if behind else what]} by {rms(units):.3g} times its noise ({len(units)} tokens)"
+        side = what if not behind else "later" if what == "reference" else "again"
+        size = f"{SIDES[side]} by {rms(units):.3g} times its noise ({len(units)} tokens)"
         self._find(what, rms(units), named, f"{size}: {' or '.join(named) or f'{none}; most: {most}'}", tokens, strips)
 
     def _known(self, what: str) -> str:

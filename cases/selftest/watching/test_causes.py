@@ -248,6 +248,25 @@ def test_a_sync_that_fails_shows_behind_the_first_update_that_moves_weights(tmp_
     assert [line["step"] for line in lines] == [1, 2, *[3] * warm, 6]
 
 
+def test_a_kl_that_is_dropped_shows_behind_the_first_update(tmp_path):
+    trainer = grpo(beta=0.5, learning_rate=0.1)
+    original = trainer._compute_loss
+
+    def free(*args):
+        trainer.beta, beta = 0.0, trainer.beta
+        try:
+            return original(*args)
+        finally:
+            trainer.beta = beta
+
+    trainer._compute_loss = free
+    watch, lines = watched(trainer, tmp_path, every=50)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert [f.text.partition(":")[0] for f in watch.findings if f.causes[0].startswith("beta is ignored")] == [
+        "watch, step 2"
+    ]
+
+
 def test_an_adapter_that_the_sampler_lacks(tmp_path):
     base = models.model("llama")
     trainer = grpo(functools.partial(sampler, model=base), peft=trl.lora(), learning_rate=5.0)

@@ -126,6 +126,48 @@ def test_a_loss_by_logits_beside_a_metric_of_log_probs_is_said_not_to_be_watched
     )
 
 
+def by_rows(self, model, inputs, order=1):
+    rows = range(len(inputs["prompt_ids"]))[::order]
+    each = [{n: x[i : i + 1] if torch.is_tensor(x) and x.ndim else x for n, x in inputs.items()} for i in rows]
+    return sum(super(type(self), self)._compute_loss(model, one) for one in each)
+
+
+@pytest.mark.parametrize(
+    "order, text", [(1, None), (-1, "rows scored apart, in another order or padding than the batch's")]
+)
+def test_rows_that_are_scored_one_by_one_are_watched_in_the_batchs_order(tmp_path, said, order, text):
+    trainer = subclassed(grpo(sampler), _compute_loss=functools.partialmethod(by_rows, order=order))
+    watch, lines = watched(trainer, tmp_path)
+    assert not watch.findings and [text in line for line in said] == ([True] if text else [])
+    assert len(lines) == (0 if text else 2)
+
+
+def test_label_smoothing_is_said_to_be_the_reason(tmp_path, said):
+    watched(of("sft-trainer", label_smoothing_factor=0.1), tmp_path)
+    assert [line.partition(":")[2].partition(":")[0] for line in said] == [
+        " SFTTrainer shows no log-probs (label smoothing)"
+    ]
+
+
+def test_old_log_probs_that_are_scored_again_are_found_where_completions_are_used_again(tmp_path):
+    def again(self, batch):
+        inputs = dict(super(type(self), self)._prepare_inputs(batch))
+        ids, mask = (
+            torch.cat([inputs[f"{of}_{what}"] for of in ("prompt", "completion")], 1) for what in ("ids", "mask")
+        )
+        with torch.no_grad():
+            scored = self._get_per_token_logps_and_entropies(self.model, ids, mask, inputs["completion_ids"].shape[1])
+        return inputs | {"old_per_token_logps": scored[0]}
+
+    wanted = {"num_iterations": 2, "learning_rate": 0.1, "per_device_train_batch_size": 4, "steps_per_generation": 2}
+    watch, lines = watched(grpo(**wanted), tmp_path, every=50)
+    assert not watch.findings and ["watch/old_units" in line for line in lines] == [True, True]
+    watch, _ = watched(subclassed(grpo(**wanted), _prepare_inputs=again), tmp_path)
+    assert [(f.what, f.causes, f.text[:13]) for f in watch.findings] == [
+        ("old", ("they are scored again",), "watch, step 2")
+    ]
+
+
 def test_a_cause_that_cannot_be_asked_hides_no_finding(tmp_path, monkeypatch):
     def broken(*args):
         raise RuntimeError("no such head")
@@ -327,7 +369,7 @@ def test_tokens_without_a_log_prob_of_the_sampler_are_left_out(tmp_path):
 def test_old_log_probs_of_later_updates_may_differ(tmp_path):
     watch, lines = watched(grpo(sampler, num_iterations=3, max_steps=6, learning_rate=0.1), tmp_path)
     assert not watch.findings and [line["step"] for line in lines] == [1, 2, 4, 5]
-    assert [line["step"] for line in lines if "watch/old_units" in line] == [1, 4]
+    assert [line["step"] for line in lines if "watch/old_units" in line] == [1, 2, 4, 5]
 
 
 def test_dropout_is_said_once_and_the_loss_is_looked_at(tmp_path, said):
