@@ -310,16 +310,19 @@ class Watch(TrainerCallback):
         return [look] * bool(rows.picked.any())
 
     def _trained(self) -> Taken | None:
-        """The scoring with gradients; of rows that are scored in turn all of them, if they are those of the micro-batch."""
+        """The scoring with gradients, those of the same ids added up; of rows that are scored in turn all of them, if they are
+        those of the micro-batch."""
         found, ids = [t for t in self._taken or () if t.trained], self._inputs.get("completion_ids")
+        found = [t for t in found if t.slopes is not None] or found
         if not found or not torch.is_tensor(ids) or len(ids) == len(found[0].ids):
-            return found[0] if found else None
+            slopes = [t.slopes for t in found if t.slopes is not None and torch.equal(t.ids, found[0].ids)]
+            return dataclasses.replace(found[0], slopes=sum(slopes) if slopes else None) if found else None
         names = "ids", "attention", "logps", "entropies", "slopes"
         parts = {n: [x for t in found if torch.is_tensor(x := getattr(t, n))] for n in names}
         alike = len({t.ids.shape[1:] for t in found}) == len({t.logps.shape[1:] for t in found}) == 1
         if not alike or not torch.equal(torch.cat(parts["ids"])[:, -ids.shape[1] :], ids):
             return None
-        whole = {n: torch.cat(x) if len(x) == len(found) else None for n, x in parts.items()}
+        whole: dict[str, Any] = {n: torch.cat(x) if len(x) == len(found) else None for n, x in parts.items()}
         return dataclasses.replace(found[0], **whole)
 
     def _look(self, at: Look, items: Any, value: float) -> None:
@@ -397,7 +400,7 @@ class Watch(TrainerCallback):
         why = "its definition is not known here"
         try:
             loss = defined(self.trainer, self._inputs, at.taken, at.mask, at.others, items)
-            found = loss and definition.faults(self.trainer, loss, at.taken.logps, slopes, value, own)
+            found = definition.faults(self.trainer, loss, at.taken.logps, slopes, value, own) if loss else None
         except Exception as error:
             if not own:
                 raise

@@ -142,6 +142,26 @@ def test_rows_that_are_scored_one_by_one_are_watched_in_the_batchs_order(tmp_pat
     assert len(lines) == (0 if text else 2)
 
 
+def test_a_loss_that_scores_once_more_for_its_kl_is_held_against_the_definition(tmp_path, said):
+    def apart(self, model, inputs):
+        ids, mask = (
+            torch.cat([inputs[f"{of}_{what}"] for of in ("prompt", "completion")], 1) for what in ("ids", "mask")
+        )
+        scored = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])
+        self.beta, beta = 0.0, self.beta
+        loss = super(type(self), self)._compute_loss(model, inputs)
+        self.beta, d = beta, inputs["ref_per_token_logps"] - scored[0]
+        kl = ((d.exp() - d - 1) * inputs["completion_mask"]).sum() / inputs["completion_mask"].sum()
+        return loss + beta * (kl if self.right else kl.detach()) / self.current_gradient_accumulation_steps
+
+    wanted = {"beta": 0.5, "learning_rate": 0.1, "loss_type": "bnpo", "use_bias_correction_kl": False}
+    for right in (True, False):
+        trainer = subclassed(grpo(**wanted), _compute_loss=apart, right=right)
+        watched(trainer, tmp_path)
+        assert len(said) == (not right)
+    assert said[0].startswith("watch, step 2: gradients of the log-probs are not those of bnpo: beta is ignored")
+
+
 def test_label_smoothing_is_said_to_be_the_reason(tmp_path, said):
     watched(of("sft-trainer", label_smoothing_factor=0.1), tmp_path)
     assert [line.partition(":")[2].partition(":")[0] for line in said] == [
