@@ -1,6 +1,7 @@
 """New findings of a run: looked at again in a fresh process where the seed is, and minimised, as far as there is time."""
 
 import collections
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class Findings:
     ):
         self.rows, self.profile, self.folder = rows, profile, folder
         self.fresh = confirm or not profile.derandomised
-        self.minimise, self.seconds = minimise, profile.minimise_seconds * workers * minimise
+        self.minimise, self.workers, self.seconds = minimise, workers, profile.minimise_seconds * workers * minimise
         self._told: set[tuple[str, str]] = set()
 
     def news(self, rows: Iterable[Row]) -> Iterator[str]:
@@ -46,9 +47,10 @@ class Findings:
         document = {"case": case.to_json(), "implementation": row.implementation}
         save_json(self.folder / f"{row.case}.json", document)
 
-    def sought(self, shards: Sequence[Shard], before: Mapping[str, Part]) -> list[Shard]:
-        """A shard for each new finding, in the order in which the plan would come to them in one process; without those
-        of `before`, the parts that are done. What fails in the same case of an implementation is one finding."""
+    def sought(self, shards: Sequence[Shard], before: Mapping[str, Part], left: float = math.inf) -> list[Shard]:
+        """A shard for each new finding, in the order in which the plan would come to them in one process; without those of
+        `before`, the parts that are done. `left`: seconds until the run's limit. What fails in the same case of an
+        implementation is one finding."""
         places = {shard.name: number for number, shard in enumerate(shards)}
         drawn = {shard.name for shard in shards if shard.kind in ("drawn", "besides")}
         there = [row for row in self.rows if row.new and row.verdict != "timed-out" and row.shard in places]
@@ -56,7 +58,7 @@ class Findings:
         for row in sorted(there, key=lambda row: places[str(row.shard)]):
             found[signature_of(row)].append(row)
         out: list[Shard] = []
-        seconds, covered = self.seconds, set[Signature]()
+        seconds, covered = min(self.seconds, left * self.workers), set[Signature]()
         for signature, rows in found.items():
             if signature in covered:
                 continue
@@ -81,7 +83,7 @@ class Findings:
                 gate=lead.gate,
                 cases=cases,
                 fresh=self.fresh,
-                seconds=min(self.profile.shrink_seconds, seconds) if minimise else 0.0,
+                seconds=min(self.profile.shrink_seconds, left, seconds) if minimise else 0.0,
             )
             seconds -= sought.seconds
             out.append(Shard(family=lead.family, kind="finding", seed=shards[0].seed, count=1, sought=sought))

@@ -1,6 +1,7 @@
 """A whole run: deal the shards, watch the workers, write rows, decide the exit code."""
 
 import dataclasses
+import math
 import random
 import secrets
 import time
@@ -70,7 +71,8 @@ def execute(
             progress(state.rows, state.done, of, now, None if deadline is None else deadline - time.time())
 
         def again_later() -> list[Shard]:
-            shards = found.sought(plan.shards, state.parts)
+            until = math.inf if options.max_time is None else begun + options.max_time
+            shards = found.sought(plan.shards, state.parts, max(until - time.monotonic(), 0.0))
             names = sorted({row.implementation for row in state.rows if row.new})
             if shards:
                 say(f"new findings in {', '.join(names)}; {len(shards)} of them run again (--no-minimise ends sooner)")

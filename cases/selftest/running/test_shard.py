@@ -125,6 +125,13 @@ def heard(own, shard):
     return events
 
 
+def test_what_is_left_until_the_limit_of_a_run_is_all_that_its_findings_get(wrong):
+    own, events, shard, _ = wrong
+    found, findings, _ = looked_for(own, events, shard)
+    assert 0 < sum(one.sought.seconds for one in findings.sought([shard], {}, 3.0)) <= 3.0
+    assert not findings.sought([shard], {}, 0.0) and [row for row in found if row.minimised is False]
+
+
 def test_a_finding_is_minimised_and_frozen(wrong):
     own, events, shard, _ = wrong
     assert any(r.verdict == "disagree" and r.cls == "logic" for r in rows(events))
