@@ -187,6 +187,15 @@ def test_it_fits_one_screen_and_breaks_no_word(large, width):
     in_order(text, "more new findings: parity report reports/results.ndjson -v", "more implementations: parity report")
 
 
+def test_each_of_several_findings_has_its_replay_line():
+    rows = [
+        row for k in range(8) for row in changed([GRADIENT], implementation=f"my_kernel.py:f{k}", replay=f"replay {k}")
+    ]
+    text = shown(summary(*rows))
+    assert "\nnew 8 · my_kernel.py:f7" in text
+    assert all(f"  replay {k}\n" in text for k in range(8))
+
+
 def test_notes_leave_room_for_the_findings():
     """A user's twenty functions have a note each: what is new is shown, notes are counted."""
     rows = changed([GRADIENT], implementation="my_kernel.py:wrong")

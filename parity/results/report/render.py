@@ -33,8 +33,9 @@ ENOUGH = 8  # tokens that show where the errors are
 CHARACTERS = 60_000  # of a comment: GitHub refuses 65,536
 LIMITS = (40, 20, 12, 8, 5, 3, 2, 1, 0)
 """How many of each list are shown: the first with which the whole fits. Others are counted."""
-NAMED = (40, 20, 8, 0)
-"""How many further findings are named in a line each: the first with which one finding in full fits too."""
+NAMED = (40, True), (40, False), (20, False), (8, False), (0, False)
+"""How many further findings are named in a line each, with their replay lines or without: the first with which one finding in
+full fits too."""
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
 _CONTROL = re.compile(r"[^\t\n\x20-\x7e\xa0-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")
 _STYLES = {"new ": "bold red", "known ": "yellow", "note ": "yellow", "next ": "bold", "replay ": "bold", "run ": "dim"}
@@ -69,7 +70,7 @@ def terminal(summary: Summary, console: Console, ending: Ending = IN_ORDER, full
     idle = {x.implementation: x.reason for x in summary.lines if x.implementation not in busy}
     values |= {"idle": collections.Counter(idle.values()), "matrix": _matrix(summary.lines)}
     values["width"] = min(console.width, WIDTH)
-    for values["named"] in NAMED:
+    for values["named"], values["replayed"] in NAMED:
         limits = (10**9,) if full else LIMITS[: -1 if values["named"] else None]
         text = _fitting("terminal.txt.j2", lambda text: text.count("\n") <= LINES, limits, **values)
         if full or text.count("\n") <= LINES:
