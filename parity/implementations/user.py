@@ -152,7 +152,9 @@ def _fixed(function: Callable[..., Any], names: set[str], family: Family, id: st
     parameter. Raises UsageError where nothing says the method, or the family has no such setting."""
     fixed, own = dict(getattr(function, "fixed", {})), {*canonical(names).values()}
     if unknown := sorted(fixed.keys() - family.settings.keys()):
-        raise UsageError(f"implementation {id!r}: fixed names {', '.join(unknown)}, no setting of {family.name}")
+        why = f"fixed names {', '.join(unknown)}, no setting of {family.name}, which its parameters are of"
+        wanted = "; ".join(f"{name}: {', '.join(required)}" for name, required in REQUIRED.items())
+        raise UsageError(f"implementation {id!r}: {why} (a family is told by parameters: {wanted})")
     if family.name == "preference" and "method" not in own | fixed.keys():
         if not own & {"labels", "ref_hidden"}:
             raise UsageError(

@@ -78,10 +78,9 @@ class Advice:
     @property
     def title(self) -> str:
         """The run, the stack, and how many defects of it the run meets or may meet."""
-        certain = sum(f.certain and f.entry.severity != "convention" for f in self.findings)
-        return (
-            f"{self.run.name}: {self.run.trainers[0]}; {self.stack.named}: {self.stack.defects}, {certain} for certain"
-        )
+        defects = [f.certain for f in self.findings if f.entry.severity != "convention"]
+        sure = f", {sum(defects)} for certain" * bool(defects)
+        return f"{self.run.name}: {self.run.trainers[0]}; {self.stack.named}: {self.stack.defects}{sure}"
 
 
 def known_of(trainer: Any, model: str, quantities: Collection[str]) -> list[Entry]:
@@ -189,10 +188,13 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 
 def _of_file(path: Path, asked: str | None, known: Sequence[str]) -> Run:
-    """Its trainer is the one asked for, else the one whose config knows most of the settings; of those that tie the base, or the
-    one that the name of the file has in it."""
+    """Its trainer is the one asked for, else its own `trainer`, else the one whose config knows most of the settings; of those
+    that tie the base, or the one that the name of the file has in it."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     args = settings_of(path)
+    if (given := args.get("trainer")) in known:
+        asked = asked or str(given)
+        del args["trainer"]
     counts = {trainer: len(args.keys() & _fields(trainer).keys()) for trainer in known if not asked}
     likely = [asked] if asked else [t for t, n in counts.items() if n == max(counts.values()) > 0]
     if len(likely) > 1:

@@ -8,6 +8,7 @@ from parity import data
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.results.ledger import Ledger
+from parity.results.report.stack import Stack
 from parity.tools import settings_check
 from parity.tools.settings_check import LIBRARIES, Run, Unknown, check, holds
 from parity.trainers.rig import drive
@@ -38,6 +39,19 @@ def test_a_config_with_a_model_whose_softcap_is_left_out(tmp_path):
     assert one.findings[0].entry.id == "softcap-names"
     quantile = next(f for f in one.findings if f.entry.id == "trl-grpo-quantile-minus-inf")
     assert not quantile.certain
+
+
+def test_a_trainer_in_the_file_is_the_runs(tmp_path):
+    one = checked(config(tmp_path, "trainer: RLOOTrainer\nlearning_rate: 1.0e-6\nnum_generations: 8\n"))
+    assert one.run.trainers == ("RLOOTrainer",) and one.run.unread == ()
+    assert checked(config(tmp_path, "trainer: GRPOTrainer\n"), "SFTTrainer").run.trainers == ("SFTTrainer",)
+
+
+def test_of_no_known_defects_none_is_counted_as_certain(tmp_path):
+    one = checked(config(tmp_path, "learning_rate: 1.0e-6\n"), "GRPOTrainer")
+    counted = sum(f.entry.severity != "convention" for f in one.findings)
+    assert ("for certain" in one.title) is bool(counted)
+    assert not settings_check.Advice(one.run, (), Stack({}, ())).title.endswith("for certain")
 
 
 def test_settings_with_nothing_wrong(tmp_path):

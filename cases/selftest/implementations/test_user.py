@@ -417,7 +417,9 @@ def test_a_preference_loss_that_may_be_of_two_methods_says_which(tmp_path):
     )
     with pytest.raises(UsageError, match=r"CPO's or ORPO's: say which, yours.fixed = \{'method': 'cpo'\}"):
         from_file(f"{tmp_path}/mine.py:f")
-    with pytest.raises(UsageError, match="fixed names x, no setting of logprobs"):
+    with pytest.raises(
+        UsageError, match="fixed names x, no setting of logprobs, .* divergence: hidden, weight, ids, beta, teacher"
+    ):
         from_file(f"{tmp_path}/mine.py:g")
 
 
