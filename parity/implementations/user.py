@@ -128,8 +128,10 @@ def family_of(signature: inspect.Signature, id: str, families: Iterable[Family],
     UsageError where they fit none."""
     names = {n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     known = {f.name: (f, REQUIRED.get(f.name) or sorted(f.needed(f.build(f.case(0, "fp32", {}))))) for f in families}
-    found = _given(names) | {*fixed}
-    found |= {"teacher"} if any(n.startswith(("teacher_", "support_")) for n in found) else set()
+    found = _given(names)
+    taught = any(n.startswith(("teacher_", "support_")) for n in found)
+    found |= {*fixed} if taught or "method" in fixed else set()  # else a number says nothing of the family
+    found |= {"teacher"} if taught else set()
     fits = [(f, required) for f, required in known.values() if {*required} <= found]
     if not fits:
         wanted = "; ".join(f"{name}: {', '.join(required)}" for name, (_, required) in known.items())

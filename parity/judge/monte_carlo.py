@@ -182,12 +182,13 @@ class MonteCarlo(TorchDispatchMode):
 
     def _power(self, out: torch.Tensor, base: Any, exponent: Any) -> torch.Tensor:
         """`out` = base**exponent, where float32 rounds a Python number among the two: 0.99**t is off by t·u."""
-        if _is_rounded(base):
-            return out * (self.u * self.noise.constant(base, out) * exponent).exp()
-        if _is_rounded(exponent):
-            logarithm = base.abs().log().nan_to_num(0.0, 0.0, 0.0)
-            return out * (self.u * self.noise.constant(exponent, out) * exponent * logarithm).exp()
-        return out
+        if _beyond_float32(base):
+            off = self.u * self.noise.constant(base, out) * exponent
+        elif _beyond_float32(exponent):
+            off = self.u * self.noise.constant(exponent, out) * exponent * base.abs().log()
+        else:
+            return out
+        return torch.where(out.isfinite() & (out != 0), out * off.exp(), out)
 
     def upstream(
         self, given: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
@@ -512,6 +513,11 @@ def _zero_as_such(x: Any, below: float) -> Any:
 def _is_rounded(factor: Any) -> bool:
     """Whether float32, or a division by way of the inverse, rounds a Python number: one that is no power of two."""
     return isinstance(factor, float) and abs(math.frexp(factor)[0]) != 0.5
+
+
+def _beyond_float32(number: Any) -> bool:
+    """Whether a Python number has more bits than float32 holds."""
+    return isinstance(number, float) and math.isfinite(number) and math.frexp(number)[0] * 2**24 % 1 != 0
 
 
 def _overflowing(x: torch.Tensor, largest: float) -> torch.Tensor:

@@ -40,6 +40,7 @@ class Outcome:
     leaks: tuple[str, ...] = ()  # what the call left changed in the process; it is put back
     unknown: tuple[str, ...] = ()  # names of what a user's function returned besides, which its family does not have
     differentiable: frozenset[str] = frozenset()  # the outputs that carry a gradient
+    elsewhere: bool = False  # whether it may run elsewhere: this environment lacks something
 
     def same_as(self, other: "Outcome") -> bool:
         """Whether both ran and every quantity of this one is in the other to the last bit."""
@@ -84,25 +85,26 @@ def _classified(implementation: Implementation, error: BaseException) -> Outcome
     raised = bool(theirs) and theirs[-1] == len(files) - 1 and (lenient or _on_purpose(error))
     raised &= not (implementation.is_trainer and MODELS in files[-1])
     if lacking := _not_installed(error):
-        return Outcome("unsupported", message=f"needs {lacking}, which is not installed")
+        return Outcome("unsupported", message=f"needs {lacking}, which is not installed", elsewhere=True)
     if files[-1].startswith(FIXES) and isinstance(error, REFUSALS) and _on_purpose(error):
         return Outcome("refused", message=message)
     if isinstance(error, Returned):
         return Outcome("crashed", message=message)
     module = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if ours and not theirs and module and module.partition(".")[0] == implementation.library.replace("-", "_"):
-        return Outcome("unsupported", message=f"no {module} in the installed version")
+        return Outcome("unsupported", message=f"no {module} in the installed version", elsewhere=True)
     interpreted = implementation.interpreted or type(error).__name__ == "InterpreterError"  # in a trainer's fused path
     in_triton = interpreted and any("triton" in Path(f).parts for f in files[-4:])
     if in_triton and os.environ.get("TRITON_INTERPRET") == "1" and (implementation.is_trainer or _lacked(error)):
-        return Outcome("unsupported", message=f"Triton's interpreter: {message}")
+        return Outcome("unsupported", message=f"Triton's interpreter: {message}", elsewhere=True)
     if implementation.is_function:  # its adapter is the harness's for every function: what fails is the user's
         clear = raised and isinstance(error, REFUSALS) and not isinstance(error, TypeError | KeyError)
         return Outcome("refused", message=message) if clear else Outcome("crashed", message=message + _place(error))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     importing = [f for f in frames if f.f_code.co_name == "<module>" and is_library(f.f_code.co_filename)]
     if importing:  # as where a release imports with a GPU only
-        return Outcome("unsupported", message=f"{importing[-1].f_globals['__name__']} does not import here: {message}")
+        said = f"{importing[-1].f_globals['__name__']} does not import here: {message}"
+        return Outcome("unsupported", message=said, elsewhere=True)
     if ours and (not theirs or theirs[-1] < ours[-1]) and not files[ours[-1]].startswith(PROTOCOL):
         said = f"the adapter {implementation.id} does not fit this version: {message}"
         if implementation.user_class:  # its fault, or that of the check that reads what it did

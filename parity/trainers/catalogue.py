@@ -203,7 +203,7 @@ def _rows(found: Check, call: CheckCall, implementation: Implementation, compare
         return
     outcome, results = attempt(call, implementation)
     if outcome.verdict != "ran":
-        failed = implementation.user_class and compared and outcome.verdict == "unsupported"
+        failed = implementation.user_class and compared and outcome.verdict == "unsupported" and not outcome.elsewhere
         verdict: Any = "crashed" if failed else outcome.verdict
         yield replace(base, verdict=verdict, message=outcome.message, blame=outcome.blame)
         return

@@ -553,6 +553,14 @@ def test_a_number_in_a_power_is_rounded(decayed):
     assert not check_parity(lambda x: decayed(x, 0.93 * (1 + 1e-6)), lambda x: decayed(x, 0.93), inputs).agrees
 
 
+def test_a_power_without_end_allows_nothing():
+    """A decay mask: 0.93**inf is 0."""
+    far = torch.tensor([0.0, 1.0, torch.inf, 1e12])
+    x = {"x": torch.randn(3, 4)}
+    assert_parity(lambda x: x * 0.93**far, lambda x: x * 0.93**far, x)
+    assert not check_parity(lambda x: x * 0.93**far + (far > 2) * 1e-3, lambda x: x * 0.93**far, x).agrees
+
+
 def rows_at(x, weight, ids):
     return torch.zeros_like(x[:2]).index_add(0, ids, x), weight[ids]
 
