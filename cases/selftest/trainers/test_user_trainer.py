@@ -101,6 +101,10 @@ OWN = {
         self.ref_model.train()
         return super()._compute_loss(*args, **kwargs)
 """,
+    "Needing": """(trl.SFTTrainer):
+    def compute_loss(self, *args, **kwargs):
+        import no_such_package
+""",
     "RowByRow": """(trl.GRPOTrainer):
     def _compute_loss(self, model, inputs):
         rows = [{k: v[i : i + 1] if hasattr(v, "ndim") and v.ndim else v for k, v in inputs.items()} for i in range(4)]
@@ -130,6 +134,11 @@ def test_a_class_that_a_check_cannot_follow_is_told_so(tmp_path):
     (row,) = of_own("Begun", tmp_path, check="windows", kind="uneven").values()
     assert row.verdict == "crashed" and "trainers/" in row.message
     assert row.message.startswith("the check cannot follow this class: ValueError: ")
+
+
+def test_a_class_whose_package_is_not_installed_is_no_failure(tmp_path):
+    (row,) = of_own("Needing", tmp_path, check="windows", kind="uneven").values()
+    assert (row.verdict, row.message) == ("unsupported", "needs no_such_package, which is not installed")
 
 
 def test_a_class_that_scores_rows_one_by_one_is_judged(tmp_path):
