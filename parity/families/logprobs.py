@@ -61,7 +61,8 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out |= {n: SETTINGS[n].default for n in ("temperature", "softcap", "logit_scale", "ignored")}
         out |= {"B": 1, "T": 1, "V": 2}
     out["cotangent"] = pick(*["random"] * 3, *["fine"] * 2, "ones", "zero", "scaled", "small", "sparse")
-    if out["cotangent"] == "random" and out["layouts"] in ("contiguous", "mixed") and head.one_in(4, out):
+    plain = out["cotangent"] == "random" and out["layouts"] in ("contiguous", "mixed")
+    if plain and out["B"] > 1 and out["T"] > 1 and head.one_in(2, out):
         out["cotangent"] = "rows"
     if dtype != "fp32" and draw(st.integers(0, 15)) == 15:
         out |= {n: SETTINGS[n].default for n in pick(PLAIN, ())}

@@ -67,7 +67,9 @@ EXCLUDED = {
 """Family -> pairs of dimensions that exclude each other by definition, with the reason."""
 TF32 = {("context", "tf32"): "CPUs have none: on CUDA a share of the float32 cases runs a second time with it"}
 SLOW = TF32 | {("context", "compile"): "torch.compile takes seconds a case and is left to the long profiles"}
-SCALAR = SLOW | {("cotangent", "sparse"): "the upstream gradient of one scalar is not sparse"}
+SCALAR = SLOW | {
+    ("cotangent", kind): "the upstream gradient of one scalar is one number" for kind in ("sparse", "rows")
+}
 UNDRAWN = {"logprobs": SLOW, "policy": SCALAR, "divergence": SCALAR}
 """Family -> values that profile pr does not draw, with the reason."""
 FEATURES = {

@@ -30,7 +30,7 @@ from parity.running.plan import At, Confirmed, Judged, Options, Shard, Started
 from parity.running.shard import Session
 
 KERNELS = "fixtures/kernels.py"
-FIRST = ["logprobs-a3d28913ce", "logprobs-bc0ceaa0e2", "logprobs-3f0873a542"]
+FIRST = ["logprobs-a3d28913ce", "logprobs-bc0ceaa0e2", "logprobs-61a77ec991"]
 PROFILE = Profile(shrink_seconds=900.0, minimise_seconds=900.0, findings=2)
 FROZEN = Shard(family="logprobs", kind="frozen", count=1, seed=1)
 

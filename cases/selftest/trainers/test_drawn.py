@@ -46,7 +46,7 @@ def test_runs_of_another_seed_have_cases_of_it(profile):
 
 def test_a_case_is_run_with_its_own_seed(monkeypatch):
     seen = []
-    monkeypatch.setattr(catalogue, "_rows", lambda *_: seen.append(drawn.seed()) or ())
+    monkeypatch.setattr(catalogue, "_rows", lambda *_, **__: seen.append(drawn.seed()) or ())
     case = catalogue.family("dpo-trainer").case(31, "fp32", {"check": "step-one"})
     list(catalogue.rows(case, [catalogue.implementations()["dpo-trainer.released"]]))
     assert seen == [31] and drawn.seed() == 0
