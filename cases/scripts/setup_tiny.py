@@ -1,4 +1,5 @@
 import tempfile
+import types
 
 import tokenizers
 import torch
@@ -28,6 +29,14 @@ def tiny(seed=0):
 def options(**more):
     quiet = dict(report_to=[], use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, logging_strategy="no")
     return quiet | dict(output_dir=tempfile.mkdtemp(), learning_rate=0.0, max_grad_norm=1e9) | more
+
+
+def uld(**more):
+    """What GOLD's ULDLoss reads of a config, at its defaults."""
+    plain = dict(uld_crossentropy_weight=0.0, uld_distillation_weight=1.0, use_extended_uld=True)
+    plain |= dict.fromkeys(("uld_student_temperature", "uld_teacher_temperature"), 1.0)
+    plain |= dict.fromkeys(("uld_skip_student_eos", "uld_skip_teacher_eos"), True)
+    return types.SimpleNamespace(**plain | more)
 
 
 PAIRS = [

@@ -134,13 +134,18 @@ def family_of(signature: inspect.Signature, id: str, families: Iterable[Family],
     found |= {"teacher"} if taught else set()
     fits = [(f, required) for f, required in known.values() if {*required} <= found]
     if not fits:
-        wanted = "; ".join(f"{name}: {', '.join(required)}" for name, (_, required) in known.items())
+        wanted = _listed({name: required for name, (_, required) in known.items()})
         why = f"its parameters {', '.join(sorted(names))} fit no family" if names else "its parameters have no names"
         raise UsageError(
             f"implementation {id!r}: {why} ({wanted}). A function of logits can be wrapped: "
             "def logps(hidden, weight, ids): return yours(hidden @ weight.T, ids)"
         )
     return max(fits, key=lambda fit: len(fit[1]))[0]
+
+
+def _listed(required: Mapping[str, Iterable[str]]) -> str:
+    """Families with the parameters that each needs."""
+    return "; ".join(f"{name}: {', '.join(names)}" for name, names in required.items())
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -155,8 +160,7 @@ def _fixed(function: Callable[..., Any], names: set[str], family: Family, id: st
     fixed, own = dict(getattr(function, "fixed", {})), {*canonical(names).values()}
     if unknown := sorted(fixed.keys() - family.settings.keys()):
         why = f"fixed names {', '.join(unknown)}, no setting of {family.name}, which its parameters are of"
-        wanted = "; ".join(f"{name}: {', '.join(required)}" for name, required in REQUIRED.items())
-        raise UsageError(f"implementation {id!r}: {why} (a family is told by parameters: {wanted})")
+        raise UsageError(f"implementation {id!r}: {why} (a family is told by parameters: {_listed(REQUIRED)})")
     if family.name == "preference" and "method" not in own | fixed.keys():
         if not own & {"labels", "ref_hidden"}:
             raise UsageError(

@@ -8,6 +8,7 @@ the last sequence of a micro-batch as that of all.
 import types
 
 import torch
+from setup_tiny import uld
 from trl.experimental.gold.gold_trainer import ULDLoss
 
 V = 12
@@ -19,20 +20,7 @@ def tokenizer(*names):
 
 def hybrid(beta):
     shared = [f"shared {i}" for i in range(V - 4)]
-    config = types.SimpleNamespace(
-        uld_crossentropy_weight=0.0,
-        uld_distillation_weight=1.0,
-        uld_student_temperature=1.0,
-        uld_teacher_temperature=1.0,
-        uld_skip_student_eos=False,
-        uld_skip_teacher_eos=False,
-        use_extended_uld=False,
-        uld_token_merge_strategy="bayesian",
-        uld_use_hybrid_loss=True,
-        uld_hybrid_matched_weight=None,
-        uld_hybrid_unmatched_weight=None,
-        beta=beta,
-    )
+    config = uld(use_extended_uld=False, uld_token_merge_strategy="bayesian", uld_use_hybrid_loss=True, beta=beta)
     ours, theirs = (tokenizer(*shared, *(f"{whose} {i}" for i in range(4))) for whose in ("student", "teacher"))
     return ULDLoss(config, ours, theirs, device=torch.device("cpu"))
 

@@ -1,10 +1,8 @@
 """GOLD's ULD loss, default `uld_token_merge_strategy="observed"`: the probability it multiplies in for a later token of a
 merged group. The teacher equals the student and the student's own tokens are grouped two by two."""
 
-import types
-
 import torch
-from setup_tiny import tiny
+from setup_tiny import tiny, uld
 from trl.experimental.gold.gold_trainer import ULDLoss
 
 model = tiny().double()
@@ -16,16 +14,7 @@ labels = ids.clone()
 labels[:, :2] = -100
 start, size = 2, 5
 logits = model(ids).logits.detach()
-config = types.SimpleNamespace(
-    uld_crossentropy_weight=0.0,
-    uld_distillation_weight=1.0,
-    uld_student_temperature=1.0,
-    uld_teacher_temperature=1.0,
-    uld_skip_student_eos=True,
-    uld_skip_teacher_eos=True,
-    use_extended_uld=True,
-    uld_token_merge_strategy="observed",
-)
+config = uld(uld_token_merge_strategy="observed")
 loss = ULDLoss(config)
 groups = [[0, 1], [2, 3]]
 seen = []

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import itertools
-import math
 
 import pytest
 import torch
@@ -318,7 +317,7 @@ def test_an_implementation_gets_at_least_so_many_and_no_more_than_it_needs():
     assert not {near.id for near in every} & {case.id for case in own}
 
 
-def test_a_users_function_that_is_written_for_a_number_gets_cases_with_it_and_each_decade_of_others():
+def test_a_users_function_that_is_written_for_a_number_gets_cases_with_it():
     def loss(hidden, weight, ids, teacher_hidden, teacher_weight, temperature=1.0): ...
 
     loss.fixed = {"beta": 1.0}
@@ -327,8 +326,16 @@ def test_a_users_function_that_is_written_for_a_number_gets_cases_with_it_and_ea
     drawn = [*draws(cases(family, DTYPES, "pr"), "fixed", 60)]
     new, *_ = besides(own, drawn, lambda case: True, 40, "cpu")
     assert len(new) >= 30 and all(case.settings["beta"] == 1.0 for case in new)
-    decades = lambda of: {math.floor(math.log10(case.settings.get("temperature", 1))) for case in of}  # noqa: E731
-    assert decades(new) == decades(drawn)
+
+
+def test_a_users_function_gets_each_decade_of_a_number():
+    family = loss_family("logprobs")
+    drawn = [family.case(n, "fp32", {"V": 9, "temperature": 0.2 + n / 100}) for n in range(60)]
+    small = family.case(1, "fp32", {"V": 9, "temperature": 0.002})
+    for id, gets in (("own.py:narrow", True), ("own.narrow", False)):
+        own = dataclasses.replace(NARROW, id=id, limits=())
+        found, *_ = besides(own, [*drawn, small], lambda case: False, 5, "cpu")
+        assert (small.id in {case.id for case in found}) is gets
 
 
 def test_a_users_function_gets_long_sequences_and_a_chunk_with_a_rest_of_one_token():

@@ -62,8 +62,10 @@ SAMPLER = {
 }
 APART = 0.6
 """Spread of a token's log-prob at the sampler around the trainer's, nats: no ratio is near a bound."""
-FIELDS = {"mode": "vllm_importance_sampling_mode", "low": "vllm_importance_sampling_clip_min"} | {
-    "threshold": "off_policy_mask_threshold"
+FIELDS = {
+    "mode": "vllm_importance_sampling_mode",
+    "low": "vllm_importance_sampling_clip_min",
+    "threshold": "off_policy_mask_threshold",
 }
 SAMPLED = [("grpo-trainer", s) for s in ({"mode": "token_truncate"}, {"tools": True, "split": "2x4"}, {"tools": True})]
 

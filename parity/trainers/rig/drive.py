@@ -104,12 +104,9 @@ def build(
         given["peft_config"] = peft_config
     with trl.quiet(), trl.environment_kept():
         out = kind(**given)
-    others = [
-        other
-        for name in ("ref_model", "teacher_model")
-        if isinstance(other := getattr(out, name, None), torch.nn.Module)
-    ]
-    for module in {m for other in others for m in other.modules()} - {*out.model.modules()}:
+    others = (getattr(out, name, None) for name in ("ref_model", "teacher_model"))
+    theirs = {module for other in others if isinstance(other, torch.nn.Module) for module in other.modules()}
+    for module in theirs - {*out.model.modules()}:
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = DROPPED
     return out
