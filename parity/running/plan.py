@@ -120,7 +120,7 @@ class Sought(msgspec.Struct, frozen=True, kw_only=True):
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """`count` cases of a family, from number `start` on: frozen ones, those of a trainer's checks, or of the `of` that
     are drawn in stream `index`; what `implementations` get besides their draws, which counts as one case; or a
-    finding. `resume` cases at the start were done before a worker died; `skip` names pairs (case, implementation) that
+    finding. `own`: the checks are those of a user's class too. `resume` cases at the start were done before a worker died; `skip` names pairs (case, implementation) that
     killed it, `exclude` implementations left out."""
 
     family: str
@@ -131,6 +131,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0
     of: int = 0
     implementations: tuple[str, ...] = ()
+    own: bool = False
     sought: Sought | None = None
     resume: int = 0
     skip: tuple[tuple[str, str], ...] = ()
@@ -252,7 +253,8 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         shards.append(Shard(family=name, kind="besides", seed=seed, count=1, implementations=tuple(ids)))
     asked = bool(options.families or options.implementations)
     for name in checked if not options.only else ():
-        cut(name, "checks", slices(len(catalogue.cases(name, options.profile, seed, asked, name in own)), CHECKS))
+        count = len(catalogue.cases(name, options.profile, seed, asked, name in own))
+        cut(name, "checks", slices(count, CHECKS), own=name in own)
     count, why = workers(options.workers, len(shards))
     gpus = gpu.visible() if device == "cuda" else []
     reserve = min(profile.minimise_seconds, (options.max_time or 0.0) / 10)  # for findings, once no more is drawn

@@ -84,8 +84,7 @@ class Session:
         elif shard.kind == "frozen":
             every = [one for one in self.frozen.items() if one[1].case.family == shard.family]
         else:
-            own = any(i.user_class for i in self.implementations if i.family == shard.family)
-            every = catalogue.cases(shard.family, self.profile_name, shard.seed, asked=True, own=own)
+            every = catalogue.cases(shard.family, self.profile_name, shard.seed, asked=True, own=shard.own)
         return every[shard.start : end]
 
     def _stream(self, family: str, index: int, of: int, seed: int) -> Stream:
