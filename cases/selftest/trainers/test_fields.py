@@ -49,12 +49,12 @@ NOBODYS = {
 INHERITED = {"GMPOConfig": "GRPOConfig", "GKDConfig": "SFTConfig"}
 """Config -> the one whose fields it has too: they are asked of the other trainer."""
 OPEN = {
-    "GRPOConfig": "entropy_coef_max entropy_coef_min",
+    "GRPOConfig": "",
     "RLOOConfig": "",
     "OnlineDPOConfig": "",
     "DPOConfig": "padding_free",
     "KTOConfig": "",
-    "SFTConfig": "eval_packing packing_strategy",
+    "SFTConfig": "",
     "DistillationConfig": "",
     "ServerDistillationConfig": "pad_to_multiple_of",
     "GKDConfig": "",

@@ -85,7 +85,12 @@ HONOURED: dict[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ...]] = {
         _with(precomputed=True),
         _with("kto", split="2x4"),
     ),
-    "sft-trainer": (_with(whole=True), _with("nll", smoothing=0.1), _with("nll", smoothing=0.1, split="2x4")),
+    "sft-trainer": (
+        _with(whole=True),
+        _with("nll", smoothing=0.1),
+        _with("nll", smoothing=0.1, split="2x4"),
+        _with("nll", eval_packed=True),
+    ),
     "online-dpo-trainer": (_with(penalty=2.0), _with(weight=-1.0)),
     "cpo-trainer": (
         _with(split="2x4"),

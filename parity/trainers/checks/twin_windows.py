@@ -6,6 +6,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -48,7 +49,8 @@ OF_SEQUENCES = {"importance_sampling_level": "sequence", "epsilon_high": 0.08, "
 }
 """The settings of GRPO's ratio that no other case has, each of them with an effect."""
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05}
-"""An entropy coefficient that begins at 0.1 and moves by 0.05 a step: up below the target, down above it."""
+ADAPTIVE |= {"entropy_coef_min": 0.02, "entropy_coef_max": 0.18}
+"""An entropy coefficient that begins at 0.1 and moves by 0.05 a step, within limits: up below the target, down above it."""
 TWO_STEPS = {"max_steps": 2, "learning_rate": 0.05}
 """The second step must differ from the first."""
 SLOW = TWO_STEPS | {"learning_rate": 0.0005}
@@ -151,7 +153,7 @@ def _truncated(run: WindowRun) -> Iterator[Quantity]:
 
 def _controlled(run: WindowRun) -> Iterator[Quantity]:
     """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): the coefficient grows by 0.05 behind a window whose mean entropy of a
-    token is at most the target, else it shrinks; the bonus is applied where the window before was at most there.
+    token is at most the target, else it shrinks, within its limits; the bonus is applied where the window before was at most there.
 
     Two windows of two micro-batches, parameters as they are. Targets: below all, between the first window's mean and its last
     micro-batch's, between the second's and both windows'. Evaluation moves nothing.
@@ -165,14 +167,17 @@ def _controlled(run: WindowRun) -> Iterator[Quantity]:
     sizes = [sum(len(t) - n for t, n in run.window.found_in([b]).sequences) for b in seen.window(1)]
     yield tells("sizes", len(set(sizes)) == 1, f"{sizes} tokens in micro-batches, of each of which the bonus is a mean")
     own = [entropy(seen.window(0)), entropy(seen.window(1))]
-    targets = 0.0, (own[0] + entropy(seen.window(0)[-1:])) / 2, (own[1] + entropy(seen.batches)) / 2
+    targets = 0.0, (own[0] + entropy(seen.window(0)[-1:])) / 2, (own[1] + entropy(seen.batches)) / 2, 100.0
     for number, target in enumerate(targets, 1):
         run.built = run.build(max_steps=2, entropy_target=target)
         run.steps = twin_runs.train(run.built, run.path)
-        moves = [0.05 if x <= target else -0.05 for x in own]
+        values = [0.1]
+        for x in own:
+            values.append(min(values[-1] + 0.05, 0.18) if x <= target else max(values[-1] - 0.05, 0.02))
+        moves = [after - before for before, after in itertools.pairwise(values)]
         coefficient = float(run.built.entropy_coef)
         yield summed(f"coefficient at target {number}", coefficient, (0.1, *moves), f"means of {own}, target {target}")
-        applied = {"entropy_coef": 0.1 + moves[0] if own[0] <= target else 0.0}
+        applied = {"entropy_coef": values[1] if own[0] <= target else 0.0}
         yield run.gradient(f"gradient of step 2 at target {number}", 1, policy=applied)
     with trl.quiet():
         run.built.evaluate()

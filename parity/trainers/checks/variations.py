@@ -42,7 +42,12 @@ REFERRED = tuple(t for t in TWINS if SPECS[t].rewarded or SPECS[t].given == "ref
 MAX_LENGTH = 10
 """At it four of the window's eight sequences are too long, every prompt keeps a token of its completion at either end."""
 MODES_OF_TRUNCATION = ("keep_start", "keep_end")
-MODE = Setting("keep_start", "truncation_mode; KTO and later releases keep the start", MODES_OF_TRUNCATION)
+PACKINGS = ("bfd", "bfd_split", "wrapped")
+MODE = Setting(
+    "keep_start",
+    "truncation_mode; KTO and later releases keep the start; or SFT's packing_strategy",
+    (*MODES_OF_TRUNCATION, *PACKINGS),
+)
 KL = Setting(False, "KTO with its own loss, which estimates a KL to the reference", (False, True))
 CUT = {"mode": MODE, "split": SPLIT, "kl": KL}
 CUT_IN_PR: list[CheckCase] = [("dpo-trainer", {})]
@@ -184,6 +189,7 @@ def truncation_cases(seed: int) -> Iterator[CheckCase]:
         for mode in MODES_OF_TRUNCATION if trainer in having("truncation_mode") else ("keep_start",):
             own = {"kl": True} if SPECS[trainer].data == "labels" else {"split": "8x1"}
             yield from ((trainer, {"mode": mode, **cut}) for cut in (own, {"split": "1x8"}))
+    yield from (("sft-trainer", {"mode": strategy}) for strategy in PACKINGS)
 
 
 @check("truncation", having("max_length"), CUT, truncation_cases, pr=CUT_IN_PR, covered=always, paths=EVERY_PATH)
@@ -192,13 +198,17 @@ def truncation(call: CheckCall) -> Iterator[Quantity]:
     _estimates(call)
     s, known = call.settings, trl.fields(drive.config(call.trainer))
     limits: dict[str, Any] = {"max_length": MAX_LENGTH}
-    if "truncation_mode" in known or s.mode != "keep_start":
+    packed = s.mode in PACKINGS
+    if packed:
+        drive.needs(call.trainer, "packing_strategy")
+        limits |= {"packing": True, "packing_strategy": s.mode}
+    elif "truncation_mode" in known or s.mode != "keep_start":
         drive.needs(call.trainer, "truncation_mode")
         limits["truncation_mode"] = s.mode
-    settings = twin(call.case.family, split=s.split, kl=s.kl)
+    settings = twin(call.case.family, split=s.split, kl=s.kl, whole=packed)
     run = Run(call.case.family, settings, call.path, plain=True, **limits)
     whole = sorted(run.window.expected)
-    run.window = Cut(run.trainer, run.window.rows, mode=s.mode)
+    run.window = Cut(run.trainer, run.window.rows, packed, mode=s.mode)
     late = sorted(recorder.sequences_of(run.steps.batches)) == whole  # DPO up to 1.3 cuts behind where a batch is seen
     yield from judged(call, run, Loss(run.window, settings), there=not late)
 
@@ -215,7 +225,12 @@ class Cut(Window):
 
 
 def cut(window: Sequences, mode: str) -> Sequences:
-    """At most `MAX_LENGTH` tokens of each sequence, the first or the last; prompts give way at the end that is cut."""
+    """At most `MAX_LENGTH` tokens of each sequence, the first or the last; prompts give way at the end that is cut. Or all tokens
+    in parts of at most as many, of a sequence ("bfd_split") or of all in turn ("wrapped")."""
+    if mode == "wrapped":
+        window = [([token for tokens, _ in window for token in tokens], 1)]
+    if mode in ("bfd_split", "wrapped"):
+        return [(tokens[i : i + MAX_LENGTH], start) for tokens, start in window for i in range(0, len(tokens), MAX_LENGTH)]
     out = []
     for tokens, start in window:
         gone = max(0, len(tokens) - MAX_LENGTH) if mode == "keep_end" else 0

@@ -43,6 +43,7 @@ OPTIONS = {
     "desirable": ("desirable_weight", Setting(1.0, "KTO", (1.0, 0.7))),
     "undesirable": ("undesirable_weight", Setting(1.0, "KTO", (1.0, 1.3))),
     "whole": ("completion_only_loss", Setting(False, "SFT: off, prompts are trained on", (False, True))),
+    "eval_packed": ("eval_packing", Setting(False, "SFT: in evaluation alone", (False, True))),
     "precomputed": ("precompute_ref_log_probs", Setting(False, "before training", (False, True))),
 }
 """Setting of a loss -> the field of the trainer's config, and its values."""
