@@ -62,14 +62,13 @@ OPEN = {
         packing_strategy pad_to_multiple_of padding_free router_aux_loss_coef truncation_mode
         uld_crossentropy_weight uld_distillation_weight uld_hybrid_matched_weight uld_hybrid_unmatched_weight
         uld_skip_student_eos uld_skip_teacher_eos uld_use_hybrid_loss""",
-    "IWOPDConfig": "iw_opd_epsilon iw_opd_gamma max_prompt_length num_generations",
+    "IWOPDConfig": "iw_opd_epsilon max_prompt_length num_generations",
     "SDFTConfig": """generate_from_teacher num_generations_eval steps_per_generation teacher_prompt_template
         teacher_sync_steps use_teacher_server""",
-    "SDPOConfig": """dont_reprompt_on_self_success environment_feedback_only_without_solution feedback_template
-        mask_truncated_completions max_reprompt_len num_generations_eval remove_thinking_from_demonstration
-        reprompt_template reward_weights solution_template steps_per_generation success_reward_threshold
-        teacher_sync_steps use_successful_as_teacher use_teacher_server""",
-    "A2POConfig": "beta1 reward_weights temperature",
+    "SDPOConfig": """feedback_template mask_truncated_completions max_reprompt_len num_generations_eval
+        remove_thinking_from_demonstration reprompt_template solution_template steps_per_generation
+        teacher_sync_steps use_teacher_server""",
+    "A2POConfig": "temperature",
     "AsyncGRPOConfig": "fork_threshold_tokens router_aux_loss_coef weight_sync_steps",
     "AsyncDistillationConfig": "add_tail_bucket weight_sync_steps",
     "CPOConfig": "max_completion_length",

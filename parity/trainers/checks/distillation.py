@@ -50,7 +50,7 @@ RAGGED = SETTINGS | {
 }
 LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
-SERVER, IW_OPD, IW = "server-distillation-trainer", "iw-opd-trainer", "iw_opd"
+SERVER, IW_OPD, IW, GAMMA = "server-distillation-trainer", "iw-opd-trainer", "iw_opd", 0.8
 GOLD = "gold-trainer"
 LOCAL = ("gkd-trainer", GOLD, IW_OPD)
 MIXTURE = {"beta": 0.3, "temperature": 0.7}
@@ -239,6 +239,7 @@ class Control(Run):
         s, upstream = self.s, SPECS[self.trainer].upstream
         wanted = recorder.plain(s.split) | COMMON | {"beta": s.beta, "temperature": s.temperature}
         wanted |= {"lmbda": float(s.sampler == "student"), "loss_top_k": s.top, "distillation_objective": s.objective}
+        wanted |= {"iw_opd_gamma": GAMMA}
         if s.sampler == "teacher":
             drive.needs(upstream, "seq_kd")
             wanted |= {"seq_kd": True}
@@ -299,10 +300,10 @@ def _sorted(own: Tensor, teachers: Tensor, strategy: str) -> Tensor:
 
 def _weighted(student: Scored) -> list[Tensor]:
     """IW-OPD at each token t of each completion, (T_i,): -w·a·log π, a = log q - log π and w without a gradient,
-    w_t = 1 + γ (1 - Σ_(u<t) |a_u| / Σ_u |a_u|), γ 0.5 (trl/experimental/iw_opd)."""
+    w_t = 1 + γ (1 - Σ_(u<t) |a_u| / Σ_u |a_u|), γ = `GAMMA` (trl/experimental/iw_opd)."""
     out = []
     for logps, teachers in zip(student.tokens, student.base.tokens, strict=True):
         a = (teachers - logps).detach()
-        weights = 1.5 - 0.5 * (a.abs().cumsum(0) - a.abs()) / a.abs().sum()
+        weights = 1 + GAMMA * (1 - (a.abs().cumsum(0) - a.abs()) / a.abs().sum())
         out.append(-weights * a * logps)
     return out

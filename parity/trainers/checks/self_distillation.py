@@ -31,6 +31,12 @@ OPTIONS = {
     "temperature": ("temperature", Setting(1.0, "of student and teacher", (1.0, 0.7))),
     "teacher": ("teacher_model_kind", Setting("base", "the initial student, the student, or its average", TEACHERS)),
     "feedback": ("include_environment_feedback", Setting(False, "SDPO", (False, True))),
+    "spared": (
+        "environment_feedback_only_without_solution",
+        Setting(False, "SDPO: feedback where nothing else is shown", (False, True)),
+    ),
+    "shown": ("use_successful_as_teacher", Setting(True, "SDPO: the group's first success", (True, False))),
+    "others": ("dont_reprompt_on_self_success", Setting(True, "SDPO: never a completion's own", (True, False))),
     "weight": ("distillation_weight", Setting(1.0, "SDPO: 1 less that of its policy loss", (1.0, 0.4, 0.0))),
     "loss": ("loss_type", Setting("dapo", "SDPO: of its policy loss", ("dapo", "grpo", "bnpo", "dr_grpo"))),
     "scale": ("scale_rewards", Setting("group", "SDPO", ("group", "batch", "none"))),
@@ -54,15 +60,16 @@ SETTINGS = {name: setting for name, (_, setting) in OPTIONS.items()} | {
 BOTH = {"mode", "alpha", "tail", "temperature", "teacher", "moved", "side", "split", "window"}
 HONOURED = {
     SDFT: BOTH | {"skip", "longest"},
-    SDPO: BOTH | {"feedback", "weight", "loss", "scale", "level", "beta"},
+    SDPO: BOTH | {"feedback", "spared", "shown", "others", "weight", "loss", "scale", "level", "beta"},
     A2PO: {"longest", "side", "split", "window"},
 }
-TOP, BOUND, UPDATE, BETA1, BETA2, SAMPLES = 8, 1.05, 0.3, 0.5, 0.05, 2
+TOP, BOUND, UPDATE, BETA1, BETA2, SAMPLES, REWARD = 8, 1.05, 0.3, 0.3, 0.05, 2, 2.0
 CLIP = {"epsilon": 0.03, "epsilon_high": 0.06}
 CONFIG = {**CLIP, "distillation_is_clip": BOUND, "teacher_update_rate": UPDATE, "shuffle_dataset": False}
 CONFIG |= {"beta1": BETA1, "beta2": BETA2, "num_value_samples": SAMPLES, "filter_all_incorrect": False}
+CONFIG |= {"reward_weights": [REWARD], "success_reward_threshold": REWARD}
 EARNED = (1.0, 0.25, 0.25, 0.5, 1.0, 1.5, 0.0, 1.25)
-"""SDPO's rewards, in groups: one, none, two and one of the two are successes, of 1 or more."""
+"""SDPO's rewards, to be multiplied by `REWARD`, in groups: one, none, two and one of the two are successes, of 1 or more."""
 FULL, TOPK = {"mode": "full_logits"}, {"mode": "topk_logits", "tail": True}
 POLICY: dict[str, Any] = {"weight": 0.0}
 BESIDE: dict[str, Mapping[str, Any]] = dict.fromkeys(("loss", "scale", "level", "beta"), POLICY)
@@ -70,6 +77,8 @@ BESIDE |= {
     "scale": {**POLICY, "loss": "grpo"},
     "alpha": FULL,
     "tail": {"mode": "topk_logits"},
+    "spared": {"feedback": True},
+    "shown": {"feedback": True},
     "beta": POLICY | {"window": "again"},
 }
 """Setting -> those without which it changes nothing."""
@@ -78,6 +87,7 @@ PR: list[CheckCase] = [
     (SDFT, {**FULL, "alpha": 0.0, "teacher": "ema", "window": "again", "temperature": 0.7}),
     (SDPO, {"split": "2x4", "teacher": "ema", "window": "second"}),
     (SDPO, {"weight": 0.4, "loss": "grpo", "scale": "batch", "window": "again"}),
+    (SDPO, {"feedback": True, "spared": True, "others": False}),
     (A2PO, {"split": "2x4", "window": "second"}),
 ]
 
@@ -217,12 +227,14 @@ class Stored:
             if self.family == SDFT:
                 yield i, args.teacher_prompt_template.format(prompt=row.prompt, privileged_context=context)
             if self.family == SDPO:
-                first = i - i % GENERATIONS
-                group = [j for j in range(first, first + GENERATIONS) if j != i and EARNED[j] >= 1.0][:1]
+                first, s = i - i % GENERATIONS, self.s
+                group = [j for j in range(first, first + GENERATIONS) if EARNED[j] >= 1.0 and not (s.others and j == i)]
                 shown = [
-                    args.solution_template.format(successful_previous_attempt=self.rows[j].completion) for j in group
+                    args.solution_template.format(successful_previous_attempt=self.rows[j].completion)
+                    for j in group[: int(s.shown)]
                 ]
-                told = [args.feedback_template.format(feedback_raw=context)] if self.s.feedback else []
+                spared = not s.feedback or (s.spared and shown)
+                told = [] if spared else [args.feedback_template.format(feedback_raw=context)]
                 parts = {"prompt": row.prompt, "solution": "".join(shown), "feedback": "".join(told)}
                 yield from [(i, args.reprompt_template.format(**parts))] if shown or told else []
 
@@ -258,7 +270,7 @@ class Stored:
         if w == 1.0:
             return lambda model: self._distilled(model, teacher)
         s = SimpleNamespace(loss=self.s.loss, beta=self.s.beta, model=MODEL)
-        earned = torch.tensor(EARNED, dtype=torch.float64).view(-1, GENERATIONS)
+        earned = REWARD * torch.tensor(EARNED, dtype=torch.float64).view(-1, GENERATIONS)
         generation = Generation(self.window, self.initial, steps=1) if self.s.window == "again" else None
         own = {"importance_sampling_level": self.s.level, **CLIP}
         policy = Loss(self.given, s, self.initial, generation, earned, self.s.scale, own)
@@ -311,5 +323,5 @@ class Stored:
         others = [
             (p + [*stored_window.ids(r.other), models.EOS], len(p)) for p, r in zip(prompts, self.rows, strict=True)
         ]
-        samples = stored_window.rewards([x for pair in zip(self.window, others, strict=True) for x in pair])
+        samples = REWARD * stored_window.rewards([x for pair in zip(self.window, others, strict=True) for x in pair])
         return samples[:, 0], BETA1 * (torch.logsumexp(samples / BETA1, 1) - math.log(SAMPLES))
