@@ -52,6 +52,8 @@ LEAKED = {"beta": 1.0, "split": "1x2"}
 """Where the padding leaked: accumulated."""
 SERVER, IW_OPD, IW, GAMMA = "server-distillation-trainer", "iw-opd-trainer", "iw_opd", 0.8
 GOLD = "gold-trainer"
+WARMER = 1.5
+"""GOLD's uld_teacher_temperature over the student's."""
 LOCAL = ("gkd-trainer", GOLD, IW_OPD)
 MIXTURE = {"beta": 0.3, "temperature": 0.7}
 SHORT: list[CheckCase] = [(t, s) for t in (SERVER, IW_OPD) for s in (MIXTURE, LEAKED, {"beta": 0.0, "top": 4})]
@@ -245,7 +247,7 @@ class Control(Run):
             wanted |= {"seq_kd": True}
         if s.uld:
             own = {"use_uld_loss": True, "use_extended_uld": False, "uld_token_merge_strategy": s.uld}
-            own |= {"uld_student_temperature": s.temperature, "uld_teacher_temperature": s.temperature}
+            own |= {"uld_student_temperature": s.temperature, "uld_teacher_temperature": WARMER * s.temperature}
             drive.needs(upstream, *own)
             wanted |= own | {"teacher_tokenizer_name_or_path": str(models.saved(s.model))}
         given = {"teacher_model": models.model(taught(s.model)), "train_dataset": self.data()}
@@ -283,7 +285,8 @@ def objective(trainer: str, s: SimpleNamespace, model: Any, batch: Sequences) ->
     """The trainer's divergence at each token of each completion, (T_i,)."""
     student = Scored(model, batch, taught(s.model), s.temperature if trainer != "gkd-trainer" else 1.0)
     if s.uld:
-        return [_sorted(*pair, s.uld) for pair in zip(student.tables, student.base.tables, strict=True)]
+        warmer = Scored(student.base.model, batch, temperature=WARMER * s.temperature)
+        return [_sorted(*pair, s.uld) for pair in zip(student.tables, warmer.tables, strict=True)]
     if s.top:
         pairs = zip(student.tables, student.base.tables, batch, strict=True)
         return [sparse(p, q, torch.tensor(ids[n:]), s.beta, s.top) for p, q, (ids, n) in pairs]

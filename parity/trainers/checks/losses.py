@@ -55,9 +55,9 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("dpo-trainer", {"loss": "ipo", "divergence": "forward_kl"}),
     ("dpo-trainer", {"weighting": True}),
     ("dpo-trainer", {"precomputed": True, "ld_alpha": 0.4}),
-    ("cpo-trainer", {"loss": "simpo", "nll": 0.4, "gamma": 1.2, "power": 0.3}),
+    ("cpo-trainer", {"loss": "simpo", "nll": 0.4, "gamma": 1.2, "power": 0.3, "smoothing": 0.1}),
     ("orpo-trainer", {"loss": "orpo"}),
-    ("tpo-trainer", {"loss": "tpo-l", "nll": 0.4, "gamma": 1.2}),
+    ("tpo-trainer", {"loss": "tpo-l", "nll": 0.4, "gamma": 1.2, "smoothing": 0.1}),
 )
 
 
@@ -99,6 +99,7 @@ HONOURED: dict[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ...]] = {
         _with(nll=0.0, beta=0.05, model="qwen2"),
         _with("sigmoid", "simpo", nll=0.4, smoothing=0.1),
         _with("ipo", "simpo", "alphapo", power=0.3),  # the others' sums are so large that their power drowns the margin
+        _with("alphapo", power=-0.3),
         _with("simpo", "alphapo", gamma=1.2),
     ),
     "tpo-trainer": (

@@ -85,7 +85,7 @@ BESIDE |= {
 PR: list[CheckCase] = [
     (SDFT, {**TOPK, "alpha": 0.3, "skip": 2, "split": "2x4"}),
     (SDFT, {**FULL, "alpha": 0.0, "teacher": "ema", "window": "again", "temperature": 0.7}),
-    (SDPO, {"split": "2x4", "teacher": "ema", "window": "second"}),
+    (SDPO, {"split": "2x4", "teacher": "ema", "window": "second", "mode": "topk_logits"}),
     (SDPO, {"weight": 0.4, "loss": "grpo", "scale": "batch", "window": "again"}),
     (SDPO, {"feedback": True, "spared": True, "others": False}),
     (A2PO, {"split": "2x4", "window": "second"}),

@@ -44,7 +44,9 @@ SETTINGS = {
         False, "all is trained but the embeddings: what enters the layers has no gradient", (False, True)
     ),
     "tools": Setting(False, "some completion tokens are a tool's: GRPO, GMPO, distillation", (False, True)),
-    "teacher": Setting("qwen2", "distillation's; cohere scales its logits", ("qwen2", "cohere")),
+    "teacher": Setting(
+        "qwen2", "distillation's; cohere scales its logits, gemma2 caps them", ("qwen2", "cohere", "gemma2")
+    ),
     "temperature": Setting(1.0, "distillation's", (1.0, 0.7)),
     # at 0.5 student and teacher stand alike in the mixture
     "mixture": Setting(0.3, "distillation's beta: 0 forward KL; 1 reverse KL, TRL's default", (0.3, 0.0, 1.0)),

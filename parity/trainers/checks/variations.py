@@ -15,10 +15,11 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, always, check, holds
-from parity.trainers.checks.twins import RATE, SETTINGS, judged, moved, twin
+from parity.trainers.checks.twin_windows import EPOCH
+from parity.trainers.checks.twins import RATE, SETTINGS, judged, moved, step_of, twin
 from parity.trainers.definitions.formulas import Loss, padded
 from parity.trainers.definitions.scored import Scored, logits, rows
-from parity.trainers.definitions.training_step import logged, measured
+from parity.trainers.definitions.training_step import gradients, logged, measured
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.drawn import normal
 from parity.trainers.rig.recorder import Sequences
@@ -52,6 +53,8 @@ KL = Setting(False, "KTO with its own loss, which estimates a KL to the referenc
 CUT = {"mode": MODE, "split": SPLIT, "kl": KL}
 CUT_IN_PR: list[CheckCase] = [("dpo-trainer", {})]
 EXPERTS, BALANCED = "qwen3_moe", "router_aux_loss_coef"
+LEFT: dict[str, list[dict[str, Any]]] = {t: [{"left": True}] * (not SPECS[t].generates) for t in having(BALANCED)}
+"""Trainer -> the case whose last window is not full."""
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 SAMPLER = {
     "mode": Setting("sequence_mask", "vllm_importance_sampling_mode", MODES),
@@ -99,7 +102,7 @@ def adapter_cases(seed: int) -> Iterator[CheckCase]:
     pr=[
         *((t, {}) for t in REFERRED),
         *((t, {"adapter": "existing"}) for t in REFERRED),
-        ("dpo-trainer", {"adapter": "existing", "precomputed": True}),
+        *((t, {"adapter": "existing", "precomputed": True}) for t in ("dpo-trainer", "kto-trainer")),
         *((t, {"adapter": "saved-head"}) for t in ("grpo-trainer", "dpo-trainer", "kto-trainer")),  # Liger takes heads
         ("kto-trainer", {"kl": True}),
         ("dpo-trainer", {"adapter": "rslora"}),
@@ -241,30 +244,42 @@ def cut(window: Sequences, mode: str) -> Sequences:
 @check(
     "experts",
     having(BALANCED),
-    {"coefficient": Setting(0.5, f"{BALANCED}; older releases: the model's", (0.5, 0.0)), "split": SPLIT},
-    lambda seed: [(t, s) for t in having(BALANCED) for s in ({}, {"split": "4x2"}, {"coefficient": 0.0})],
-    pr=[(trainer, {"split": "4x2"}) for trainer in having(BALANCED)],
+    {
+        "coefficient": Setting(0.5, f"{BALANCED}; older releases: the model's", (0.5, 0.0)),
+        "split": SPLIT,
+        "left": Setting(False, "one sequence of five, in a last window of four micro-batches", (False, True)),
+    },
+    lambda seed: [(t, s) for t in having(BALANCED) for s in ({}, {"split": "4x2"}, {"coefficient": 0.0}, *LEFT[t])],
+    pr=[(trainer, settings) for trainer in having(BALANCED) for settings in ({"split": "4x2"}, *LEFT[trainer])],
 )
 def experts(call: CheckCall) -> Iterator[Quantity]:
     """Loss and gradients are those of the trainer's loss plus coefficient times the mean over micro-batches of the balance."""
-    s = call.settings
+    s, trainer = call.settings, call.case.family
     of_model = BALANCED not in trl.fields(drive.config(call.trainer))  # in older releases
     if not trl.mentions("aux_loss_enabled", trl.class_named(call.trainer)):
         drive.needs(call.trainer, BALANCED)
-    settings, given = twin(call.case.family, model=EXPERTS, split=s.split), {BALANCED: s.coefficient}
+    if s.left and not LEFT[trainer]:
+        raise Unsupported("groups of completions leave no single sequence")
+    settings, given = twin(trainer, model=EXPERTS, split="1x4" if s.left else s.split), {BALANCED: s.coefficient}
 
     def switched_on(policy: Any) -> None:
         policy.config.update(given | {"output_router_logits": True})
 
     more: dict[str, Any] = {"changed": switched_on} if of_model else given
-    run = Run(call.case.family, settings, call.path, plain=True, **more)
-    loss = Loss(run.window, settings)
+    more |= EPOCH | {"rows": Window.of(trainer).rows[:5]} if s.left else {}
+    run = Run(trainer, settings, call.path, plain=True, **more)
+    batches = run.steps.window(len(run.steps.gradients) - 1)
+    loss = Loss(run.window.found_in(batches), settings)
 
     def define(model: Any) -> Tensor:
-        parts = [[tokens for tokens, _ in recorder.sequences_of([batch])] for batch in run.steps.batches]
+        parts = [[tokens for tokens, _ in recorder.sequences_of([batch])] for batch in batches]
         return loss(model) + s.coefficient * torch.stack([balance(model, part) for part in parts]).mean()
 
-    yield from judged(call, run, define)
+    if not s.left:
+        yield from judged(call, run, define)
+        return
+    yield holds("sequences", len(loss.window.rows) == 1, f"the last window holds {len(loss.window.rows)}", "exact")
+    yield gradients(step_of(call, run, define), run.steps.gradients[-1], "gradient of the last window")
 
 
 def balance(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:

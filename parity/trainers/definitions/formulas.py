@@ -39,7 +39,7 @@ OPTIONS = {
         Setting(1.0, "weight of the negative log-likelihood, of chosen or gold completions", (1.0, 0.4, 0.0)),
     ),
     "gamma": ("simpo_gamma", Setting(0.5, "margin of SimPO and TPO-L", (0.5, 1.2))),
-    "power": ("alpha", Setting(0.0, "CPO: exponent of AlphaPO's rewards", (0.0, 0.3))),
+    "power": ("alpha", Setting(0.0, "CPO: exponent of AlphaPO's rewards", (0.0, 0.3, -0.3))),
     "desirable": ("desirable_weight", Setting(1.0, "KTO", (1.0, 0.7))),
     "undesirable": ("undesirable_weight", Setting(1.0, "KTO", (1.0, 1.3))),
     "whole": ("completion_only_loss", Setting(False, "SFT: off, prompts are trained on", (False, True))),

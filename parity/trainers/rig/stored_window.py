@@ -94,7 +94,7 @@ def dataset(chosen: Sequence[Sample], columns: str) -> Any:
     asked = [{"role": "user", "content": p} for p in prompts]
     answers = [{"role": "assistant", "content": c} for c in completions]
     table: dict[str, dict[str, list[Any]]] = {
-        "prompts": {"prompt": prompts},
+        "prompts": {"prompt": prompts, "told": prompts},
         "completions": {"prompt": prompts, "completion": completions},
         "labels": {"prompt": prompts, "completion": completions, "label": [r.label for r in chosen]},
         "pairs": {"prompt": prompts, "chosen": completions, "rejected": others},
@@ -110,9 +110,11 @@ def dataset(chosen: Sequence[Sample], columns: str) -> Any:
     return Dataset.from_dict(table[columns])
 
 
-def reward(completions: Any, **kwargs: Any) -> list[float]:
-    """A reward that differs within a group: a hash of the completion, in [0, 1)."""
-    return [drawn.share(3, str(c)) for c in completions]
+def reward(completions: Any, prompts: Any = None, told: Any = None, **kwargs: Any) -> list[float]:
+    """A reward that differs within a group: a hash of the completion, in [0, 1), or 9 where what the dataset's column `told`
+    says of a prompt is handed over beside another."""
+    pairs = zip(prompts, told, strict=True) if told else [("", "")] * len(completions)
+    return [drawn.share(3, str(c)) if t.strip() in str(p) else 9.0 for c, (p, t) in zip(completions, pairs, strict=True)]
 
 
 def external(tokens: Tensor) -> Tensor:
