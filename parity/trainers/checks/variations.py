@@ -23,7 +23,7 @@ from parity.trainers.definitions.training_step import gradients, logged, measure
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.drawn import normal
 from parity.trainers.rig.recorder import Sequences
-from parity.trainers.rig.stored_window import Window
+from parity.trainers.rig.stored_window import Sample, Window
 from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import SPECS, TWINS, having
 from parity.upstream import trl
@@ -209,11 +209,19 @@ def truncation(call: CheckCall) -> Iterator[Quantity]:
         drive.needs(call.trainer, "truncation_mode")
         limits["truncation_mode"] = s.mode
     settings = twin(call.case.family, split=s.split, kl=s.kl, whole=packed)
-    run = Run(call.case.family, settings, call.path, plain=True, **limits)
+    kept = Window.of(call.case.family).rows
+    full = [] if packed or s.mode == "keep_end" else [_filled(kept[0], n) for n in (MAX_LENGTH, MAX_LENGTH + 2)]
+    run = Run(call.case.family, settings, call.path, [*full, *kept], plain=True, **limits)
     whole = sorted(run.window.expected)
-    run.window = Cut(run.trainer, run.window.rows, packed, mode=s.mode)
+    _ = run.steps  # on all rows
+    run.window = Cut(run.trainer, kept, packed, mode=s.mode)
     late = sorted(recorder.sequences_of(run.steps.batches)) == whole  # DPO up to 1.3 cuts behind where a batch is seen
     yield from judged(call, run, Loss(run.window, settings), there=not late)
+
+
+def _filled(row: Sample, length: int) -> Sample:
+    """A sample whose prompt leaves no room for a completion, which is left out."""
+    return dataclasses.replace(row, prompt=models.words(length, "prompt", length) + " ")
 
 
 @dataclasses.dataclass(frozen=True)
