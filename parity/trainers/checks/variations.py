@@ -52,6 +52,7 @@ MODE = Setting(
 KL = Setting(False, "KTO with its own loss, which estimates a KL to the reference", (False, True))
 CUT = {"mode": MODE, "split": SPLIT, "kl": KL}
 CUT_IN_PR: list[CheckCase] = [("dpo-trainer", {})]
+PRECOMPUTED = "precompute_ref_log_probs"
 EXPERTS, BALANCED = "qwen3_moe", "router_aux_loss_coef"
 LEFT: dict[str, list[dict[str, Any]]] = {t: [{"left": True}] * (not SPECS[t].generates) for t in having(BALANCED)}
 """Trainer -> the case whose last window is not full."""
@@ -82,7 +83,7 @@ def adapter_cases(seed: int) -> Iterator[CheckCase]:
     for trainer in TWINS:
         for kind in ADAPTERS if trainer in REFERRED else ("new", "saved-head", "rslora"):
             yield trainer, {"adapter": kind}
-            if trainer in having("precompute_ref_log_probs"):
+            if trainer in having(PRECOMPUTED):
                 yield trainer, {"adapter": kind, "precomputed": True}
             if SPECS[trainer].data == "labels":
                 yield trainer, {"adapter": kind, "kl": True}
@@ -116,7 +117,7 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
     if s.adapter == "existing" and trainer not in REFERRED:
         raise Unsupported(f"{trainer} has no reference: an existing adapter is a new one to it")
     _estimates(call)
-    more: dict[str, Any] = {"precompute_ref_log_probs": True} if s.precomputed else {}
+    more: dict[str, Any] = {PRECOMPUTED: True} if s.precomputed else {}
     drive.needs(call.trainer, *more)
     settings, existing = twin(trainer, beta=0.04, kl=s.kl, checkpointing=s.checkpointing), s.adapter == "existing"
     more |= {} if s.checkpointing == drive.OFF else {"learning_rate": RATE}
@@ -247,6 +248,53 @@ def cut(window: Sequences, mode: str) -> Sequences:
         gone = max(0, len(tokens) - MAX_LENGTH) if mode == "keep_end" else 0
         out.append((tokens[gone : gone + MAX_LENGTH], max(0, start - gone)))
     return out
+
+
+STORED = {
+    "reference": {"model": "qwen2"},
+    "ld_alpha": {"ld_alpha": 0.4},
+    "max_length": {"max_length": MAX_LENGTH, "truncation_mode": "keep_end"},
+}
+"""What another run on the same dataset had otherwise -> how: the model of a twin, or fields of the config."""
+STORED_CASES: list[CheckCase] = [("kto-trainer", {}), *(("dpo-trainer", {"other": other}) for other in STORED)]
+
+
+class _OnDisk(Run):
+    """A run over the window as a dataset in a folder, beside which `datasets` stores what is made of it."""
+
+    folder = ""
+
+    def data(self) -> Any:
+        import datasets
+
+        return datasets.load_from_disk(self.folder)
+
+
+@check(
+    "stored-reference",
+    having(PRECOMPUTED),
+    {"other": Setting("reference", "what a run before it had otherwise", tuple(STORED))},
+    lambda seed: STORED_CASES,
+    pr=STORED_CASES,
+    paths=("released",),
+)
+def stored_reference(call: CheckCall) -> Iterator[Quantity]:
+    """Reference log-probs that another run has stored with the dataset are not this run's: one batch by its own."""
+    other = dict(STORED[call.settings.other])
+    drive.needs(call.trainer, PRECOMPUTED, *(name for name in other if name != "model"))
+    with tempfile.TemporaryDirectory(prefix="parity-dataset-") as folder:
+        with trl.quiet():
+            Window.of(call.case.family).dataset().save_to_disk(folder)
+
+        def over(model: str = "llama", **config: Any) -> Run:
+            settings = twin(call.case.family, model=model)
+            run = _OnDisk(call.case.family, settings, call.path, plain=True, **{PRECOMPUTED: True}, **config)
+            run.folder = folder
+            return run
+
+        over(**{"max_length": None, **other}).build()
+        run = over(max_length=None)
+        yield from judged(call, run, Loss(run.window, run.s))
 
 
 @check(
