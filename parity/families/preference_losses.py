@@ -135,17 +135,21 @@ AVERAGED = ("ipo", "simpo", "alphapo", "tpo-l")
 
 
 def cpo(r: Sequence[Tensor], s: SimpleNamespace, loss: str) -> Tensor:
-    """f(r_w - r_l) of each pair (arXiv 2401.08417, 3), (…, N). r is log π of a completion, per token in `AVERAGED`;
-    (1 - exp(-a·r))/a with AlphaPO's exponent a, `power` (arXiv 2501.03884). f as DPO's; simpo, alphapo and tpo-l: sigmoid
+    """f(r_w - r_l) of each pair (arXiv 2401.08417, 3), (…, N). r is log π of a completion, per token in `AVERAGED`,
+    of which `alphapo` makes another reward. f as DPO's; simpo, alphapo and tpo-l: sigmoid
     of β(r_w - r_l) - γ (arXiv 2405.14734, 2405.16681)."""
-    if s.power:
-        r = [(1 - torch.exp(-s.power * x)) / s.power for x in r]
+    r = [alphapo(x, s.power) for x in r]
     z = s.beta * (r[0] - r[1]) - (s.gamma if loss in AVERAGED and loss != "ipo" else 0.0)
     if loss == "hinge":
         return torch.relu(1 - z)
     if loss == "ipo":
         return (r[0] - r[1] - 1 / (2 * s.beta)) ** 2
     return smoothed(z, s.smoothing)
+
+
+def alphapo(r: Tensor, power: float) -> Tensor:
+    """(1 - exp(-a·r))/a with AlphaPO's exponent a (arXiv 2501.03884), r where it is 0."""
+    return (1 - torch.exp(-power * r)) / power if power else r
 
 
 def log_odds(means: Tensor) -> Tensor:

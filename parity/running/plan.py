@@ -120,8 +120,8 @@ class Sought(msgspec.Struct, frozen=True, kw_only=True):
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """`count` cases of a family, from number `start` on: frozen ones, those of a trainer's checks, or of the `of` that
     are drawn in stream `index`; what `implementations` get besides their draws, which counts as one case; or a
-    finding. `own`: the checks are those of a user's class too. `resume` cases at the start were done before a worker died; `skip` names pairs (case, implementation) that
-    killed it, `exclude` implementations left out."""
+    finding. `own`: the checks are those of a user's class too. `resume` cases at the start were done before a worker
+    died; `skip` names pairs (case, implementation) that killed it, `exclude` implementations left out."""
 
     family: str
     kind: Literal["frozen", "checks", "drawn", "besides", "finding"]

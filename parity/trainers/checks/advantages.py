@@ -43,6 +43,7 @@ SETTINGS = {
     "normalize": Setting(False, "RLOO: normalize_advantages", (False, True)),
 }
 PR = [("grpo-trainer", {"rewards": "weighted"} | late) for late in ({}, {AGGREGATION: LATE})]
+PR += [("rloo-trainer", {"rewards": "none", "normalize": True})]
 BOTH = ("grpo-trainer", "rloo-trainer")
 
 

@@ -24,14 +24,16 @@ TEMPLATE = (
 SETTINGS = {
     "turns": Setting(
         "one",
-        "an answer to a prompt; SFT's also: two of each, trained on as a whole, or on the assistant's words alone",
-        ("one", "all", "assistant"),
+        "an answer to a prompt; SFT's also: two of each, trained on as a whole, on the assistant's words alone, or on those of a "
+        "completion that is the last answer",
+        ("one", "all", "assistant", "last"),
     )
 }
 CASES: list[CheckCase] = [
     *((trainer, {}) for trainer in LOSSES),
     ("sft-trainer", {"turns": "all"}),
     ("sft-trainer", {"turns": "assistant"}),
+    ("sft-trainer", {"turns": "last"}),
 ]
 
 
@@ -51,8 +53,11 @@ class _Conversing(Run):
     def data(self) -> Any:
         from datasets import Dataset
 
+        turns = [_messages(row) for row in self.given]
+        if self.turns == "last":
+            return Dataset.from_list([{"prompt": said[:-1], "completion": said[-1:]} for said in turns])
         if self.turns != "one":
-            return Dataset.from_list([{"messages": _messages(row)} for row in self.given])
+            return Dataset.from_list([{"messages": said} for said in turns])
         roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected", "reference"), "assistant")}
         rows = Window(self.trainer, self.given).dataset()
         said = ({k: [{"role": roles[k], "content": row[k].strip()}] for k in roles if k in row} for row in rows)
@@ -64,24 +69,26 @@ def _messages(row: Sample) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-def _written(row: Sample, alone: bool) -> tuple[list[int], list[int]]:
+def _written(row: Sample, turns: str) -> tuple[list[int], list[int]]:
     """Token ids of the messages, and whether each is in the loss."""
     ids: list[int] = []
     loss: list[int] = []
-    for message in _messages(row):
+    said, whole = _messages(row), turns == "all"
+    for number, message in enumerate(said, 1):
         content, own = stored_window.ids(message["content"]), message["role"] == "assistant"
         ids += [*stored_window.ids(ASSISTANT if own else USER), *content, *([models.EOS] if own else [])]
-        loss += [int(not alone), *[int(own or not alone)] * (len(content) + own)]
+        told = whole or (own and (turns == "assistant" or number == len(said)))
+        loss += [int(whole), *[int(told)] * (len(content) + own)]
     return ids, [0, *loss[1:]]  # no model predicts a first token
 
 
 @check("conversations", tuple(LOSSES), SETTINGS, lambda seed: CASES, pr=CASES, paths=("released",))
 def conversations(call: CheckCall) -> Iterator[Quantity]:
     """Each sequence as the chat template writes it, once, and the tokens of the answer in the loss."""
-    turns, alone = call.settings.turns, call.settings.turns == "assistant"
+    turns = call.settings.turns
     if turns != "one" and call.case.family != "sft-trainer":
         raise Unsupported("conversations of several turns are SFT's")
-    config = {"assistant_only_loss": True} if alone else {}
+    config = {"assistant_only_loss": True} if turns in ("assistant", "last") else {}
     drive.needs(call.trainer, *config)
     run = _Conversing(call, Window.of(call.case.family).rows, **config)
     if turns == "one":
@@ -93,7 +100,7 @@ def conversations(call: CheckCall) -> Iterator[Quantity]:
         for part in parts
         for ids, there, loss in zip(*part, strict=True)
     )
-    wanted = sorted(_written(row, alone) for row in run.given)
+    wanted = sorted(_written(row, turns) for row in run.given)
     other = next(((f, w) for f, w in zip(found, wanted, strict=False) if f != w), "")
     yield holds(
         "sequences", found == wanted, f"{len(found)} of {len(wanted)}; the first that differs: {other}", "exact"

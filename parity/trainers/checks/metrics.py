@@ -12,7 +12,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.policy_losses import divergence as k3
-from parity.families.preference_losses import AVERAGED, log_odds
+from parity.families.preference_losses import AVERAGED, alphapo, log_odds
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared, tells
 from parity.trainers.checks.twin_windows import EVALUATED, begun
 from parity.trainers.checks.twins import twin
@@ -33,6 +33,7 @@ SETTINGS = {
     "split": Setting("8x1", "batch x accumulation; accumulated, every sequence has one length", ("8x1", "2x4")),
     "divergence": Setting("reverse_kl", "DPO: f-DPO's, of which no reward is made", ("reverse_kl", "forward_kl")),
     "loss": Setting("sigmoid", "CPO's simpo and tpo-l have rewards of a token's mean", ("sigmoid", "simpo", "tpo-l")),
+    "power": Setting(0.0, "CPO: exponent of AlphaPO's rewards", (0.0, 0.3)),
     "whole": Setting(False, "SFT: completion_only_loss is off, prompts are trained on", (False, True)),
 }
 PR: tuple[CheckCase, ...] = (("online-dpo-trainer", {}),)
@@ -93,7 +94,7 @@ def _of_sides(loss: Loss, model: Any) -> Values:
     else:
         batch, chosen = loss.scored(model), torch.tensor(window.labels)
     logps = batch.means if spec.loss == "orpo" or loss.s.loss in AVERAGED else batch.sums
-    earned = batch.ratios if spec.given else logps
+    earned = batch.ratios if spec.given else alphapo(logps, getattr(loss.s, "power", 0.0))
     out: Values = {}
     for name, side in (("chosen", chosen), ("rejected", ~chosen)):
         out |= {f"rewards/{name}": beta * earned[side].mean(), f"logps/{name}": logps[side].mean()}
@@ -154,6 +155,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
         ("sft-trainer", {"whole": True}),
         ("dpo-trainer", {"divergence": "forward_kl"}),
         ("cpo-trainer", {"loss": "simpo"}),
+        ("cpo-trainer", {"loss": "simpo", "power": 0.3}),
         ("tpo-trainer", {"loss": "tpo-l"}),
     )
 
@@ -163,7 +165,7 @@ def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of eight sequences, policy and reference unlike, is what the metrics' names say."""
     trainer, s = call.case.family, call.settings
     own: dict[str, Any] = {} if s.divergence == "reverse_kl" else {"f_divergence_type": s.divergence}
-    own |= {} if s.loss == "sigmoid" else {"loss_type": s.loss}
+    own |= ({} if s.loss == "sigmoid" else {"loss_type": s.loss}) | ({"alpha": s.power} if s.power else {})
     drive.needs(call.trainer, *own)
     more = {**recorder.LOGGED, **EVALUATED, "beta": s.beta, **own}
     settings = twin(trainer, model=s.model, beta=s.beta, kl=call.spec.data == "labels", whole=s.whole, split=s.split)

@@ -85,6 +85,7 @@ BESIDE |= {
 PR: list[CheckCase] = [
     (SDFT, {**TOPK, "alpha": 0.3, "skip": 2, "split": "2x4"}),
     (SDFT, {**FULL, "alpha": 0.0, "teacher": "ema", "window": "again", "temperature": 0.7}),
+    (SDFT, {"mode": "topk_logits", "alpha": 0.3}),
     (SDPO, {"split": "2x4", "teacher": "ema", "window": "second", "mode": "topk_logits"}),
     (SDPO, {"weight": 0.4, "loss": "grpo", "scale": "batch", "window": "again"}),
     (SDPO, {"feedback": True, "spared": True, "others": False}),

@@ -153,7 +153,8 @@ def _truncated(run: WindowRun) -> Iterator[Quantity]:
 
 def _controlled(run: WindowRun) -> Iterator[Quantity]:
     """use_adaptive_entropy (Skywork-OR1, arXiv 2505.22312): the coefficient grows by 0.05 behind a window whose mean entropy of a
-    token is at most the target, else it shrinks, within its limits; the bonus is applied where the window before was at most there.
+    token is at most the target, else it shrinks, within its limits. The bonus is applied where the window before was at
+    most there.
 
     Two windows of two micro-batches, parameters as they are. Targets: below all, between the first window's mean and its last
     micro-batch's, between the second's and both windows'. Evaluation moves nothing.

@@ -66,7 +66,7 @@ SAMPLER = {
     "beta": Setting(0.0, "weight of the KL", (0.0, 0.04)),
     "split": Setting("8x1", SPLIT.doc, ("8x1", "2x4")),
     "tools": Setting(False, "some completion tokens are a tool's: the sampler reports 0 for them", (False, True)),
-    "threshold": Setting(None, "off_policy_mask_threshold, of the sampler's log-probs", (None, 0.1)),
+    "threshold": Setting(None, "off_policy_mask_threshold, of the sampler's log-probs", (None, 0.1, 0.5)),
     "missing": Setting(False, "the sampler has no log-prob for one token of each completion", (False, True)),
 }
 APART = 0.6
@@ -76,7 +76,11 @@ FIELDS = {
     "low": "vllm_importance_sampling_clip_min",
     "threshold": "off_policy_mask_threshold",
 }
-SAMPLED = [("grpo-trainer", s) for s in ({"mode": "token_truncate"}, {"tools": True, "split": "2x4"}, {"tools": True})]
+SAMPLED: list[dict[str, Any]] = [
+    {"mode": "token_truncate"},
+    {"tools": True, "split": "2x4"},
+    {"mode": "token_truncate", "tools": True, "threshold": 0.5},
+]
 
 
 def adapter_cases(seed: int) -> Iterator[CheckCase]:
@@ -242,7 +246,9 @@ def cut(window: Sequences, mode: str) -> Sequences:
     if mode == "wrapped":
         window = [([token for tokens, _ in window for token in tokens], 1)]
     if mode in ("bfd_split", "wrapped"):
-        return [(tokens[i : i + MAX_LENGTH], start) for tokens, start in window for i in range(0, len(tokens), MAX_LENGTH)]
+        return [
+            (tokens[i : i + MAX_LENGTH], start) for tokens, start in window for i in range(0, len(tokens), MAX_LENGTH)
+        ]
     out = []
     for tokens, start in window:
         gone = max(0, len(tokens) - MAX_LENGTH) if mode == "keep_end" else 0
@@ -360,7 +366,15 @@ def sampler_cases(seed: int) -> Iterator[CheckCase]:
             yield from (("grpo-trainer", {"mode": mode, name: value}) for value in SAMPLER[name].choices or ())
 
 
-@check("sampler", ("grpo-trainer",), SAMPLER, sampler_cases, pr=SAMPLED, covered=always, paths=EVERY_PATH)
+@check(
+    "sampler",
+    ("grpo-trainer",),
+    SAMPLER,
+    sampler_cases,
+    pr=[("grpo-trainer", s) for s in SAMPLED],
+    covered=always,
+    paths=EVERY_PATH,
+)
 def sampler(call: CheckCall) -> Iterator[Quantity]:
     """Loss and every gradient by exp(log π - log π_sampler), truncated or masked as the mode says."""
     s, trainer = call.settings, call.case.family

@@ -114,12 +114,14 @@ def reward(completions: Any, prompts: Any = None, told: Any = None, **kwargs: An
     """A reward that differs within a group: a hash of the completion, in [0, 1), or 9 where what the dataset's column `told`
     says of a prompt is handed over beside another."""
     pairs = zip(prompts, told, strict=True) if told else [("", "")] * len(completions)
-    return [drawn.share(3, str(c)) if t.strip() in str(p) else 9.0 for c, (p, t) in zip(completions, pairs, strict=True)]
+    return [
+        drawn.share(3, str(c)) if t.strip() in str(p) else 9.0 for c, (p, t) in zip(completions, pairs, strict=True)
+    ]
 
 
 def external(tokens: Tensor) -> Tensor:
-    """1 where a token counts as the model's own, 0 where it is part of a tool's answer: every fifth word."""
-    return (tokens % 5 != 0).long()
+    """1 where a token counts as the model's own, 0 where it is part of a tool's answer: every third word."""
+    return (tokens % 3 != 0).long()
 
 
 def ids(text: str) -> list[int]:
