@@ -42,6 +42,7 @@ SERVED = SETTINGS | {"top": Setting(1, "loss_top_k, the tokens that the divergen
 RAGGED = SETTINGS | {
     "prompts": Setting("equal", "lengths of the prompts", ("ragged", "equal")),
     "sampler": Setting("none", "who writes the completions, in place of the dataset's", ("none", "student", "teacher")),
+    "ends": Setting(False, "two tokens end what the student generates"),
     "longer": Setting(False, "they are longer than the dataset's", (False, True)),
     "alone": Setting(False, "IW-OPD: the dataset has prompts alone"),
     "objective": Setting("jsd", "IW-OPD: jsd or iw_opd"),
@@ -61,6 +62,7 @@ SHORT_LOCAL: list[CheckCase] = [
     *((t, s | {"split": "1x2", "prompts": "ragged"}) for t in LOCAL for s in (LEAKED, MIXTURE)),
     *((t, {"sampler": s, "prompts": "ragged"}) for t in LOCAL for s in ("student", "teacher")[: 1 + (t != IW_OPD)]),
     *((t, {"sampler": "student", "longer": True}) for t in LOCAL),
+    *((t, {"sampler": "student", "ends": True, "prompts": "ragged"}) for t in LOCAL),
     (IW_OPD, {"sampler": "student", "alone": True}),
     (IW_OPD, {"sampler": "student", "objective": IW, "prompts": "ragged", "temperature": 0.7}),
     (IW_OPD, {"sampler": "student", "objective": IW, "prompts": "ragged", "split": "1x2", "alone": True}),
@@ -251,7 +253,10 @@ class Control(Run):
             drive.needs(upstream, *own)
             wanted |= own | {"teacher_tokenizer_name_or_path": str(models.saved(s.model))}
         given = {"teacher_model": models.model(taught(s.model)), "train_dataset": self.data()}
-        built = drive.build(upstream, models.model(s.model), wanted | self.config | more, self.device, **given)
+        student = models.model(s.model)
+        if s.ends:
+            models.two_ends(student)
+        built = drive.build(upstream, student, wanted | self.config | more, self.device, **given)
         built._local_teacher_tokenizer_matches_student = True  # IW-OPD's, which reads it from files
         return built
 
@@ -267,7 +272,9 @@ class Control(Run):
         """Other completions than the dataset's, in place of what student or teacher generate; tells how it is asked for them."""
         lengths = [c - 1 + 2 * self.s.longer for _, c in SAMPLES[self.s.prompts]]
         texts = [models.words(i, "sampled", n) for i, n in enumerate(lengths)]
-        rows = [dataclasses.replace(r, completion=x, limit=None) for r, x in zip(self.window.rows, texts, strict=True)]
+        pairs = enumerate(zip(self.window.rows, texts, strict=True))
+        ends = [models.EOS, models.END if self.s.ends else models.EOS]
+        rows = [dataclasses.replace(r, completion=x, limit=None, end=ends[i % 2]) for i, (r, x) in pairs]
         sampler = self.built.model if self.s.sampler == "student" else self.built.teacher_model
         self.window = Window.of(self.trainer, rows)
         stored = {tuple(ids[:n]): [ids[n:]] for ids, n in self.window.sequences}

@@ -32,8 +32,6 @@ EVALUATING = tuple(t for t in JUDGED if SPECS[t].generates != "model")
 GROUPED = tuple(t for t in JUDGED if SPECS[t].grouped)
 TOKENS = tuple(t for t in GROUPED if SPECS[t].clips != "sequences")
 MASKING = having("mask_truncated_completions")
-END = models.VOCABULARY - 1
-"""Another token that ends a completion, in none of them."""
 PARTS, AGAIN = "steps_per_generation", "num_iterations"
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3}
 CLIPPED = {"epsilon": 0.2, "epsilon_high": 0.28}
@@ -67,8 +65,8 @@ class WindowRun(Run):
         self.call, self.kind = call, kind
         s = twin(call.case.family, loss=call.settings.loss, split=kind.split, beta=kind.beta)
         rows = Window.of(call.case.family).rows[: kind.count]
-        self.every = [dataclasses.replace(r, end=END) if i in kind.ended else r for i, r in enumerate(rows)]
-        rows, ends = self.every, _ends if kind.ended else None
+        self.every = [dataclasses.replace(r, end=models.END) if i in kind.ended else r for i, r in enumerate(rows)]
+        rows, ends = self.every, models.two_ends if kind.ended else None
         if kind.truncated:  # no end, not in the loss; all others end
             whole = [i not in kind.truncated for i in range(len(rows))]
             rows = [dataclasses.replace(r, counted=w, ended=w) for r, w in zip(rows, whole, strict=True)]
@@ -111,11 +109,6 @@ class WindowRun(Run):
 def begun(trainer: Any) -> bool:
     """Whether <bos> stands before each prompt of evaluation: in KTO's older releases."""
     return "answer_input_ids" in getattr(trainer.eval_dataset, "column_names", ())
-
-
-def _ends(policy: Any) -> None:
-    """Two tokens end a completion."""
-    policy.generation_config.eos_token_id = [models.EOS, END]
 
 
 def _evaluation(run: WindowRun) -> Iterator[Quantity]:
@@ -248,7 +241,7 @@ class Kind:
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # also; without these there is nothing to judge
     adapted: bool = False  # whether a LoRA is trained
     count: int | None = None  # rows that the run has
-    ended: tuple[int, ...] = ()  # rows that end with `END`
+    ended: tuple[int, ...] = ()  # rows that end with `models.END`
     truncated: tuple[int, ...] = ()  # rows without an end
     losses: tuple[str, ...] = ()  # GRPO's loss types that it is looked at with; empty: the default
 

@@ -50,8 +50,11 @@ MODE = Setting(
     (*MODES_OF_TRUNCATION, *PACKINGS),
 )
 KL = Setting(False, "KTO with its own loss, which estimates a KL to the reference", (False, True))
-CUT = {"mode": MODE, "split": SPLIT, "kl": KL}
+ONLINE = "online-dpo-trainer"
+LEVEL = Setting(False, "online DPO: every completion has eight tokens", (False, True))
+CUT = {"mode": MODE, "split": SPLIT, "kl": KL, "level": LEVEL}
 CUT_IN_PR: list[CheckCase] = [("dpo-trainer", {})]
+CUTTING = (*having("max_length"), ONLINE)
 PRECOMPUTED = "precompute_ref_log_probs"
 EXPERTS, BALANCED = "qwen3_moe", "router_aux_loss_coef"
 LEFT: dict[str, list[dict[str, Any]]] = {t: [{"left": True}] * (not SPECS[t].generates) for t in having(BALANCED)}
@@ -198,9 +201,10 @@ def truncation_cases(seed: int) -> Iterator[CheckCase]:
             own = {"kl": True} if SPECS[trainer].data == "labels" else {"split": "8x1"}
             yield from ((trainer, {"mode": mode, **cut}) for cut in (own, {"split": "1x8"}))
     yield from (("sft-trainer", {"mode": strategy}) for strategy in PACKINGS)
+    yield from ((ONLINE, {"mode": "keep_end", "level": level}) for level in (False, True))
 
 
-@check("truncation", having("max_length"), CUT, truncation_cases, pr=CUT_IN_PR, covered=always, paths=EVERY_PATH)
+@check("truncation", CUTTING, CUT, truncation_cases, pr=CUT_IN_PR, covered=always, paths=EVERY_PATH)
 def truncation(call: CheckCall) -> Iterator[Quantity]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
     _estimates(call)
@@ -210,11 +214,14 @@ def truncation(call: CheckCall) -> Iterator[Quantity]:
     if packed:
         drive.needs(call.trainer, "packing_strategy")
         limits |= {"packing": True, "packing_strategy": s.mode}
+    elif call.case.family == ONLINE:
+        drive.needs(call.trainer, "max_length")
     elif "truncation_mode" in known or s.mode != "keep_start":
         drive.needs(call.trainer, "truncation_mode")
         limits["truncation_mode"] = s.mode
     settings = twin(call.case.family, split=s.split, kl=s.kl, whole=packed)
     kept = Window.of(call.case.family).rows
+    kept = [dataclasses.replace(r, limit=8, **_long(r)) for r in kept] if s.level else kept
     full = [] if packed or s.mode == "keep_end" else [_filled(kept[0], n) for n in (MAX_LENGTH, MAX_LENGTH + 2)]
     run = Run(call.case.family, settings, call.path, [*full, *kept], plain=True, **limits)
     whole = sorted(run.window.expected)
@@ -222,6 +229,11 @@ def truncation(call: CheckCall) -> Iterator[Quantity]:
     run.window = Cut(run.trainer, kept, packed, mode=s.mode)
     late = sorted(recorder.sequences_of(run.steps.batches)) == whole  # DPO up to 1.3 cuts behind where a batch is seen
     yield from judged(call, run, Loss(run.window, settings), there=not late)
+
+
+def _long(row: Sample) -> dict[str, str]:
+    """Completions that only a limit ends."""
+    return {name: " ".join(getattr(row, name).split() * 8) for name in ("completion", "other")}
 
 
 def _filled(row: Sample, length: int) -> Sample:

@@ -22,7 +22,8 @@ from parity.errors import Unsupported
 from parity.trainers.rig import drawn
 from parity.upstream import trl
 
-VOCABULARY, PAD, EOS, BOS = 64, 0, 1, 2
+VOCABULARY, PAD, EOS, BOS, END = 64, 0, 1, 2, 63
+"""`END`: a second token that ends a completion, of a model that is told so by `two_ends`."""
 SOFTCAP, LOGIT_SCALE = 3.0, 0.25
 LOGITS = 4.0
 """Root mean square of the logits before a softcap: beyond it often enough that losing it changes every log-prob."""
@@ -298,6 +299,10 @@ def targets(name: str) -> str:
 def ids(seed: int, name: str, length: int) -> list[int]:
     """The token ids of `words`."""
     return [3 + n for n in drawn.words(seed, name, length)]
+
+
+def two_ends(model: Any) -> None:
+    model.generation_config.eos_token_id = [EOS, END]
 
 
 def words(seed: int, name: str, length: int) -> str:
