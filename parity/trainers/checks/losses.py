@@ -10,12 +10,13 @@ import torch
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.preference_losses import CPO, DPO, ONLINE, SCORED, TPO
+from parity.fixes.override import source_of
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, tells
 from parity.trainers.checks.twin_windows import begun
 from parity.trainers.checks.twins import judged, step_of, twin
 from parity.trainers.definitions.formulas import MIXED, OPTIONS, Loss, kl_of_others
 from parity.trainers.definitions.training_step import window_loss
-from parity.trainers.rig import drive, stored_window
+from parity.trainers.rig import drive, models, stored_window
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
 from parity.upstream import trl
@@ -136,12 +137,17 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
         raise Unsupported("only CPO's, ORPO's and TPO's likelihood is a mean over the tokens of a micro-batch")
     if s.zero and not call.spec.paired:
         raise Unsupported("only a paired trainer's likelihood is its own")
-    rows = [dataclasses.replace(r, limit=6 if s.penalty else None) for r in Window.of(trainer).rows]
+    rows = list(Window.of(trainer).rows)
+    if s.penalty:  # completions end with the second of two tokens, where the version knows more than one
+        several = "self.eos_token_ids" in source_of(vars(trl.class_named(call.trainer))["__init__"])
+        end = models.END if several else models.EOS
+        rows = [dataclasses.replace(r, limit=6, end=end) for r in rows]
     rows = stored_window.even(rows) if s.even else rows
     if s.zero:  # as a vocabulary's first word
         rows[0] = dataclasses.replace(rows[0], completion=f"{rows[0].completion} {UNKNOWN}")
     settings = twin(trainer, model=s.model, split=s.split, pad="<eos>" if s.zero else "<pad>", whole=s.whole)
-    run = Run(trainer, settings, call.path, rows, plain=True, per_device_eval_batch_size=len(rows), **_options(call))
+    more = _options(call) | {"per_device_eval_batch_size": len(rows)}
+    run = Run(trainer, settings, call.path, rows, plain=True, changed=models.two_ends if s.penalty else None, **more)
     loss = Loss(run.window, s)
     every = bool(s.nll) or call.spec.data != "triples"  # without it no gold one is scored
     yield from judged(call, run, loss, there=every)

@@ -185,7 +185,7 @@ class Window:
             return sides
         earned = [
             [
-                weight * x - penalty * (ids[-1] != models.EOS)
+                weight * x - penalty * (ids[-1] not in (models.EOS, models.END))
                 for x, (ids, _) in zip(reward(_texts(side)), side, strict=True)
             ]
             for side in sides

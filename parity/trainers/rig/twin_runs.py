@@ -118,7 +118,7 @@ class Run:
         if spec.generates == "model":  # the first of a prompt, then the other
             pairs = {}
             for row in window.rows:
-                both = [[*stored_window.ids(text), models.EOS][: row.limit] for text in (row.completion, row.other)]
+                both = [[*stored_window.ids(text), row.end][: row.limit] for text in (row.completion, row.other)]
                 pairs[tuple(stored_window.ids(row.prompt))] = both
             generate_in_model(out, pairs, lambda sequences: sequences)
         if s.tools:
