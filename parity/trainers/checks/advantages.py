@@ -42,7 +42,7 @@ SETTINGS = {
     AGGREGATION: Setting("sum_then_normalize", "GRPO: of several functions", ("sum_then_normalize", LATE)),
     "normalize": Setting(False, "RLOO: normalize_advantages", (False, True)),
 }
-PR = [("grpo-trainer", {"rewards": "weighted"} | late) for late in ({}, {AGGREGATION: LATE})]
+PR: list[CheckCase] = [("grpo-trainer", {"rewards": "weighted"} | late) for late in ({}, {AGGREGATION: LATE})]
 PR += [("rloo-trainer", {"rewards": "none", "normalize": True})]
 BOTH = ("grpo-trainer", "rloo-trainer")
 

@@ -65,7 +65,12 @@ HONOURED = {
 }
 TOP, BOUND, UPDATE, BETA1, BETA2, SAMPLES, REWARD = 8, 1.05, 0.3, 0.3, 0.05, 2, 2.0
 CLIP = {"epsilon": 0.03, "epsilon_high": 0.06}
-CONFIG = {**CLIP, "distillation_is_clip": BOUND, "teacher_update_rate": UPDATE, "shuffle_dataset": False}
+CONFIG: dict[str, Any] = {
+    **CLIP,
+    "distillation_is_clip": BOUND,
+    "teacher_update_rate": UPDATE,
+    "shuffle_dataset": False,
+}
 CONFIG |= {"beta1": BETA1, "beta2": BETA2, "num_value_samples": SAMPLES, "filter_all_incorrect": False}
 CONFIG |= {"reward_weights": [REWARD], "success_reward_threshold": REWARD}
 EARNED = (1.0, 0.25, 0.25, 0.5, 1.0, 1.5, 0.0, 1.25)

@@ -57,8 +57,6 @@ CUT_IN_PR: list[CheckCase] = [("dpo-trainer", {})]
 CUTTING = (*having("max_length"), ONLINE)
 PRECOMPUTED = "precompute_ref_log_probs"
 EXPERTS, BALANCED = "qwen3_moe", "router_aux_loss_coef"
-LEFT: dict[str, list[dict[str, Any]]] = {t: [{"left": True}] * (not SPECS[t].generates) for t in having(BALANCED)}
-"""Trainer -> the case whose last window is not full."""
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 SAMPLER = {
     "mode": Setting("sequence_mask", "vllm_importance_sampling_mode", MODES),
@@ -231,7 +229,7 @@ def truncation(call: CheckCall) -> Iterator[Quantity]:
     yield from judged(call, run, Loss(run.window, settings), there=not late)
 
 
-def _long(row: Sample) -> dict[str, str]:
+def _long(row: Sample) -> dict[str, Any]:
     """Completions that only a limit ends."""
     return {name: " ".join(getattr(row, name).split() * 8) for name in ("completion", "other")}
 
@@ -268,7 +266,7 @@ def cut(window: Sequences, mode: str) -> Sequences:
     return out
 
 
-STORED = {
+STORED: dict[str, dict[str, Any]] = {
     "reference": {"model": "qwen2"},
     "ld_alpha": {"ld_alpha": 0.4},
     "max_length": {"max_length": MAX_LENGTH, "truncation_mode": "keep_end"},
@@ -298,7 +296,8 @@ class _OnDisk(Run):
 )
 def stored_reference(call: CheckCall) -> Iterator[Quantity]:
     """Reference log-probs that another run has stored with the dataset are not this run's: one batch by its own."""
-    other = dict(STORED[call.settings.other])
+    other: dict[str, Any] = STORED[call.settings.other]
+    stored: dict[str, Any] = {"max_length": None, PRECOMPUTED: True}
     drive.needs(call.trainer, PRECOMPUTED, *(name for name in other if name != "model"))
     with tempfile.TemporaryDirectory(prefix="parity-dataset-") as folder:
         with trl.quiet():
@@ -306,13 +305,19 @@ def stored_reference(call: CheckCall) -> Iterator[Quantity]:
 
         def over(model: str = "llama", **config: Any) -> Run:
             settings = twin(call.case.family, model=model)
-            run = _OnDisk(call.case.family, settings, call.path, plain=True, **{PRECOMPUTED: True}, **config)
+            run = _OnDisk(call.case.family, settings, call.path, plain=True, **config)
             run.folder = folder
             return run
 
-        over(**{"max_length": None, **other}).build()
-        run = over(max_length=None)
+        over(**stored | other).build()
+        run = over(**stored)
         yield from judged(call, run, Loss(run.window, run.s))
+
+
+def _balanced(*cases: dict[str, Any]) -> list[CheckCase]:
+    """These, and where groups of completions do not forbid it, a last window that is not full."""
+    left = {"left": True}
+    return [(t, s) for t in having(BALANCED) for s in (*cases, *[left] * (not SPECS[t].generates))]
 
 
 @check(
@@ -323,8 +328,8 @@ def stored_reference(call: CheckCall) -> Iterator[Quantity]:
         "split": SPLIT,
         "left": Setting(False, "one sequence of five, in a last window of four micro-batches", (False, True)),
     },
-    lambda seed: [(t, s) for t in having(BALANCED) for s in ({}, {"split": "4x2"}, {"coefficient": 0.0}, *LEFT[t])],
-    pr=[(trainer, settings) for trainer in having(BALANCED) for settings in ({"split": "4x2"}, *LEFT[trainer])],
+    lambda seed: _balanced({}, {"split": "4x2"}, {"coefficient": 0.0}),
+    pr=_balanced({"split": "4x2"}),
 )
 def experts(call: CheckCall) -> Iterator[Quantity]:
     """Loss and gradients are those of the trainer's loss plus coefficient times the mean over micro-batches of the balance."""
@@ -332,7 +337,7 @@ def experts(call: CheckCall) -> Iterator[Quantity]:
     of_model = BALANCED not in trl.fields(drive.config(call.trainer))  # in older releases
     if not trl.mentions("aux_loss_enabled", trl.class_named(call.trainer)):
         drive.needs(call.trainer, BALANCED)
-    if s.left and not LEFT[trainer]:
+    if s.left and call.spec.generates:
         raise Unsupported("groups of completions leave no single sequence")
     settings, given = twin(trainer, model=EXPERTS, split="1x4" if s.left else s.split), {BALANCED: s.coefficient}
 
