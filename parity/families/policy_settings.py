@@ -242,7 +242,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out["advantages"] = "zeros"
     if out["loss_type"] == "cispo":
         out["epsilon_high"] = number(1.001, 10.0, 5.0, 2.0, 1.3, 1.0)
-    elif (out["epsilon_high"] or 1.0) < 3e-4:
+    elif (out["epsilon_high"] or 1.0) < 3e-4 or (out["epsilon_high"] == 0.28 and head.one_in(2, out)):
         out["epsilon_high"] = 0.0
     if out["beta"] != 0.0 and out["ref"] == "unused":
         out["ref"] = "close"

@@ -43,6 +43,7 @@ RAGGED = SETTINGS | {
     "prompts": Setting("equal", "lengths of the prompts", ("ragged", "equal")),
     "sampler": Setting("none", "who writes the completions, in place of the dataset's", ("none", "student", "teacher")),
     "ends": Setting(False, "two tokens end what the student generates"),
+    "empty": Setting(False, "the student ends one completion at once"),
     "longer": Setting(False, "they are longer than the dataset's", (False, True)),
     "alone": Setting(False, "IW-OPD: the dataset has prompts alone"),
     "objective": Setting("jsd", "IW-OPD: jsd or iw_opd"),
@@ -68,6 +69,7 @@ SHORT_LOCAL: list[CheckCase] = [
     (IW_OPD, {"sampler": "student", "objective": IW, "prompts": "ragged", "split": "1x2", "alone": True}),
     (GOLD, {"uld": "observed", "split": "1x2"}),
     (GOLD, {"uld": "bayesian", "prompts": "ragged", "sampler": "student", "temperature": 0.7}),
+    (GOLD, {"uld": "bayesian", "sampler": "student", "empty": True}),
     *((IW_OPD, {"top": k, "beta": beta, "temperature": 0.7}) for k, beta in ((1, 0.3), (2, 0.3), (2, 0.0), (1, 1.0))),
 ]
 
@@ -271,6 +273,7 @@ class Control(Run):
     def sampled(self) -> mock.Mock:
         """Other completions than the dataset's, in place of what student or teacher generate; tells how it is asked for them."""
         lengths = [c - 1 + 2 * self.s.longer for _, c in SAMPLES[self.s.prompts]]
+        lengths[0] *= not self.s.empty
         texts = [models.words(i, "sampled", n) for i, n in enumerate(lengths)]
         pairs = enumerate(zip(self.window.rows, texts, strict=True))
         ends = [models.EOS, models.END if self.s.ends else models.EOS]
@@ -305,7 +308,7 @@ def _sorted(own: Tensor, teachers: Tensor, strategy: str) -> Tensor:
     arXiv 2402.12030), (1,): bayesian: where each token is predicted; observed: where it stands, and predicts the next."""
     kept = slice(0, -1) if strategy == "bayesian" else slice(1, None)
     p, q = (x[kept].exp().sort(-1).values for x in (own, teachers))
-    return (p - q).abs().sum(-1).mean().unsqueeze(0)
+    return (p - q).abs().sum((-1, -2), keepdim=True)[0] / max(len(p), 1)
 
 
 def _weighted(student: Scored) -> list[Tensor]:
