@@ -156,7 +156,9 @@ class Blame:
                 self.reference[row.quantity], self.against = row, row.implementation
             return row
         beside = self.reference.get(row.quantity)
-        row.against, row.value_reference = self.against, beside.value if beside else None
+        row.against = self.against
+        if beside and beside.value_oracle == row.value_oracle:  # else of another upstream gradient, of fewer outputs
+            row.value_reference = beside.value
         if row.verdict in STOPPED and self.against:  # the case can be run
             row.blame = row.blame or "candidate"
         if wrong and row.variant is None:

@@ -34,6 +34,14 @@ def test_blame(reference, candidate, blames, against):
     assert rows[1].value_reference == (2.0 if against else None)
 
 
+def test_a_reference_value_is_of_the_same_question():
+    """Its upstream gradient is another where it gives no optional output."""
+    blame = Blame()
+    blame.decide(row("lib.plain", "agree", "reference", value=635.0, value_oracle=635.0))
+    for exact, beside in ((635.0, 635.0), (727.0, None)):
+        assert blame.decide(row("lib.fast", "disagree", value_oracle=exact)).value_reference == beside
+
+
 def test_what_follows_another_definition_is_nobodys_fault_and_the_harness_keeps_its_own():
     blame = Blame()
     assert blame.decide(row("lib.fast", "disagree", variant="capped KL")).blame is None
