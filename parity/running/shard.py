@@ -300,7 +300,8 @@ class Session:
         if entry and (said := recorded.altered(row, entry, [one for _, one in self.recorded.get(case.id, ())])):
             known = f"{entry.id} is known ({self.ledger.line_of(entry.id)}), but in its frozen case it was not so"
             who = f" --implementation {row.implementation}" if ".py:" in row.implementation else ""
-            remedy = f"if it is right now: parity ledger measure {self.recorded[case.id][0][0]}{who}"
+            measure = f"parity ledger measure {self.recorded[case.id][0][0]}{who}"
+            remedy = f"it is another mistake, or a larger one; only if you know better: {measure}"
             row.known, row.message = None, "; ".join(filter(None, [row.message, f"{known}: {said}", remedy]))
         if row.new and is_trainer(case.family):
             of_model = catalogue.of_model(case, lambda other, its: self.ledger.match(other, facts(its)))

@@ -367,7 +367,8 @@ def test_a_known_finding_that_is_not_what_its_frozen_case_gave_is_new(known, cha
     assert code == (1 if said else 0)
     for message in new.values():
         assert f"one is known ({path} line 3)" in message
-        assert message.endswith(f"parity ledger measure mine --implementation {who}")
+        remedy = "it is another mistake, or a larger one; only if you know better: parity ledger measure mine"
+        assert message.endswith(f"; {remedy} --implementation {who}")
 
 
 def test_what_was_measured_elsewhere_says_nothing(known):
