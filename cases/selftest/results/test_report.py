@@ -56,12 +56,17 @@ def test_everything_fits_and_no_id_is_cut(width):
         ({"blame": "reference", "family": "dpo-trainer"}, "the trainer as released"),
         ({"blame": "both"}, "both the candidate lib.loss and the reference trl.GRPOTrainer"),
         ({"blame": "harness"}, "the harness, in its adapter for lib.loss"),
-        ({"blame": None, "variant": "trl 1.13"}, "nobody: lib.loss follows another definition, 'trl 1.13'"),
+        ({"blame": None, "variant": "trl 1.13"}, "wrong    lib.loss follows another definition: trl 1.13"),
         ({"blame": None}, "not decided"),
     ],
 )
 def test_who_is_wrong(fields, says):
     assert says in render.text_of(changed([GRADIENT], **fields), 120)
+
+
+def test_of_some_cases_that_follow_another_definition_it_is_known_who_is_wrong():
+    cases = row(verdict="disagree", blame=None, variant="trl 1.13"), row("policy-2", verdict="disagree")
+    assert "wrong: candidate in 1, another definition in 1" in " ".join(shown(summary(*cases)).split())
 
 
 def test_a_long_replay_line_stays_one_line():

@@ -159,7 +159,7 @@ class Finding:
     @property
     def blames(self) -> Mapping[str, int]:
         """How many of the cases blame whom ("": nobody)."""
-        return collections.Counter(p.lead.blame or "" for p in self.parts)
+        return collections.Counter("another definition" if p.lead.variant else p.lead.blame or "" for p in self.parts)
 
     @property
     def dtypes(self) -> tuple[str, ...]:

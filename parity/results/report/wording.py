@@ -133,7 +133,7 @@ def wrong(row: Row) -> str:
     """Who is wrong, as a clause."""
     name, against = row.implementation, row.against
     if row.variant:
-        return f"nobody: {name} follows another definition, {row.variant!r}"
+        return f"{name} follows another definition: {row.variant}"
     ran = "ran this case" if row.verdict in STOPPED else "agrees with float64"
     trainer = row.family.endswith("-trainer")  # a trainer has a reference model, which is not what is meant
     reference = "the trainer as released" if trainer else f"the reference {against or ''}".rstrip()
