@@ -101,7 +101,7 @@ class AdapterCalls(protocol.Calls[Inputs]):
         found += exact.held(lambda c: _alone(c, first), "the gradient of one leaf alone: ")
         found += exact.held(protocol.accumulation, "a second backward with retain_graph=True ")
         if self.values.context != "compile":  # each mode compiles anew, for seconds
-            found += self.held(lambda c: protocol.unrecorded(c, first), "under no_grad: ")
+            found += self.held(lambda c: protocol.unrecorded(c, first), "the call fails under no_grad: ")
             found += self.held(lambda c: protocol.unrecorded(c, first, torch.inference_mode), None)
         if self.values.context == "plain":
             found += [line for fails, part in self._ways(first) for line in self.held(part, fails)]
@@ -112,8 +112,8 @@ class AdapterCalls(protocol.Calls[Inputs]):
         by the case's id for others."""
         inputs, implementation = self.values, self.implementation
         parts: list[tuple[str, Part]] = [
-            ("under another default dtype: ", lambda c: protocol.other_default(c, first)),
-            ("under a checkpoint that is not reentrant: ", lambda c: protocol.recomputed(c, first)),
+            ("the call fails under another default dtype: ", lambda c: protocol.other_default(c, first)),
+            ("the call fails under a checkpoint that is not reentrant: ", lambda c: protocol.recomputed(c, first)),
         ]
         if not inputs.leaves:
             parts = parts[:1]

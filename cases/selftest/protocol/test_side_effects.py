@@ -11,10 +11,12 @@ from cases.selftest.controls.correct import CONTROLS, control
 from cases.selftest.mutants.conduct import MISCONDUCT
 from cases.selftest.mutants.steps import through
 from parity.implementations.implementation import Implementation
+from parity.judge.words import GATES
 from parity.protocol import side_effects
 from parity.protocol.call import copies, execute
 from parity.protocol.exceptions import Outcome
 from parity.registry import family, run_case
+from parity.results.report import wording
 
 LOGPROBS, POLICY, DIVERGENCE = family("logprobs"), family("policy"), family("divergence")
 PLAIN = control("control.logprobs.plain")
@@ -176,7 +178,9 @@ CALLS = {
 def test_calls_that_go_wrong_are_named(base, name):
     case = family(base.family).case(3, "fp32", {"V": 11, "H": 5, "layouts": "mixed"})
     rows = {r.quantity: r for r in run_case(case, [wrong(MISCONDUCT[name][1](base.call), base)])}
-    assert CALLS[name] in rows.pop("protocol").message
+    said = rows.pop("protocol")
+    assert CALLS[name] in said.message
+    assert (wording.protocol(said) == GATES["protocol"]) == (name == "upstream-damaged")
     assert {r.verdict for n, r in rows.items() if not n.startswith("relation")} == {"agree"}
 
 
@@ -189,7 +193,9 @@ def _in_backward(x):
 
 
 WAYS = {
-    "under another default dtype: crashed: RuntimeError": _on_hidden(lambda h: h @ torch.eye(h.shape[-1])),
+    "the call fails under another default dtype: crashed: RuntimeError": _on_hidden(
+        lambda h: h @ torch.eye(h.shape[-1])
+    ),
     "grad_hidden differs under a checkpoint that is not reentrant": _on_hidden(_in_backward),
 }
 
@@ -198,7 +204,8 @@ WAYS = {
 def test_calls_of_other_kinds_that_go_wrong_are_named(says):
     case = LOGPROBS.case(3, "fp32", {"V": 11, "H": 5})
     rows = {r.quantity: r for r in run_case(case, [dataclasses.replace(wrong(WAYS[says]), id="own.py:wrong")])}
-    assert says in rows.pop("protocol").message
+    said = rows.pop("protocol")
+    assert says in said.message and wording.protocol(said) != GATES["protocol"]
     assert {r.verdict for r in rows.values()} == {"agree"}
     function = dataclasses.replace(PLAIN, id="own.py:right")
     assert {r.verdict for r in run_case(case, [function])} == {"agree"}
@@ -287,7 +294,7 @@ def test_another_way_without_gradients_may_round_otherwise():
     assert {r.verdict for r in run_case(case, [wrong(other_way)])} == {"agree"}
     refusing = wrong(lambda x: PLAIN.call(x) if torch.is_grad_enabled() else raising(x))
     (row,) = [r for r in run_case(case, [refusing]) if r.failing]
-    assert row.message.startswith("under no_grad: crashed: ZeroDivisionError: a bug, at ")
+    assert row.message.startswith("the call fails under no_grad: crashed: ZeroDivisionError: a bug, at ")
 
 
 def raising(x):

@@ -140,6 +140,17 @@ def test_a_run_of_ones_own_losses_names_each_that_fails_and_no_defects_of_librar
     assert sorted(re.findall(r"^new \d+ · (\S+) ·", text, re.M)) == sorted(f"mine.py:f{i}" for i in range(24))
 
 
+def test_each_part_of_the_protocol_has_a_headline_that_is_true_of_it():
+    """A crash under another default dtype was headed as a change of what must be left alone."""
+    said = "the call fails under another default dtype: crashed: RuntimeError"
+    found = row(quantity="protocol", verdict="disagree", gate="protocol", headroom=None, message=said)
+    text = shown(summary(found), full=True)
+    assert "protocol: the call fails under another default dtype\n" in text
+    assert "\nprotocol  the call fails under another default dtype\n" in text and "leave alone" not in text
+    left = row(quantity="protocol", verdict="disagree", gate="protocol", headroom=None, message="rebound json.dumps")
+    assert "protocol: the call changed what it must leave alone\n" in shown(summary(left))
+
+
 def test_of_the_shipped_ledger_a_part_counts_once():
     header = Header(run="r1", header=About(versions=ABOUT["versions"]))
     ids = ("trl-grpo-entropy-minus-inf", "trl-entropy-minus-inf", "gc-overwrite")

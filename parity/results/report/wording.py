@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import UNSET
 from packaging.version import InvalidVersion, Version
 
-from parity.judge.words import GATES
+from parity.judge.words import GATES, PROTOCOL
 from parity.results.report.findings import Finding, headroom
 from parity.results.report.summary import Counts, Line, Reason, Summary
 from parity.results.row import DECLINED, NO_REFERENCE, STOPPED, UNKNOWN, Row
@@ -153,6 +153,8 @@ def title(finding: Finding) -> str:
     """What a finding is, without its size: class or verdict, and where."""
     if not finding.roots:
         return finding.verdict
+    if finding.roots == ("protocol",):
+        return f"protocol: {protocol(finding.lead)}"
     kind = "nondeterministic" if finding.verdict == "nondeterministic" else cls(finding.lead)
     return f"{kind} in {', '.join(finding.roots)}"
 
@@ -247,8 +249,14 @@ def gates(rows: Sequence[Row]) -> list[list[str]]:
 
 def failed(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """The gates that something failed, and what they look at."""
-    names = dict.fromkeys(g for r in rows for g, value in r.gates.items() if value is None or value > 1)
-    return [(name, GATES[name]) for name in names if name in GATES]
+    of = {g: r for r in rows for g, value in r.gates.items() if value is None or value > 1}
+    return [(g, protocol(r) if g == "protocol" else GATES[g]) for g, r in of.items() if g in GATES]
+
+
+def protocol(row: Row) -> str:
+    """What does not hold of the protocol, of a row about it."""
+    found = dict.fromkeys(said for words, said in PROTOCOL.items() if words in row.message)
+    return "; ".join(found) or GATES["protocol"]
 
 
 def entries(lead: Row) -> list[list[str]]:
