@@ -140,6 +140,21 @@ def test_a_run_of_ones_own_losses_names_each_that_fails_and_no_defects_of_librar
     assert sorted(re.findall(r"^new \d+ · (\S+) ·", text, re.M)) == sorted(f"mine.py:f{i}" for i in range(24))
 
 
+def test_a_run_of_named_families_names_their_defects_and_those_that_it_met():
+    header = Header(
+        run="r1", header=About(**ABOUT | {"asked": Asked(ledger=ABOUT["asked"].ledger, families=("logprobs",))})
+    )
+    text = shown(summary(row(family="logprobs"), header=header))
+    assert "trl 1.16.0, torch 2.13.0: no known defects, 0 new\n" in text
+    assert "\n2 other known defects, not met and of other families: parity findings\n" in text
+    met = summary(row(family="logprobs", verdict="disagree", known="severe"), header=header)
+    for text in (shown(met), render.markdown(met), render.page(met)):
+        in_order(text, "1 high known defect, 0 new", "replay severe")
+        assert "1 other known defect, not met and of other families: parity findings" in text
+    of_it = summary(LOSS, header=header)
+    assert (of_it.stack.others, len(of_it.stack.entries)) == (0, 3)
+
+
 def test_each_part_of_the_protocol_has_a_headline_that_is_true_of_it():
     """A crash under another default dtype was headed as a change of what must be left alone."""
     said = "the call fails under another default dtype: crashed: RuntimeError"

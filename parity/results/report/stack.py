@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ OTHER = "unranked"  # severity of entries that have none: a user's own, and thos
 class Stack:
     """Versions of the libraries, and the entries of the ledger that hold with them, seen or not, most severe first.
     `unread`: the ledger of the run that is not on this machine, so that only what the run met is known. `own`: of a run of a
-    user's losses alone, which gets no catalogue of other people's defects."""
+    user's losses alone, which gets no catalogue of other people's defects. `others`: how many a run of named families leaves
+    out, which it did not meet, of other families."""
 
     versions: Mapping[str, str]
     entries: Sequence[Entry]
     unread: str = ""
     own: bool = False
+    others: int = 0
 
     @classmethod
     def of(cls, entries: Iterable[Entry], versions: Mapping[str, str] | None = None, unread: str = "") -> "Stack":
@@ -41,8 +43,9 @@ class Stack:
         return cls.of((e for e in ledger.entries if e.in_force() and not e.user.part_of), there)
 
     @classmethod
-    def of_run(cls, about: About, found: Iterable[Finding]) -> "Stack":
-        """The one of a run: what its ledger knows of its versions, and whatever else the run saw again."""
+    def of_run(cls, about: About, found: Iterable[Finding], families: Collection[str] = ()) -> "Stack":
+        """The one of a run: what its ledger knows of its versions, and whatever else the run saw again; where families or
+        implementations were named, of the `families` that ran."""
         known: dict[str, Entry] = {}
         path, unread = about.asked.ledger if about.asked else None, ""
         try:
@@ -50,10 +53,14 @@ class Stack:
             known = {e.id: e for e in (*Ledger.older(ledger.path), *ledger.entries)}
         except UsageError:  # of another machine
             unread = str(path)
-        entries = [e for e in known.values() if e.in_force(about.versions) and not e.user.part_of]
+        here = [e for e in known.values() if e.in_force(about.versions) and not e.user.part_of]
+        named = about.asked and (about.asked.families or about.asked.implementations)
+        entries = [e for e in here if not named or e.family in families]
         seen = [known.get(f.known) or _unread(f.known, f) for f in found if f.known]
         entries += [known.get(e.user.part_of, e) for e in seen]
-        return cls.of({e.id: e for e in entries}.values(), about.versions, unread)
+        shown = {e.id: e for e in entries}
+        others = sum(e.id not in shown and e.severity != "convention" for e in here)
+        return dataclasses.replace(cls.of(shown.values(), about.versions, unread), others=others)
 
     @property
     def named(self) -> str:

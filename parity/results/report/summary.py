@@ -102,7 +102,7 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         header=header.header,
         incomplete=_incomplete(header, rows, interrupted),
         ended=not interrupted,
-        stack=Stack({}, (), own=True) if own else Stack.of_run(header.header, found),
+        stack=Stack({}, (), own=True) if own else Stack.of_run(header.header, found, {c.first.family for c in cases}),
         counts=_counted(cases),
         lines=tuple(_lines(everything)),
         findings=tuple(f for f in found if f.known is None),

@@ -63,6 +63,11 @@ def headline(summary: Summary) -> str:
     return new if summary.stack.own else f"{summary.stack.defects}, {new}"
 
 
+def elsewhere(summary: Summary) -> str:
+    """How many known defects a run of named families leaves out."""
+    return f"{count(summary.stack.others, 'other known defect')}, not met and of other families: parity findings"
+
+
 def opening(summary: Summary) -> str:
     """The headline behind the versions."""
     named = summary.stack.named
