@@ -66,10 +66,10 @@ def add_command(
     else:
         known = ", ".join(f"{f.lead.case} ({f.implementation})" for f in found) or "none: it has no new findings"
         its = [f for f in found if case in {part.lead.case for part in f.parts}]
-        found = [f for f in its if implementation in (None, f.implementation)]
+        found = [f for one in its for f in one.each if f.implementation == implementation] if implementation else its
         if not found:
-            whose = f" of {implementation}" if implementation else ""
-            raise UsageError(f"case {case!r}: {run} has no new finding{whose} on it, choose from {known}")
+            of_it = f" of {implementation}" if implementation else ""
+            raise UsageError(f"case {case!r}: {run} has no new finding{of_it} on it, choose from {known}")
         if len(several := sorted({f.implementation for f in found})) > 1:
             raise UsageError(f"case {case!r}: {', '.join(several)} fail on it: say which, with --implementation")
     if not found:
@@ -81,7 +81,8 @@ def add_command(
     for finding in (f for f in found if f.lead.settings):  # one about the whole run has no case
         of, _ = find(finding.lead.case, run.parent)
         about, library = family(of.family), libraries.get(finding.implementation, "")
-        rows_of = [r for r in rows if r.implementation == finding.implementation]
+        whose = {f.implementation for f in finding.each}
+        rows_of = [r for r in rows if r.implementation in whose]
         agreeing = [r for r in rows_of if r.verdict == "agree" and r.quantity in finding.roots]
         settings = about.check(of).settings if isinstance(about, TrainerFamily) else about.settings
         defaults = {name: setting.default for name, setting in settings.items()}

@@ -33,13 +33,14 @@ def entry(
     defaults: Mapping[str, Any],
     agreeing: Iterable[Row],
 ) -> dict[str, Any]:
-    """The fields of an entry that covers a finding and no more than its like; `case` is its smallest case. Scope: the
-    implementation, the quantities, dtypes and devices in which it fails, the settings not at their default that all its
+    """The fields of an entry that covers a finding and no more than its like; `case` is its smallest case. Scope: its
+    implementations, the quantities, dtypes and devices in which it fails, the settings not at their default that all its
     cases share (`sizes` left out), the installed version of `library`, the class where all have one, and the size of
     the failure where it has one. A setting that has other values in each case, never its default, is `not` its default
     where `AGREEING` rows of the same run, within the rest of the scope, agree at that."""
     first, its = finding.lead, [part.first.settings for part in finding.parts]
-    where = {(r.dtype, r.device) for r in finding.failing}
+    every = [r for f in finding.each for r in f.failing]
+    where = {(r.dtype, r.device) for r in every}
     shared = {k: v for k, v in case.settings.items() if k not in sizes and all(k in s and s[k] == v for s in its)}
     beside = [r.settings for r in agreeing if (r.dtype, r.device) in where and shared.items() <= r.settings.items()]
     right = collections.Counter(name for settings in beside for name in defaults.keys() - settings.keys())
@@ -50,11 +51,11 @@ def entry(
     out: dict[str, Any] = {
         "id": re.sub(r"[^a-z0-9]+", "-", f"{first.implementation}-{first.subject}-{case.id}".lower()).strip("-"),
         "family": case.family,
-        "implementations": [first.implementation],
-        "quantities": sorted({str(r.quantity) for r in finding.failing}),
+        "implementations": [f.implementation for f in finding.each],
+        "quantities": sorted({str(r.quantity) for r in every}),
         "verdicts": sorted({r.verdict for r in failing}),
-        "dtypes": sorted({r.dtype for r in finding.failing}),
-        "devices": sorted({r.device for r in finding.failing}),
+        "dtypes": sorted({r.dtype for r in every}),
+        "devices": sorted({r.device for r in every}),
         "settings": shared | {k: {"not": "none" if defaults[k] is None else defaults[k]} for k in sorted(away)},
         "versions": {library: f"=={version}"} if library and (version := installed(library)) else {},
         "reason": reason,
@@ -64,7 +65,7 @@ def entry(
     out |= {"link": link} if link else {"unlinked": "accepted as a baseline, not yet explained"}
     if len(classes) == 1 and first.cls:
         out["class"] = first.cls
-    sizes_of = [r.headroom for r in finding.failing]
+    sizes_of = [r.headroom for r in every]
     if None not in sizes_of:
         out["headroom"] = max(size for size in sizes_of if size is not None)
     if expires is not None:

@@ -124,7 +124,7 @@ def of(
     ended: bool = True,
     steps: Iterable[CommandOutcome] = (),
 ) -> Run:
-    about, new = summary.header, summary.findings[:SHOWN]
+    about, new = summary.header, [f for found in summary.findings for f in found.each]
     started = datetime.datetime.fromisoformat(about.started or datetime.datetime.now(datetime.UTC).isoformat())
     return Run(
         id=summary.run,
@@ -138,7 +138,7 @@ def of(
         ended=ended and summary.ended,
         whole=not summary.incomplete,
         counts=[(x.implementation, x.family, x.device, x.counts["compared"]) for x in summary.lines],
-        findings=[_seen(f, n < len(new)) for n, f in enumerate((*new, *summary.findings[SHOWN:], *summary.known))],
+        findings=[_seen(f, n < min(SHOWN, len(new))) for n, f in enumerate((*new, *summary.known))],
         reasons=list(reasons),
         steps=list(steps),
     )

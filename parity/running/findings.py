@@ -8,6 +8,7 @@ from pathlib import Path
 from parity.case.profiles import Profile
 from parity.decoding import save_json
 from parity.results.report import wording
+from parity.results.report.findings import other_path
 from parity.results.row import Part, Row
 from parity.running.plan import Shard, Signature, Sought, signature_of
 from parity.sampling.find import case_of
@@ -36,9 +37,11 @@ class Findings:
     def news(self, rows: Iterable[Row]) -> Iterator[str]:
         """A line for the first new finding of an implementation in a family."""
         for row in rows:
-            if row.new and (row.implementation, row.family) not in self._told:
+            as_released = row.blame == "both" and other_path(row) and (str(row.against), row.family) in self._told
+            if row.new and not as_released and (row.implementation, row.family) not in self._told:
                 self._told.add((row.implementation, row.family))
-                yield f"NEW {row.implementation}: {wording.cls(row)} in {wording.size(row)} · {row.replay}"
+                where = f" · {wording.settings(row.settings)}" * row.family.endswith("-trainer")
+                yield f"NEW {row.implementation}: {wording.cls(row)} in {wording.size(row)}{where} · {row.replay}"
 
     def freeze(self, row: Row) -> None:
         """The case of a minimised row as a file: the worker that found it may have another disk."""

@@ -12,7 +12,7 @@ from parity.decoding import short
 from parity.errors import UsageError
 from parity.results import memory, trend
 from parity.results.report import render, wording
-from parity.results.report.findings import about_run, headroom
+from parity.results.report.findings import Finding, about_run, headroom
 from parity.results.report.summary import summarise
 from parity.results.row import Header, Row
 from parity.versions.look import amount
@@ -145,7 +145,7 @@ def comment(base: tuple[Header, list[Row]], now: tuple[Header, list[Row]]) -> st
         sides = [f"profile {one.profile} on {one.device}" for one in (before, run)]
         raise UsageError(f"--against: {sides[0]} and {sides[1]} cannot be compared")
     change = trend.change(run, [msgspec.structs.replace(before, id="base", started=min(before.started, run.started))])
-    then, told = ({f.key: f for f in (*one.findings, *one.known)} for one in summaries)
+    then, told = ({g.key: g for f in (*one.findings, *one.known) for g in (*f.also, f)} for one in summaries)
     parts = [one[0].parts or [] for one in (base, now)]
     every = [{(r.case, r.implementation, r.quantity): r for r in one[1] if not about_run(r)} for one in (base, now)]
     both = set.intersection(*({key[:2] for key in side} for side in every))
@@ -153,13 +153,19 @@ def comment(base: tuple[Header, list[Row]], now: tuple[Header, list[Row]]) -> st
     return render.filled(
         "against.md.j2",
         summary=summaries[1],
-        new=[told[key] for key in change.new],
+        new=[told[key] for key in _once(told, change.new)],
         still=len(change.still),
-        mended=[(then[key], key in change.failing) for key in change.fixed],
+        mended=[(then[key], key in change.failing) for key in _once(then, change.fixed)],
         moved=_moved(differences(*common)),
         versions=trend.version_changes(before, run),
         spent=[sum(part.seconds for part in found) for found in parts],
     )
+
+
+def _once(found: Mapping[str, Finding], keys: Iterable[str]) -> list[str]:
+    """The keys without those of findings that another of them tells."""
+    told = {f.key for key in keys for f in found[key].also}
+    return [key for key in keys if key not in told]
 
 
 def _moved(found: Sequence[Difference]) -> list[list[str]]:

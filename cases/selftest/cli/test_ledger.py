@@ -10,9 +10,11 @@ from msgspec import structs
 
 from parity.case.case import Frozen
 from parity.cli.commands import main
+from parity.compare.result_rows import empty_row
 from parity.results.ledger import Ledger
 from parity.results.report.rows import read, rewrite, writer
-from parity.results.row import Last
+from parity.results.row import About, Header, Last
+from parity.trainers import catalogue
 
 NORM = Path(__file__).parents[3] / "fixtures" / "rms_norm.py"
 WRONG = """
@@ -76,6 +78,29 @@ def test_of_two_that_fail_on_a_case_one_is_entered(red, tmp_path):
     at = ["--run", str(tmp_path / "results.ndjson"), "--ledger", str(tmp_path / "mine.toml")]
     done = CliRunner().invoke(main, ["ledger", "add", case, "--reason", "x", "--link", "y", *at])
     assert done.exit_code == 2 and "fail on it: say which, with --implementation" in done.output, done.output
+
+
+def test_what_a_trainer_gets_wrong_on_two_paths_is_one_entry_unless_one_is_named(tmp_path):
+    trainer = catalogue.family("dpo-trainer")
+    case = trainer.case(0, "fp32", {"check": "losses", "loss": "ipo"})
+    about = {"verdict": "disagree", "quantity": "loss", "cls": "logic", "gate": "scalar", "headroom": 9.0}
+    its = {path: empty_row(trainer, case, f"dpo-trainer.{path}", "cpu", **about) for path in ("fixed", "released")}
+    rewrite(tmp_path / "results.ndjson", Header(run="r1", header=About()), its.values())
+    words = ["ledger", "add", case.id, "--reason", "x", "--link", "y", "--run", str(tmp_path / "results.ndjson")]
+
+    def entered(name, *more):
+        done = CliRunner().invoke(main, [*words, "--ledger", str(tmp_path / name), *more])
+        assert done.exit_code == 0, done.output
+        (entry,) = Ledger.load(tmp_path / name).entries
+        return entry
+
+    both = entered("both.toml")
+    assert both.implementations == ("dpo-trainer.released", "dpo-trainer.fixed")
+    assert all(both.covers(row, {"check": "losses", "loss": "ipo"}) for row in its.values())
+    for path in its:
+        assert entered(f"{path}.toml", "--implementation", f"dpo-trainer.{path}").implementations == (
+            f"dpo-trainer.{path}",
+        )
 
 
 def test_what_is_accepted_is_known_in_the_next_run(red):

@@ -53,6 +53,13 @@ def test_what_is_gone_counts_only_if_it_was_looked_at(tmp_path):
     assert not blind.fixed
 
 
+def test_what_is_told_once_is_kept_for_each_path_of_a_trainer(tmp_path):
+    """Else one that fails in more cases in another night would be new, and one of the nights before gone."""
+    where = {"family": "dpo-trainer", "verdict": "disagree", "case": "dpo-trainer-1"}
+    kept = night(tmp_path, 0, [row(implementation=f"dpo-trainer.{path}", **where) for path in ("fixed", "released")], 1)
+    assert [f.implementation for f in kept.findings] == ["dpo-trainer.released", "dpo-trainer.fixed"]
+
+
 def test_the_same_finding_on_another_case_is_the_same(tmp_path):
     one = night(tmp_path, 0, [row(headroom=40.0, verdict="disagree", case="policy-7")], 1)
     two = night(tmp_path, 1, [row(headroom=9.0, verdict="disagree", case="policy-8")], 1)

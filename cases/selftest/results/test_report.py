@@ -166,6 +166,58 @@ def test_each_part_of_the_protocol_has_a_headline_that_is_true_of_it():
     assert "protocol: the call changed what it must leave alone\n" in shown(summary(left))
 
 
+def of_trainer(path, case="dpo-trainer-1", blame=None, **fields):
+    blame = blame or ("reference" if path == "released" else "both")
+    where = {"family": "dpo-trainer", "implementation": f"dpo-trainer.{path}", "blame": blame, "verdict": "disagree"}
+    where |= {"settings": {"check": "losses", "loss": "ipo"}, "replay": f"parity replay {case} --implementation {path}"}
+    return row(case, **where | fields)
+
+
+def test_what_a_trainer_gets_wrong_as_released_and_with_the_fixes_is_told_once():
+    """As released, which the next line replays too."""
+    two = [of_trainer(path, f"dpo-trainer-{n}") for n in (1, 2) for path in ("fixed", "released")]
+    of_run = summary(*two, of_trainer("fused", "dpo-trainer-2"))
+    (found,) = of_run.findings
+    assert [f.implementation for f in found.each] == ["dpo-trainer.released", "dpo-trainer.fixed", "dpo-trainer.fused"]
+    text = shown(of_run)
+    assert "1 new\n" in text and text.count("dpo-trainer.released · logic in loss") == 1
+    assert "\n  settings: check=losses, loss=ipo\n" in text
+    assert "wrong: the trainer as released · 2 cases, also with the fixes, also fused (1) · fp32" in " ".join(
+        text.split()
+    )
+    assert text.endswith("next     parity replay dpo-trainer-1 --implementation released\n")
+    for other in (render.markdown(of_run), render.page(of_run)):
+        assert other.count("also with the fixes, also fused (1)") == 1 and "1 new" in other and "loss=ipo" in other
+    assert render.junit(of_run).count("<failure") == 3
+
+
+def test_the_settings_of_a_finding_are_those_that_none_of_its_cases_has_at_the_default():
+    def said(*its):
+        cases = (row(f"policy-{n}", verdict="disagree", settings={"B": n, "T": 3} | one) for n, one in enumerate(its))
+        return summary(*cases).findings[0].settings
+
+    every = [{"loss": name, "nll": 0.4, "flag": True} for name in "abcd"]
+    assert said(*every[:1]) == every[0]
+    assert said(*every[:3]) == {"loss": "a|b|c", "nll": 0.4, "flag": True}
+    assert said(*every) == {"nll": 0.4, "flag": True}
+    assert said(*every[:2], {"loss": "a", "nll": 0.4}) == {"loss": "a|b", "nll": 0.4}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"case": "dpo-trainer-2", "blame": "candidate"},
+        {"quantity": "grad_hidden"},
+        {"implementation": "mine.py:Mine"},
+        {"verdict": "nondeterministic"},
+    ],
+)
+def test_what_is_not_the_same_there_is_told_apart(fields):
+    of_run = summary(of_trainer("released"), of_trainer("fixed", **fields))
+    first, second = of_run.findings
+    assert first.implementation == "dpo-trainer.released" and not first.also + second.also
+
+
 def test_of_the_shipped_ledger_a_part_counts_once():
     header = Header(run="r1", header=About(versions=ABOUT["versions"]))
     ids = ("trl-grpo-entropy-minus-inf", "trl-entropy-minus-inf", "gc-overwrite")

@@ -79,6 +79,30 @@ def test_a_new_finding_of_a_trainer_says_what_its_model_gets_wrong_alone(tmp_pat
     assert row.message == "off; its model"
 
 
+def test_news_of_a_trainer_says_its_settings_and_each_failure_once():
+    def row(path, case, **fields):
+        told = (
+            {"check": "losses", "loss": case},
+            {"verdict": "disagree", "quantity": "loss", "cls": "logic", "gate": "scalar"},
+        )
+        one = empty_row(
+            shard_module.catalogue.family("dpo-trainer"), Case("dpo-trainer", 0, "fp32", told[0]), path, "cpu"
+        )
+        return replace(one, headroom=4.0, **told[1] | fields)
+
+    fixed = {"blame": "both", "against": "dpo-trainer.released"}
+    rows = [
+        row("dpo-trainer.released", "ipo"),
+        row("dpo-trainer.fixed", "ipo", **fixed),
+        row("mine.py:A", "ipo", **fixed),
+    ]
+    told = list(Findings([], Profile(), 1).news([*rows, row("dpo-trainer.fixed", "sft", blame="candidate")]))
+    assert [line.split(" · ")[:2] for line in told] == [
+        [f"NEW {who}: logic in loss, gate scalar: 4.00 times the allowed error", f"check=losses, loss={loss}"]
+        for who, loss in (("dpo-trainer.released", "ipo"), ("mine.py:A", "ipo"), ("dpo-trainer.fixed", "sft"))
+    ]
+
+
 def test_a_slow_function_gets_a_share_of_its_cases_and_the_summary_says_so(tmp_path, monkeypatch):
     own, events = session("right", tmp_path)
     name = own.implementations[0].id

@@ -3,7 +3,7 @@
 import pytest
 from click.testing import CliRunner
 
-from cases.selftest.results.runs import about, in_order, row
+from cases.selftest.results.runs import about, changed, in_order, row
 from parity.cli.commands import main
 from parity.results.report.rows import rewrite, writer
 from parity.results.row import Part, Parted
@@ -32,6 +32,14 @@ def test_new_mended_and_moved(tmp_path):
     assert "| worse | `lib.loss` | fp32 | loss | 0.25 | 9.00 | 1 | `policy-1` |" in done.stdout
     assert "| better | `lib.other` | fp32 | loss | 9.00 | 0.25 | 1 | `policy-2` |" in done.stdout
     assert "|  | `lib.loss` | fp32 | kl | 0.30 | 0.90 | 1 | `policy-3` |" in done.stdout
+
+
+def test_a_trainer_that_is_wrong_on_two_paths_is_told_once_and_each_that_is_new(tmp_path):
+    two = [row("dpo-trainer-1", family="dpo-trainer", implementation=f"dpo-trainer.{p}") for p in ("fixed", "released")]
+    wrong = changed(two, verdict="disagree", headroom=9.0)
+    assert "1 new, 0 mended\n" in report(tmp_path, two, wrong).stdout
+    assert "0 new, 1 mended\n" in report(tmp_path, wrong, two).stdout
+    assert "1 new, 0 mended, 1 new before too\n" in report(tmp_path, [two[0], wrong[1]], wrong).stdout
 
 
 def test_what_is_the_same_is_not_said_and_a_case_of_one_run_is_not_compared(tmp_path):

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -102,11 +103,25 @@ def grouped(rows: Iterable[Row]) -> list[ImplementationCase]:
 class Finding:
     """Cases in which one implementation fails in the same root quantities (none where there was no result), under one ledger
     entry or, with `known` empty, none. `verdict`: disagree, nondeterministic, crashed, timed-out or out-of-memory. Each of
-    `parts` has all rows of its case, less failures that belong to another finding."""
+    `parts` has all rows of its case, less failures that belong to another finding. `also`: of a new one of a
+    released trainer, the same on its other paths, in no other cases."""
 
     verdict: str
     roots: tuple[str, ...]
     parts: tuple[ImplementationCase, ...]
+    also: tuple["Finding", ...] = ()
+
+    @property
+    def each(self) -> tuple["Finding", ...]:
+        """One for each implementation."""
+        return dataclasses.replace(self, also=()), *self.also
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those away from their default in all its cases, shapes left out: the value that all share, or up to three."""
+        its = [p.first.settings for p in self.parts]
+        of = {k: {str(s[k]): s[k] for s in its} for k in its[0] if k not in "BTVH" and all(k in s for s in its)}
+        return {k: v.popitem()[1] if len(v) == 1 else "|".join(v) for k, v in of.items() if len(v) <= 3}
 
     @cached_property
     def shown(self) -> ImplementationCase:
@@ -146,6 +161,11 @@ class Finding:
     def worst(self) -> Row:
         """The row that fails worst among the roots of all cases."""
         return max((p.lead for p in self.parts), key=_gravity)
+
+    @property
+    def ran(self) -> set[tuple[str, str]]:
+        """Its cases, each with its device."""
+        return {(p.first.case, p.first.device) for p in self.parts}
 
     @property
     def cases(self) -> int:
@@ -190,12 +210,23 @@ def findings(cases: Iterable[ImplementationCase]) -> list[Finding]:
     for case in cases:
         for part in _parts(case):
             groups[part.first.implementation, part.first.family, part.lead.known, *_how(part)].append(part)
-    out = []
-    for (*_, verdict, _), group in groups.items():
+    out = dict[tuple[Any, ...], Finding]()
+    for (*whose, verdict, why), group in groups.items():
         for roots, parts in _by_roots(group).items():
             order = dict.fromkeys(r.subject for p in parts for r in p.failing if r.subject in roots)
-            out.append(Finding(str(verdict), tuple(order), tuple(parts)))
-    return sorted(out, key=_order)
+            out[*whose, verdict, why, roots] = Finding(str(verdict), tuple(order), tuple(parts))
+    for key, found in list(out.items()):
+        as_released = f"{found.family}.released", *key[1:]
+        whole = out.get(as_released)
+        if whole and other_path(found.lead) and not found.known and found.ran <= whole.ran:
+            out[as_released] = dataclasses.replace(whole, also=(*whole.also, out.pop(key)))
+    return sorted(out.values(), key=_order)
+
+
+def other_path(row: Row) -> str:
+    """The path of a row of TRL's own trainer that is not as released: "fused" or "fixed"."""
+    of, _, path = row.implementation.rpartition(".")
+    return path if of == row.family and path != "released" else ""
 
 
 def normalised(message: str) -> str:
@@ -203,11 +234,12 @@ def normalised(message: str) -> str:
     return _NUMBER.sub("#", message)
 
 
-def _order(finding: Finding) -> tuple[bool, int, int, float, str]:
+def _order(finding: Finding) -> tuple[bool, int, int, float, bool, str]:
     kinds = ("crashed", "timed-out", "out-of-memory", "disagree", "nondeterministic")
     mild = "logic" not in finding.classes and finding.verdict not in STOPPED
     size = -headroom(finding.worst)
-    return finding.known is not None, mild, kinds.index(finding.verdict), size, finding.implementation
+    who = bool(other_path(finding.lead)), finding.implementation  # the trainer as released before its other paths
+    return finding.known is not None, mild, kinds.index(finding.verdict), size, *who
 
 
 def _parts(case: ImplementationCase) -> list[ImplementationCase]:

@@ -117,7 +117,7 @@ def junit(summary: Summary) -> str:
     every run, and a viewer's history lives on names that stay. New findings fail (or are errors, where nothing was judged),
     known ones and what was not compared are skipped."""
     of = collections.defaultdict[tuple[str, ...], dict[str, Finding]](dict)
-    for f in summary.findings:
+    for f in (f for found in summary.findings for f in found.each):
         for r in f.failing:
             of[r.implementation, r.family, r.dtype, r.device][f"{f.key} {f.lead.message}"] = f
     suites = collections.defaultdict[str, list[Any]](list)

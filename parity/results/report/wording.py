@@ -12,7 +12,7 @@ from msgspec import UNSET
 from packaging.version import InvalidVersion, Version
 
 from parity.judge.words import GATES, PROTOCOL
-from parity.results.report.findings import Finding, headroom
+from parity.results.report.findings import Finding, headroom, other_path
 from parity.results.report.summary import Counts, Line, Reason, Summary
 from parity.results.row import DECLINED, NO_REFERENCE, STOPPED, UNKNOWN, Row
 
@@ -29,6 +29,8 @@ CODES = {
     143: "it was asked to end",
 }
 """What an exit code says."""
+PATHS = {"fused": "also fused", "fixed": "also with the fixes"}
+"""Other paths of a trainer on which a finding shows."""
 
 
 def count(n: int, noun: str, plural: str = "") -> str:
@@ -171,7 +173,8 @@ def cls(row: Row) -> str:
 
 def spread(finding: Finding) -> str:
     """In how many cases and dtypes a finding shows, how wrong it is at worst, and what it costs of the gradient."""
-    parts = [count(finding.cases, "case"), " ".join(finding.dtypes)]
+    others = (PATHS[other_path(f.lead)] + f" ({f.cases:,})" * (f.cases < finding.cases) for f in finding.also)
+    parts = [", ".join([count(finding.cases, "case"), *others]), " ".join(finding.dtypes)]
     if len(finding.classes) > 1:
         parts.append(", ".join(f"{k} in {v:,}" for k, v in sorted(finding.classes.items())))
     if len(finding.blames) > 1:
