@@ -111,6 +111,8 @@ class AnyOperation(MonteCarlo):
                 with self._entered():
                     return func.decompose(*args, **kwargs)
             return _not_a_number(func, func(*args, **kwargs))
+        if name in ("sum", "mean") and (alone := func(*args, **kwargs)).numel() == args[0].numel():
+            return alone  # of one term each
         out = super().operation(func, args, kwargs)
         if name in INEXACT and is_floating(out) and not _integer_power(name, args):
             near_zero = POLYNOMIAL if name == "erf" else 0.0

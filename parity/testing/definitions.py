@@ -23,13 +23,15 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 
 def layer_norm_spread(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
-    """`layer_norm` as x·r - mean·r, r = 1/√(mean(x·(x - mean)) + eps): torch's kernels subtract last, forward and backward."""
+    """`layer_norm` as x·r - mean·r, r = 1/√(var + eps): torch's kernels subtract last, forward and backward."""
     return _spread(x, eps) * weight + bias
 
 
 def _spread(x: torch.Tensor, eps: float) -> torch.Tensor:
     mean = x.mean(-1, keepdim=True)
-    r = torch.rsqrt((x * (x - mean)).mean(-1, keepdim=True) + eps)
+    var = (x - mean).square().mean(-1, keepdim=True).detach()
+    moved = ((x - x.detach()) * x.detach()).mean(-1, keepdim=True) - (mean - mean.detach()) * mean.detach()
+    r = torch.rsqrt(var + 2 * moved + eps)  # `moved` is 0, its gradient (x - mean)/n as a difference
     return x * r - mean * r
 
 

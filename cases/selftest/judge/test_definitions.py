@@ -3,12 +3,13 @@
 import dataclasses
 import inspect
 import itertools
+import math
 
 import pytest
 import torch
 
 from cases.selftest.judge.operations import OPERATIONS
-from parity.testing import definitions
+from parity.testing import check_parity, definitions
 
 STYLES = [(name, style) for name, operation in OPERATIONS.items() for style in operation.all_styles()]
 
@@ -48,6 +49,40 @@ def test_a_factor_of_a_hundredth_does_not(name):
         if case.dtype == "fp32" and not found:
             found = not case.check_parity(off, operation.definition).agrees
     assert found
+
+
+def one_pass(x, weight, bias, groups=None):
+    """With E[x²] - E[x]²: far from 0 off by thousands of times as much as torch's kernels."""
+    whole = x.unflatten(1, (groups, -1)).flatten(2) if groups else x
+    mean, square = whole.mean(-1, keepdim=True), whole.square().mean(-1, keepdim=True)
+    normal = (whole - mean) * torch.rsqrt((square - mean.square()).clamp(min=0) + 1e-5)
+    across = (-1, 1) if groups else (-1,)
+    return normal.reshape(x.shape) * weight.view(across) + bias.view(across)
+
+
+@pytest.mark.parametrize(("name", "more"), [("layer_norm", {}), ("group_norm", {"groups": 4})])
+def test_a_variance_in_one_pass_is_declared(name, more):
+    """The other form of both definitions had a variance as imprecise."""
+    operation = OPERATIONS[name]
+    shape = (4, 8, 8) if more else (4, 8)
+    far = {
+        "x": 1000 + torch.arange(float(math.prod(shape))).sin().view(shape),
+        "weight": torch.ones(8),
+        "bias": torch.zeros(8),
+        **more,
+    }
+    assert not check_parity(one_pass, operation.definition, far).agrees
+    assert check_parity(one_pass, operation.definition, far, also=(one_pass,)).agrees
+    assert check_parity(operation.styles["fp32 torch"], operation.definition, far).agrees
+    drawn = [case for case in operation.drawn.cases() if case.dtype == "fp32"]
+    assert not all(case.check_parity(one_pass, operation.definition).agrees for case in drawn)
+
+
+def test_a_mean_of_one_entry_is_that_entry():
+    """Replicas rounded it, so that this row of one had a spread of 1e8."""
+    x, weight, bias = torch.tensor([[-7.5e14]]), torch.ones(1), torch.zeros(1)
+    own, given = OPERATIONS["layer_norm"].styles["fp32 torch"], {"x": x, "weight": weight, "bias": bias}
+    assert check_parity(own, definitions.layer_norm, given).agrees
 
 
 def test_every_definition_has_its_source_and_is_judged():
