@@ -35,6 +35,8 @@ SIZES = (
 VALUES = ("plain", "offset", "ties", "wide", "zeros", "tiny", "large", "extreme")
 EXTREME, EXTREME_FP16 = 50, 12
 """Powers of two, up and down, of the values "extreme": their squares, and products of two such tensors, are finite in float32."""
+OFFSETS = (-120.0, 120.0, -30.0, 30.0)
+"""What is added far from 0: exp(-120 + 5) is 0 in float32, exp(30) is finite."""
 REPEATS = ("plain", "repeated", "edges")
 LAYOUTS = ("contiguous", "sliced", "offset", "transposed", "expanded", "odd")
 LARGEST, SMALL, WIDE = 1 << 16, 64, 2049
@@ -85,7 +87,7 @@ class Tensor:
 
 _STYLES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
     "plain": lambda x, seed, name: x,
-    "offset": lambda x, seed, name: x + math.copysign(30, float(uniform(seed, name + "o", (1,))) - 0.5),
+    "offset": lambda x, seed, name: x + _offsets(x, int(integers(seed, name + "o", (1,), len(OFFSETS)))),
     "ties": lambda x, seed, name: (x * 2).round() / 2,
     "wide": lambda x, seed, name: (
         x * 2.0 ** (12 * uniform(seed, name + "w", x.shape[:1]).view(-1, *[1] * (x.dim() - 1)) - 8) if x.dim() else x
@@ -94,6 +96,12 @@ _STYLES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
     "tiny": lambda x, seed, name: x * 2.0**-12,
     "large": lambda x, seed, name: x * 2.0**6,
 }
+
+
+def _offsets(x: torch.Tensor, first: int) -> torch.Tensor:
+    """One for each index of the first dimension, in turn; one for a vector."""
+    rows = torch.arange(x.shape[0]) if x.dim() > 1 else torch.tensor([first])
+    return torch.tensor(OFFSETS, dtype=x.dtype)[rows % len(OFFSETS)].view(-1, *[1] * (x.dim() - 1))
 
 
 def tensor(
@@ -271,7 +279,7 @@ class Description:
 
     def cases(self, count: int = 24) -> list[Case]:
         """`count` cases, the same each time; sizes, layouts, and values within each dtype, are dealt like cards."""
-        return [self._dealt(i, functools.partial(_in_turn, self.seed, i)) for i in range(count)]
+        return [self._dealt(i, functools.partial(_in_turn, self.seed, i), self.seed + i // 24) for i in range(count)]
 
     def parametrize(self, count: int = 24, also: Sequence[str] = ()) -> Any:
         """A decorator for a pytest function with the argument `case`: cases by id, those of `also` first."""
@@ -321,19 +329,28 @@ class Description:
         except (KeyError, ValueError, IndexError) as error:
             raise ValueError(f"{id!r} is no id of this description: {error}") from error
 
-    def _dealt(self, seed: int, pick: Callable[..., Any]) -> Case:
+    def _dealt(self, seed: int, pick: Callable[..., Any], turn: int | None = None) -> Case:
         """`pick`: (name of a dimension, its choices, of how many cases in turn each has one) -> one of them."""
-        # of 24 cases two have a size of 1, once beside others above it, and two one of 0
+        dtype, each = pick("dtype", self.dtypes), len(self.dtypes)
         ones = {n: 1 for n, (low, high) in self.sizes.items() if low <= 1 < high}
         edges = [ones, *({n: 1} for n in ones), *2 * [{n: 0} for n, (low, _) in self.sizes.items() if low == 0]]
-        edge, dtype = pick("edge", edges + [{}] * max(24 - len(edges), len(edges))), pick("dtype", self.dtypes)
+        most = [{n: high} for n, (low, high) in self.sizes.items() if low < high > 1]
+        if turn is None:
+            edges += [{}, *most]
+        else:  # of 24 cases two have a size of 0, two one of 1, once beside others above it, and in each dtype one the largest
+            turn += self.dtypes.index(dtype)
+            edges = edges[::-1][turn % each :: each]
+            edges += [{}] * (24 // each - len(edges) - len(most)) + most
+            edges[1:] = random.Random(turn).sample(edges[1:], len(edges) - 1)
+        # dealt as the first tensor's values are, if as many: one of 0 beside "plain", which loses least
+        edge = pick(f"{next(iter(self.tensors), None)} values {dtype}", edges, each)
         sizes = {}
         for n, (low, high) in self.sizes.items():
             sizes[n] = edge.get(n, pick(n, [s for s in (low, *SIZES, high) if max(low, 2) <= s <= high] or [high]))
-        for name in sorted(sizes, key=lambda n: -sizes[n])[1:]:  # the longest stays
+        for name in sorted(sizes, key=lambda n: (edge.get(n, 0) < 2, -sizes[n]))[1:]:  # the longest stays
             while any(math.prod(t.shape(sizes)) > LARGEST for t in self.tensors.values()) and sizes[name] > 1:
                 sizes[name] = max(1, sizes[name] // 2)
-        floating, each = [n for n, t in self.tensors.items() if t.below is None], len(self.dtypes)
+        floating = [n for n, t in self.tensors.items() if t.below is None]
         values = {n: pick(f"{n} values {dtype}", t.values, each) for n, t in self.tensors.items()}
         layouts = {n: pick(f"{n} layout", t.layouts) for n, t in self.tensors.items()}
         asked = [("random", n) for n in ("all", *floating)] + [(u, "all") for u in UPSTREAM] + [("ones", "none")]

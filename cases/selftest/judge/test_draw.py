@@ -75,10 +75,17 @@ def test_twenty_four_cases_meet_each_other(seed):
     assert sum(not c.sizes["N"] for c in short) == 2
 
 
-def test_values_far_from_zero_are_low_ones_too():
-    """A largest value that begins at 0 is right of high ones."""
-    far = [c.inputs["x"].float().mean() for c in RMS.cases(60) if c.values.get("x") == "offset" and c.sizes["N"]]
-    assert min(far) < -20 and max(far) > 20
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["rms_norm", "attention"])
+def test_each_dtype_has_rows_far_below_zero_and_the_largest_sizes(seed, name):
+    """A largest value that begins at 0 is right of all but the former, a count in bfloat16 of all but the latter."""
+    drawn = dataclasses.replace(OPERATIONS[name].drawn, seed=seed, device="cpu")
+    cases, first = drawn.cases(), next(iter(drawn.tensors))
+    rows = [(c.dtype, row.float()) for c in cases for row in c.inputs[first] if c.values.get(first) == "offset"]
+    assert {dtype for dtype, row in rows if row.numel() and row.max() < -104} == {"fp32", "bf16", "fp16"}
+    assert any(row.numel() and row.min() > 104 for _, row in rows)
+    for n, (_, high) in drawn.sizes.items():
+        assert {c.dtype for c in cases if c.sizes[n] == high} == {"fp32", "bf16", "fp16"}
 
 
 def test_drawn_ids_may_be_changed():
