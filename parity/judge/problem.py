@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import inspect
@@ -11,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 from parity.judge.attention import WeightsAgain
 from parity.judge.monte_carlo import MonteCarlo
@@ -31,7 +32,14 @@ class Again:
     mode: WeightsAgain = dataclasses.field(default_factory=WeightsAgain)
 
 
-Form = Definition | Again
+@dataclasses.dataclass(frozen=True)
+class Float32:
+    """A form whose numbers are given as float32: 1 - float32(0.999) is off by 1.3e-5 of 0.001."""
+
+    form: Any
+
+
+Form = Definition | Again | Float32
 
 
 def named(tree: Any) -> dict[str, torch.Tensor]:
@@ -80,6 +88,16 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     a, b, u = a.detach().double(), b.detach().double(), UNIT_ROUNDOFF["fp32"]
     top = float(a.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if a.numel() else 0.0
     return a.shape == b.shape and torch.allclose(a, b, u, u * top, equal_nan=True)
+
+
+def _moved(found: Quantities, exact: Quantities) -> bool:
+    """Whether an entry is off by more than float32 can tell, and none by half of float32's digits, as beyond a jump."""
+    u = UNIT_ROUNDOFF["fp32"]
+    floating = [(found[n], x) for n, x in exact.items() if x.is_floating_point() and x.numel()]
+    near = all(
+        torch.allclose(a, x, 0.0, u**0.5 * float(x.abs().nan_to_num(0.0, 0.0, 0.0).amax()), True) for a, x in floating
+    )
+    return near and not all(torch.allclose(a, x, u, 0.0, True) for a, x in floating)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,17 +183,28 @@ class Problem:
 
     @functools.cached_property
     def _forms(self) -> tuple[Form, ...]:
-        """The definition and its other forms; where attention is in it, also the one that makes the weights again."""
-        own, again = (self.definition, *self.also), Again(self.definition)
-        if not self.attention:
-            return own
+        """The definition and its other forms; where attention is in it, also the one that makes the weights again; each once
+        more with its numbers in float32 where that is seen."""
+        forms: tuple[Form, ...] = (self.definition, *self.also)
+        exact, again = self._exact[0], Again(self.definition)
+        if self.attention:
+            found = self._of_form(again)
+            forms += (again,) * (bool(again.mode.found) and all(same(found[n], x) for n, x in exact.items()))
+        if self._numbers != dict(self.inputs):
+            with contextlib.suppress(Exception):  # it may look a number up
+                if _moved(self._of_form(Float32(self.definition)), exact):
+                    forms = tuple(f for form in forms for f in (form, Float32(form)))
+        return forms
+
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        """The inputs, numbers in float32."""
+        return tree_map(lambda x: ctypes.c_float(x).value if type(x) is float else x, dict(self.inputs))
+
+    def _of_form(self, form: Form) -> Quantities:
         with as_definition(DTYPES[self.dtype]), torch.enable_grad(), _said():
             leaves = self._double(None)
-            outputs = self._call(again, leaves)
-            if not again.mode.found:
-                return own
-            found = self._with_gradients(leaves, outputs, self.cotangents)
-        return (*own, again) if all(same(found[n], x) for n, x in self._exact[0].items()) else own
+            return self._with_gradients(leaves, self._call(form, leaves), self.cotangents)
 
     def _kind(self, name: str, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         value, gradient = found[name][0], name.startswith("grad_")
@@ -188,11 +217,13 @@ class Problem:
             for name, x in self.tensors.items()
         }
 
-    def _call(self, form: Form, tensors: Mapping[str, torch.Tensor]) -> Quantities:
+    def _call(self, form: Form, tensors: Mapping[str, torch.Tensor], inputs: Any = None) -> Quantities:
+        if isinstance(form, Float32):
+            return self._call(form.form, tensors, self._numbers)
         if isinstance(form, Again):
             with form.mode:
-                return self._call(form.definition, tensors)
-        return named(call(form, self.inputs, tensors, self.parameters))
+                return self._call(form.definition, tensors, inputs)
+        return named(call(form, inputs or self.inputs, tensors, self.parameters))
 
     def _with_gradients(
         self, x: Mapping[str, torch.Tensor], outputs: Quantities, upstream: Mapping[str, torch.Tensor]

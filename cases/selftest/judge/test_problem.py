@@ -138,6 +138,31 @@ def test_a_form_of_attention_that_is_another_function_is_left_out():
     assert [len(f) for f in forms] == [1, 2, 2, 2, 2]
 
 
+def average(old, new, decay):
+    return decay * old + (1 - decay) * new
+
+
+def test_numbers_may_come_in_float32():
+    """1 - float32(0.999) is off by 1.3e-5 of 0.001, as in torch.lerp."""
+    given = {"old": torch.zeros(64), "new": torch.linspace(1, 2, 64), "decay": 0.999}
+    assert check_parity(lambda old, new, decay: torch.lerp(new, old, decay), average, given).agrees
+    assert not check_parity(lambda old, new, decay: average(old, new, decay + 1e-6), average, given).agrees
+
+
+@pytest.mark.parametrize(
+    ("define", "number"),
+    [
+        (average, 0.5),  # of float32
+        (lambda old, new, decay: new * torch.rsqrt(new.square() + decay), 1e-6),  # unseen
+        (lambda old, new, decay: new * {0.999: 2.0}[decay], 0.999),  # looked up
+        (lambda old, new, decay: torch.where(new > decay, new, old), 1.1),  # a jump
+    ],
+)
+def test_a_number_that_float32_does_not_move_has_no_form_of_its_own(define, number):
+    given = {"old": torch.zeros(3), "new": torch.tensor([1.0, 1.1, 1.2]), "decay": number}
+    assert len(Problem(define, given, {}, ("old", "new"))._forms) == 1
+
+
 def test_an_upstream_gradient_is_held_by_every_dtype_and_is_never_0_for_a_scalar():
     drawn_ones = torch.stack([cotangent("loss", torch.zeros(()), seed) for seed in range(2000)])
     assert bool(drawn_ones.all())
