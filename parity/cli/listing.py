@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,14 @@ def settings(name: str, console: Console) -> None:
     if Path(name).is_file():
         _judged(read(Path(name))[1], console)
         return
-    found = family(name).settings.items()
-    rows = [(k, s.default, _with(s.doc, values=s.choices, within=[s.within] if s.within else None)) for k, s in found]
+    found = family(name)
+    if isinstance(found, catalogue.TrainerFamily):
+        _show(f"settings of {name}", ("check", "name", "default", "meaning"), _of_checks(found), console)
+        return
+    rows = [
+        (k, s.default, _with(s.doc, values=s.choices, within=[s.within] if s.within else None))
+        for k, s in found.settings.items()
+    ]
     _show(f"settings of {name}", ("name", "default", "meaning"), rows, console)
     if name in loss_families():
         fam = loss_family(name)
@@ -61,6 +67,17 @@ def settings(name: str, console: Console) -> None:
             fam.optional
         )
         console.print(Text(f"a function returns {fam.first}{more}"))
+
+
+def _of_checks(trainer: catalogue.TrainerFamily) -> Iterator[tuple[Any, ...]]:
+    """The settings that the trainer's cases move, by check, with the values that they have there."""
+    every = catalogue.cases(trainer.name, "nightly", 0)
+    for check in trainer.checks.values():
+        its = [case.settings for case in every if case.settings["check"] == check.name]
+        for name, setting in check.settings.items():
+            values = {repr(v): v for s in its for v in [s.get(name, setting.default)]}
+            if len(values) > 1:
+                yield check.name, name, setting.default, _with(setting.doc, values=[*values.values()])
 
 
 def _tensors(fam: Family) -> list[str]:

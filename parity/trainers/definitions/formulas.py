@@ -26,7 +26,7 @@ from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Sequences, Window
 
 OPTIONS = {
-    "smoothing": ("label_smoothing", Setting(0.0, "SFT: label_smoothing_factor", (0.0, 0.1))),
+    "smoothing": ("label_smoothing", Setting(0.0, "of labels; SFT: label_smoothing_factor", (0.0, 0.1))),
     "penalty": ("missing_eos_penalty", Setting(0.0, "completions are cut off after six tokens", (0.0, 2.0))),
     "weight": ("reward_weights", Setting(1.0, "online DPO: of its reward function", (1.0, -1.0))),
     "divergence": ("f_divergence_type", Setting("reverse_kl", "f-DPO", DIVERGENCES)),
