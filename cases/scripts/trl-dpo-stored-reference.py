@@ -14,7 +14,7 @@ def stored(folder, **config):
     args = DPOConfig(**options(precompute_ref_log_probs=True, per_device_train_batch_size=4, **config))
     data = datasets.load_from_disk(folder)
     trainer = DPOTrainer(tiny(), ref_model=tiny(1), args=args, train_dataset=data, processing_class=tokenizer)
-    next(iter(trainer.get_train_dataloader()))  # up to 0.29 they are computed here
+    next(iter(trainer.get_train_dataloader()))  # before 0.29 they are computed here
     return torch.tensor(trainer.train_dataset["ref_chosen_logps"])
 
 

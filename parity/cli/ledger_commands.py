@@ -66,7 +66,8 @@ def add_command(
     else:
         known = ", ".join(f"{f.lead.case} ({f.implementation})" for f in found) or "none: it has no new findings"
         its = [f for f in found if case in {part.lead.case for part in f.parts}]
-        found = [f for one in its for f in one.each if f.implementation == implementation] if implementation else its
+        own = [f for one in its for f in one.each if f.implementation == implementation]
+        found = [f for f in own if case in {part.lead.case for part in f.parts}] if implementation else its
         if not found:
             of_it = f" of {implementation}" if implementation else ""
             raise UsageError(f"case {case!r}: {run} has no new finding{of_it} on it, choose from {known}")

@@ -46,8 +46,8 @@ def entry(
     right = collections.Counter(name for settings in beside for name in defaults.keys() - settings.keys())
     away = {k for k in case.settings.keys() & defaults.keys() if all(k in s for s in its) and right[k] >= AGREEING}
     away -= {*shared, *sizes}
-    failing = [r for r in finding.rows if r.failing]
-    classes = {r.cls for r in failing} if len(finding.classes) == 1 else set()
+    failing = [r for f in finding.each for r in f.rows if r.failing]
+    classes = {r.cls for r in failing} if {len(f.classes) for f in finding.each} == {1} else set()
     out: dict[str, Any] = {
         "id": re.sub(r"[^a-z0-9]+", "-", f"{first.implementation}-{first.subject}-{case.id}".lower()).strip("-"),
         "family": case.family,

@@ -99,9 +99,9 @@ _STYLES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
 
 
 def _offsets(x: torch.Tensor, first: int) -> torch.Tensor:
-    """One for each index of the first dimension, in turn; one for a vector."""
+    """One for each index of the first dimension, in turn; one for a vector and a scalar."""
     rows = torch.arange(x.shape[0]) if x.dim() > 1 else torch.tensor([first])
-    return torch.tensor(OFFSETS, dtype=x.dtype)[rows % len(OFFSETS)].view(-1, *[1] * (x.dim() - 1))
+    return torch.tensor(OFFSETS, dtype=x.dtype)[rows % len(OFFSETS)].view([-1, *[1] * (x.dim() - 1)] if x.dim() else [])
 
 
 def tensor(
@@ -339,8 +339,10 @@ class Description:
             edges += [{}, *most]
         else:  # of 24 cases two have a size of 0, two one of 1, once beside others above it, and in each dtype one the largest
             turn += self.dtypes.index(dtype)
-            edges = edges[::-1][turn % each :: each]
-            edges += [{}] * (24 // each - len(edges) - len(most)) + most
+            edges = edges[::-1][turn % each :: each][: 24 // each - 1]
+            room = 24 // each - len(edges)  # where it is short, several are the largest together
+            most = [{n: high for one in most[i::room] for n, high in one.items()} for i in range(min(room, len(most)))]
+            edges += [{}] * (room - len(most)) + most
             edges[1:] = random.Random(turn).sample(edges[1:], len(edges) - 1)
         # dealt as the first tensor's values are, if as many: one of 0 beside "plain", which loses least
         edge = pick(f"{next(iter(self.tensors), None)} values {dtype}", edges, each)

@@ -88,6 +88,19 @@ def test_each_dtype_has_rows_far_below_zero_and_the_largest_sizes(seed, name):
         assert {c.dtype for c in cases if c.sizes[n] == high} == {"fp32", "bf16", "fp16"}
 
 
+def test_a_scalar_stays_one():
+    found = draw(x=tensor("N"), s=tensor(), device="cpu").cases()
+    assert {case.inputs["s"].shape for case in found} == {torch.Size([])}
+    assert {"offset"} < {case.values.get("s") for case in found}
+
+
+def test_six_dimensions_meet_their_largest_sizes():
+    drawn = draw(x=tensor("A", "B"), y=tensor("C", "D"), z=tensor("E", "F"), sizes=dict.fromkeys("ABCDEF", (0, 40)))
+    for n in "ABCDEF":
+        assert {c.dtype for c in drawn.cases() if c.sizes[n] == 40} == {"fp32", "bf16", "fp16"}
+        assert any(c.sizes[n] == 0 for c in drawn.cases())
+
+
 def test_drawn_ids_may_be_changed():
     """As of a cross entropy of which some targets are ignored."""
     ids = index("N", below="V", then=lambda ids: ids.where(ids % 5 > 0, -100))

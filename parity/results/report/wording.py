@@ -161,7 +161,8 @@ def title(finding: Finding) -> str:
     if not finding.roots:
         return finding.verdict
     if finding.roots == ("protocol",):
-        return f"protocol: {protocol(finding.lead)}"
+        seldom = "nondeterministic " * (finding.verdict == "nondeterministic")
+        return f"{seldom}protocol: {protocol(finding.lead)}"
     kind = "nondeterministic" if finding.verdict == "nondeterministic" else cls(finding.lead)
     return f"{kind} in {', '.join(finding.roots)}"
 

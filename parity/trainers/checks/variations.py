@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
+from parity.fixes.override import source_of
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, always, check, holds
 from parity.trainers.checks.twin_windows import EPOCH
 from parity.trainers.checks.twins import RATE, SETTINGS, judged, moved, step_of, twin
@@ -52,7 +53,8 @@ MODE = Setting(
 KL = Setting(False, "KTO with its own loss, which estimates a KL to the reference", (False, True))
 ONLINE = "online-dpo-trainer"
 LEVEL = Setting(False, "online DPO: every completion has eight tokens", (False, True))
-CUT = {"mode": MODE, "split": SPLIT, "kl": KL, "level": LEVEL}
+FULL = Setting(False, "two prompts more fill max_length, and are left out", (False, True))
+CUT = {"mode": MODE, "split": SPLIT, "kl": KL, "level": LEVEL, "full": FULL}
 CUT_IN_PR: list[CheckCase] = [("dpo-trainer", {})]
 CUTTING = (*having("max_length"), ONLINE)
 PRECOMPUTED = "precompute_ref_log_probs"
@@ -198,6 +200,7 @@ def truncation_cases(seed: int) -> Iterator[CheckCase]:
         for mode in MODES_OF_TRUNCATION if trainer in having("truncation_mode") else ("keep_start",):
             own = {"kl": True} if SPECS[trainer].data == "labels" else {"split": "8x1"}
             yield from ((trainer, {"mode": mode, **cut}) for cut in (own, {"split": "1x8"}))
+        yield trainer, {"full": True}
     yield from (("sft-trainer", {"mode": strategy}) for strategy in PACKINGS)
     yield from ((ONLINE, {"mode": "keep_end", "level": level}) for level in (False, True))
 
@@ -208,9 +211,13 @@ def truncation(call: CheckCall) -> Iterator[Quantity]:
     _estimates(call)
     s, known = call.settings, trl.fields(drive.config(call.trainer))
     limits: dict[str, Any] = {"max_length": MAX_LENGTH}
-    packed = s.mode in PACKINGS
+    packed, kind = s.mode in PACKINGS, trl.class_named(call.trainer)
     if packed:
         drive.needs(call.trainer, "packing_strategy")
+        if s.mode != "wrapped" and "self.padding_free = args.padding_free or" not in source_of(vars(kind)["__init__"]):
+            raise Unsupported(
+                "sequences of a packed row see each other without flash attention in the installed version"
+            )
         limits |= {"packing": True, "packing_strategy": s.mode}
     elif call.case.family == ONLINE:
         drive.needs(call.trainer, "max_length")
@@ -220,7 +227,9 @@ def truncation(call: CheckCall) -> Iterator[Quantity]:
     settings = twin(call.case.family, split=s.split, kl=s.kl, whole=packed)
     kept = Window.of(call.case.family).rows
     kept = [dataclasses.replace(r, limit=8, **_long(r)) for r in kept] if s.level else kept
-    full = [] if packed or s.mode == "keep_end" else [_filled(kept[0], n) for n in (MAX_LENGTH, MAX_LENGTH + 2)]
+    if s.full and ".filter(" not in source_of(vars(kind).get("_prepare_dataset")):
+        raise Unsupported("the installed version keeps prompts that fill max_length")
+    full = [_filled(kept[0], n) for n in (MAX_LENGTH, MAX_LENGTH + 2)] if s.full else []
     run = Run(call.case.family, settings, call.path, [*full, *kept], plain=True, **limits)
     whole = sorted(run.window.expected)
     _ = run.steps  # on all rows
