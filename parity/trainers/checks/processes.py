@@ -90,7 +90,7 @@ def build(trainer: str, s: SimpleNamespace, path: str, **config: Any) -> Any:
 
 def run_of(trainer: str, s: SimpleNamespace, path: str = "released", **config: Any) -> Run:
     if trainer in distillation.LOCAL:
-        return distillation.Control(trainer, SimpleNamespace(ends=False, empty=False, **vars(s)), path, **config)
+        return distillation.Control(trainer, s, path, **config)
     rows = Window.of(trainer).rows
     return Run(trainer, s, path, stored_window.even(rows) if s.even else rows, **config)
 
