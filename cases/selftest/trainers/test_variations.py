@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from parity.trainers.checks import variations
+from parity.trainers.checks import sampler, variations
 from parity.trainers.definitions.formulas import padded
 from parity.trainers.definitions.scored import Scored, rows
 from parity.trainers.rig import stored_window
@@ -58,12 +58,12 @@ def test_ratios_by_hand(mode, low, expected):
     reported = torch.tensor([[-2.0, -1.0, -9.0], [math.nan, -1.0, -1.0]])
     apart = torch.tensor([[4.0, 0.25, 7.0], [5.0, 2.0, 1.5]], dtype=torch.float64).log()
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
-    found = variations.ratio(s, reported, reported.double().nan_to_num(-3.0) + apart, mask)
+    found = sampler.ratio(s, reported, reported.double().nan_to_num(-3.0) + apart, mask)
     assert torch.allclose(found, torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("tools", [False, True])
-@pytest.mark.parametrize("mode", variations.MODES)
+@pytest.mark.parametrize("mode", sampler.MODES)
 def test_no_ratio_is_near_a_bound_and_the_bounds_bite(mode, tools):
     window = Window.of("grpo-trainer").sequences
     s = SimpleNamespace(mode=mode, low=None, high=math.inf)
@@ -71,7 +71,7 @@ def test_no_ratio_is_near_a_bound_and_the_bounds_bite(mode, tools):
         scored = Scored(stored_window.policy("llama", torch.float64), window)
         logps = padded(scored.tokens)
     own = [stored_window.external(t) if tools else torch.ones_like(t) for t in scored.completions]
-    found = variations.ratio(s, padded(variations.log_probs(window, False, tools)), logps, padded(own)).flatten()
+    found = sampler.ratio(s, padded(sampler.log_probs(window, False, tools)), logps, padded(own)).flatten()
     for bound in (0.5, 2.0, 30.0):
         assert (found / bound - 1).abs().min() > 1e-3
     assert 0 < int((found > 2.0).sum()) < len(found)
