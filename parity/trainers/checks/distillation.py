@@ -304,11 +304,12 @@ def objective(trainer: str, s: SimpleNamespace, model: Any, batch: Sequences) ->
 
 
 def _sorted(own: Tensor, teachers: Tensor, strategy: str) -> Tensor:
-    """Of a completion with T tokens the mean over its tokens but <eos> of Σ |p - q|, the vocabulary's probabilities sorted (ULD,
-    arXiv 2402.12030), (1,): bayesian: where each token is predicted; observed: where it stands, and predicts the next."""
+    """Of a completion with T tokens the mean over its tokens but <eos>, 0 of none, of Σ |p - q|, the vocabulary's
+    probabilities sorted (ULD, arXiv 2402.12030), (1,): bayesian: where each token is predicted; observed: where it stands, and
+    predicts the next."""
     kept = slice(0, -1) if strategy == "bayesian" else slice(1, None)
     p, q = (x[kept].exp().sort(-1).values for x in (own, teachers))
-    return (p - q).abs().sum((-1, -2), keepdim=True)[0] / max(len(p), 1)
+    return (p - q).abs().sum().unsqueeze(0) / max(len(p), 1)
 
 
 def _weighted(student: Scored) -> list[Tensor]:

@@ -94,7 +94,7 @@ def _of_sides(loss: Loss, model: Any) -> Values:
     else:
         batch, chosen = loss.scored(model), torch.tensor(window.labels)
     logps = batch.means if spec.loss == "orpo" or loss.s.loss in AVERAGED else batch.sums
-    earned = batch.ratios if spec.given else alphapo(logps, getattr(loss.s, "power", 0.0))
+    earned = batch.ratios if spec.given else alphapo(logps, loss.s.power)
     out: Values = {}
     for name, side in (("chosen", chosen), ("rejected", ~chosen)):
         out |= {f"rewards/{name}": beta * earned[side].mean(), f"logps/{name}": logps[side].mean()}

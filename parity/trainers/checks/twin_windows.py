@@ -49,6 +49,8 @@ OF_SEQUENCES = {"importance_sampling_level": "sequence", "epsilon_high": 0.08, "
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05}
 ADAPTIVE |= {"entropy_coef_min": 0.02, "entropy_coef_max": 0.18}
 """An entropy coefficient that begins at 0.1 and moves by 0.05 a step, within limits: up below the target, down above it."""
+ABOVE = 100.0
+"""An entropy above that of any window."""
 TWO_STEPS = {"max_steps": 2, "learning_rate": 0.05}
 """The second step must differ from the first."""
 SLOW = TWO_STEPS | {"learning_rate": 0.0005}
@@ -149,10 +151,11 @@ def _controlled(run: WindowRun) -> Iterator[Quantity]:
     token is at most the target, else it shrinks, within its limits. The bonus is applied where the window before was at
     most there.
 
-    Two windows of two micro-batches, parameters as they are. Targets: below all, between the first window's mean and its last
-    micro-batch's, between the second's and both windows'. Evaluation moves nothing.
+    Two windows of two micro-batches, parameters as they are. Targets: above all, below all, between the first window's mean and
+    its last micro-batch's, between the second's and both windows'. Evaluation moves nothing, of a coefficient within its limits.
     """
-    seen = twin_runs.train(run.build(max_steps=2, entropy_target=100.0), run.path)
+    run.built = run.build(max_steps=2, entropy_target=ABOVE)
+    run.steps = seen = twin_runs.train(run.built, run.path)
     model = stored_window.policy(run.s.model, torch.float64)
 
     def entropy(micro_batches: list[dict[str, Any]]) -> float:
@@ -161,10 +164,11 @@ def _controlled(run: WindowRun) -> Iterator[Quantity]:
     sizes = [sum(len(t) - n for t, n in run.window.found_in([b]).sequences) for b in seen.window(1)]
     yield tells("sizes", len(set(sizes)) == 1, f"{sizes} tokens in micro-batches, of each of which the bonus is a mean")
     own = [entropy(seen.window(0)), entropy(seen.window(1))]
-    targets = 0.0, (own[0] + entropy(seen.window(0)[-1:])) / 2, (own[1] + entropy(seen.batches)) / 2, 100.0
+    targets = ABOVE, 0.0, (own[0] + entropy(seen.window(0)[-1:])) / 2, (own[1] + entropy(seen.batches)) / 2
     for number, target in enumerate(targets, 1):
-        run.built = run.build(max_steps=2, entropy_target=target)
-        run.steps = twin_runs.train(run.built, run.path)
+        if target != ABOVE:
+            run.built = run.build(max_steps=2, entropy_target=target)
+            run.steps = twin_runs.train(run.built, run.path)
         values = [0.1]
         for x in own:
             values.append(min(values[-1] + 0.05, 0.18) if x <= target else max(values[-1] - 0.05, 0.02))
