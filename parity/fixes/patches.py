@@ -11,7 +11,6 @@ undone is exactly what was done, and each outcome is logged once.
 
 from parity.fixes.accumulation import average_over_window, divide_by_accumulation
 from parity.fixes.checkpointing import keep_gradient_checkpointing
-from parity.fixes.configs import lift_text_config_attributes
 from parity.fixes.heads import compare_heads
 from parity.fixes.inputs import require_input_grads
 from parity.fixes.logits import use_model_logits
@@ -19,7 +18,6 @@ from parity.fixes.padding import mask_padded_log_probs
 from parity.fixes.patch import Patch
 from parity.fixes.positions import count_positions
 from parity.fixes.preference import exchange_alpha
-from parity.fixes.teacher import mask_teacher_padding
 
 __all__ = [
     "Patch",
@@ -29,9 +27,7 @@ __all__ = [
     "divide_by_accumulation",
     "exchange_alpha",
     "keep_gradient_checkpointing",
-    "lift_text_config_attributes",
     "mask_padded_log_probs",
-    "mask_teacher_padding",
     "require_input_grads",
     "use_model_logits",
 ]

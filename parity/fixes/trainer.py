@@ -50,40 +50,29 @@ def apply(trainer: Any) -> Applied:
         print(apply(trainer))          # from here on; .undo() takes it back
         with apply(trainer): trainer.train()
 
-    The fixes are those of `parity.fixes.patches`, of the model and, as "lift_text_config_attributes (reference)", of a reference
-    model, then the kernel and the fused loss. Each decides from the trainer's code or by trying it; one with nothing to repair
-    gives its reason. If one of them raises, those before it are undone. All hold for this trainer and its models alone; what two
-    trainers share stays until both are undone. A TypeError where `trainer` has no model.
+    The fixes are those of `parity.fixes.patches`, then the kernel and the fused loss. Each decides from the trainer's code or by
+    trying it; one with nothing to repair gives its reason. If one of them raises, those before it are undone. All hold for this
+    trainer and its models alone; what two trainers share stays until both are undone. A TypeError where `trainer` has no model.
     """
     if getattr(trainer, "model", None) is None:
         raise TypeError(f"apply: {type(trainer).__name__} has no model: a trainer is expected, after construction")
-    model, reference = trainer.model, getattr(trainer, "ref_model", None)
-    steps: list[Callable[[], Patch]] = [lambda: patches.lift_text_config_attributes(model, owner=trainer)]
-    if reference is not None:
-        steps.append(lambda: _renamed(patches.lift_text_config_attributes(reference, owner=trainer)))
-    steps += [
-        lambda: patches.require_input_grads(trainer),
-        lambda: patches.divide_by_accumulation(trainer),
-        lambda: patches.average_over_window(trainer),
-        lambda: patches.exchange_alpha(trainer),
-        lambda: patches.mask_padded_log_probs(trainer),
-        lambda: patches.count_positions(trainer),
-        lambda: _keep_checkpointing(trainer),
-        lambda: patches.mask_teacher_padding(trainer),
-        lambda: patches.compare_heads(trainer),
-        lambda: patches.use_model_logits(trainer),
-        lambda: kernel.use_selective_log_probs(trainer),
-        lambda: wiring.use_fused_policy_loss(trainer),
+    fixes: list[Callable[[Any], Patch]] = [
+        patches.require_input_grads,
+        patches.divide_by_accumulation,
+        patches.average_over_window,
+        patches.exchange_alpha,
+        patches.mask_padded_log_probs,
+        patches.count_positions,
+        _keep_checkpointing,
+        patches.compare_heads,
+        patches.use_model_logits,
+        kernel.use_selective_log_probs,
+        wiring.use_fused_policy_loss,
     ]
     with contextlib.ExitStack() as applied:
-        done = tuple(applied.enter_context(step()) for step in steps)
+        done = tuple(applied.enter_context(fix(trainer)) for fix in fixes)
         applied.pop_all()
     return Applied(done)
-
-
-def _renamed(patch: Patch) -> Patch:
-    patch.name += " (reference)"
-    return patch
 
 
 def _keep_checkpointing(trainer: Any) -> Patch:

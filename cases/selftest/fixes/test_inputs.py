@@ -62,7 +62,7 @@ def test_frozen_inputs_train_under_reentrant_checkpointing(wrapped):
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, want)
     again = patches.require_input_grads(model)
     assert not again
-    assert "requires a gradient already" in again.reason
+    assert again.reason == "already applied"
     patch.undo()
     again.undo()
     assert trained_layers(model) == []
@@ -76,7 +76,7 @@ def test_no_hook_where_none_is_needed():
     assert "already" in patches.require_input_grads(checkpointed(tiny_model())).reason
     nothing = checkpointed(tiny_model().requires_grad_(False))
     assert "no trainable parameter" in patches.require_input_grads(nothing).reason
-    assert not any(m.get_input_embeddings()._forward_hooks for m in (calm, nothing))
+    assert not any("forward" in vars(m.get_input_embeddings()) for m in (calm, nothing))
 
 
 def test_a_trainer_that_will_turn_checkpointing_on():

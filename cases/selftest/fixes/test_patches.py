@@ -5,22 +5,22 @@ import logging
 import sys
 
 import pytest
-import torch
-import transformers
 from trl.models import utils
 
 from parity.fixes import patch as patch_module
 from parity.fixes import patches
+from parity.trainers.rig import models
 
 
 def test_flags_come_back_after_an_error():
-    layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(3))
-    for layer, flag in zip(layers, (True, False, True), strict=True):
+    model = models.model("llama")
+    flags = [True, *[False] * (len(model.model.layers) - 1)]
+    for layer, flag in zip(model.model.layers, flags, strict=True):
         layer.gradient_checkpointing = flag
     raised = pytest.raises(RuntimeError, match="out of memory")
-    with patches.keep_gradient_checkpointing(), raised, utils.disable_gradient_checkpointing(layers):
+    with patches.keep_gradient_checkpointing(), raised, utils.disable_gradient_checkpointing(model):
         raise RuntimeError("out of memory")
-    assert [layer.gradient_checkpointing for layer in layers] == [True, False, True]
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == flags
 
 
 def test_applying_twice_is_harmless_and_logged_once(caplog, monkeypatch):
@@ -53,20 +53,3 @@ def test_nothing_to_keep_without_trl(monkeypatch):
     patch = patches.keep_gradient_checkpointing()
     assert not patch
     assert "trl cannot be imported" in patch.reason
-
-
-def nested(softcap=30.0):
-    return transformers.Gemma3Config(text_config={"final_logit_softcapping": softcap, "num_hidden_layers": 1})
-
-
-@pytest.mark.parametrize("value", [None, 0.0, 50.0])
-def test_lifting_never_overwrites(value):
-    config = nested()
-    config.final_logit_softcapping = value
-    assert not patches.lift_text_config_attributes(config)
-    assert config.final_logit_softcapping == value
-
-
-def test_nothing_to_lift():
-    patch = patches.lift_text_config_attributes(nested(None))
-    assert not patch and "only in the nested text config" in patch.reason

@@ -1,17 +1,14 @@
 """What a patch leaves alone: other trainers, other holders, copies, what is saved; and what it says instead of failing."""
 
 import copy
-import json
 import pickle
 import types
 
 import pytest
 import torch
-from trl.experimental.server_distillation.server_distillation_trainer import ServerDistillationTrainer
 from trl.models import utils as model_utils
 from trl.trainer import utils as trl_utils
 
-from cases.selftest.fixes.test_patches import nested
 from parity.fixes import apply, patches
 from parity.trainers.rig import drive, models
 
@@ -115,26 +112,14 @@ def padded_on_the_left(ids):
     return {name: torch.nn.functional.pad(x, (3, 0)) for name, x in rows.items()}
 
 
-def shared(name, monkeypatch):
+def shared(name):
     """How each of two owners asks for a patch of what they share, and how to see that it is in force."""
     kinds = {"use_model_logits": "recurrent_gemma", "count_positions": "gpt2"}
     model = frozen_inputs() if name == "require_input_grads" else models.model(kinds.get(name, "llama"))
-    owners = Loops(model), None
-    owners = owners[0], copy.copy(owners[0])
-    if name == "lift_text_config_attributes":
-        config = nested()
-        takes = [lambda o=o: patches.lift_text_config_attributes(config, owner=o) for o in owners]
-        return takes, lambda: hasattr(config, "final_logit_softcapping")
+    trainer = Loops(model)
+    owners = trainer, copy.copy(trainer)
     if name == "keep_gradient_checkpointing":
         return [patches.keep_gradient_checkpointing] * 2, checkpointing_is_kept
-    if name == "mask_teacher_padding":
-        kind, loss = ServerDistillationTrainer, "_compute_server_sparse_top_1_divergence_loss"
-
-        def server_loss(self, teacher_result, student_log_probs, completion_tokens, labels):
-            return (student_log_probs.exp() * teacher_result["actual_logprobs"].unsqueeze(-1)).sum()
-
-        monkeypatch.setattr(kind, loss, server_loss)
-        return [patches.mask_teacher_padding] * 2, lambda: vars(kind)[loss] is not server_loss
     takes = [lambda o=o: getattr(patches, name)(o) for o in owners]
     if name == "require_input_grads":
         return takes, lambda: owners[0].model.get_input_embeddings()(IDS).requires_grad
@@ -159,9 +144,9 @@ SHARED = sorted(set(patches.__all__) - {"Patch"} - OF_ONE)
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_what_two_share_stays_until_both_have_let_go(name, monkeypatch):
+def test_what_two_share_stays_until_both_have_let_go(name):
     """For every patch of something that two trainers may share, a function of TRL included."""
-    (first_takes, second_takes), in_force = shared(name, monkeypatch)
+    (first_takes, second_takes), in_force = shared(name)
     assert not in_force()
     first = first_takes()
     assert first
@@ -298,26 +283,6 @@ def test_a_patched_trainer_resumes_from_its_checkpoint(tmp_path):
     assert steps[0][1]["grad_norm"] == steps[1][1]["grad_norm"] > 0
     for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b), name
-
-
-def test_what_is_lifted_is_not_saved(tmp_path):
-    """config.json written before undo had a top-level softcap."""
-    config, other = nested(), nested()
-    released = config.to_json_string()
-    with patches.lift_text_config_attributes(config):
-        assert config.final_logit_softcapping == 30.0
-        assert not hasattr(other, "final_logit_softcapping")
-        twin = copy.deepcopy(config)
-        assert twin.final_logit_softcapping == 30.0
-        for saved in (config, twin):
-            saved.save_pretrained(tmp_path)
-            assert "final_logit_softcapping" not in json.loads((tmp_path / "config.json").read_text())
-        assert config.to_json_string() == released
-        assert config.to_dict() == nested().to_dict()
-        config.text_config.final_logit_softcapping = 20.0
-        assert config.final_logit_softcapping == 20.0
-    assert not hasattr(config, "final_logit_softcapping")
-    assert not hasattr(twin, "final_logit_softcapping")
 
 
 @pytest.mark.parametrize("missing", ["training_step", "args", "accelerator", "_forward", "ref_model", None])

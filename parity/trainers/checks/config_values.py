@@ -125,14 +125,9 @@ def _built(call: CheckCall, **wanted: Any) -> Any:
 
 
 def _model(call: CheckCall) -> Any:
-    """The model that a trainer is given: its head quantised, where that is asked for before any trainer sees it. With our
-    fix the values of a nested text config also at the top, where some code reads them."""
+    """The model that a trainer is given: its head quantised, where that is asked for before any trainer sees it."""
     model = models.model(call.settings.model)
     quantised_heads.quantise(model, call.settings.head)
-    if call.path == "fixed":
-        from parity.fixes.patches import lift_text_config_attributes
-
-        lift_text_config_attributes(model)
     return model
 
 
