@@ -13,16 +13,8 @@ from typing import Any
 
 from parity.case.inputs import Inputs
 from parity.implementations import plain
-from parity.implementations.implementation import (
-    EVERY_CONTEXT,
-    ONE_DTYPE,
-    Outputs,
-    accepted,
-    fitting,
-    implementation,
-    only,
-    taking,
-)
+from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation
+from parity.implementations.limits import ONE_DTYPE, accepted, fitting, only, taking
 from parity.judge.recipe import Recipe
 
 SOURCES = (

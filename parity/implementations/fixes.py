@@ -7,7 +7,8 @@ from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.families.policy_losses import OF_LOSS, epsilon_high
 from parity.implementations import plain
-from parity.implementations.implementation import EVERY_CONTEXT, ONE_WEIGHT, Outputs, implementation
+from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation
+from parity.implementations.limits import ONE_WEIGHT
 from parity.implementations.trl_trainer import METRICS
 from parity.judge.recipe import Recipe
 

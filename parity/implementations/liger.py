@@ -12,19 +12,8 @@ from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.cce import FOLDED
-from parity.implementations.implementation import (
-    EVERY_CONTEXT,
-    KERNEL,
-    ONE_DTYPE,
-    Outputs,
-    accepted,
-    by_token,
-    fitting,
-    found_at,
-    implementation,
-    only,
-    taking,
-)
+from parity.implementations.implementation import EVERY_CONTEXT, KERNEL, Outputs, by_token, implementation
+from parity.implementations.limits import ONE_DTYPE, accepted, fitting, found_at, only, taking
 from parity.judge.recipe import Recipe
 
 offer = functools.partial(implementation, family="logprobs", library="liger-kernel")

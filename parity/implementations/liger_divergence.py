@@ -10,18 +10,9 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import (
-    KERNEL,
-    ONE_DTYPE,
-    Outputs,
-    accepted,
-    fitting,
-    implementation,
-    only,
-    require,
-    taking,
-)
+from parity.implementations.implementation import KERNEL, Outputs, implementation
 from parity.implementations.liger import NO_SCALE, NO_SOFTCAP
+from parity.implementations.limits import ONE_DTYPE, accepted, fitting, only, require, taking
 from parity.implementations.trl_divergence import DENSE, HEADS, ONE_VOCABULARY, teacher_biased, teacher_logits
 from parity.judge.recipe import Recipe
 

@@ -7,19 +7,9 @@ import torch
 from parity.case.inputs import Inputs, autocast_of
 from parity.families.policy_losses import CLIPPED, WINDOW_NORMALISED, epsilon_high
 from parity.implementations import plain
-from parity.implementations.implementation import (
-    ONE_WEIGHT,
-    Limit,
-    Outputs,
-    accepted,
-    fitting,
-    implementation,
-    known_loss_type,
-    only,
-    refused,
-    taking,
-)
+from parity.implementations.implementation import Outputs, implementation
 from parity.implementations.liger import NO_SCALE, NO_SOFTCAP, chunked, streams_vocabulary
+from parity.implementations.limits import ONE_WEIGHT, Limit, accepted, fitting, known_loss_type, only, refused, taking
 from parity.judge.recipe import Recipe
 
 COMMON = (

@@ -9,18 +9,10 @@ from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.families.preference import KTO_PARTS, PARTS
 from parity.implementations import plain
-from parity.implementations.implementation import (
-    ONE_DTYPE,
-    Limit,
-    Outputs,
-    accepted,
-    fitting,
-    implementation,
-    only,
-    taking,
-)
+from parity.implementations.implementation import Outputs, implementation
 from parity.implementations.liger import NO_SCALE, NO_SOFTCAP
 from parity.implementations.liger_grpo import NEEDED
+from parity.implementations.limits import ONE_DTYPE, Limit, accepted, fitting, only, taking
 from parity.implementations.trl_preference import UNSMOOTHED
 from parity.judge.recipe import Recipe
 

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from parity.case.inputs import Inputs, autocast_of
-from parity.implementations.implementation import only
+from parity.implementations.limits import only
 from parity.judge.recipe import Recipe
 
 

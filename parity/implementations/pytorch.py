@@ -15,18 +15,9 @@ from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.families.policy_settings import SETTINGS
 from parity.implementations import plain
-from parity.implementations.implementation import (
-    EVERY_CONTEXT,
-    ONE_DTYPE,
-    Limit,
-    Outputs,
-    accepted,
-    by_token,
-    found_at,
-    implementation,
-    only,
-)
+from parity.implementations.implementation import EVERY_CONTEXT, Outputs, by_token, implementation
 from parity.implementations.liger import NO_SOFTCAP, ONE_BY_ONE, UNBIASED, each_alone, one_by_one
+from parity.implementations.limits import ONE_DTYPE, Limit, accepted, found_at, only
 from parity.judge.recipe import Recipe
 
 LIMITS = (

@@ -10,18 +10,8 @@ import torch
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import (
-    EVERY_CONTEXT,
-    KERNEL,
-    Outputs,
-    accepted,
-    by_token,
-    found_at,
-    implementation,
-    lacking,
-    only,
-    taking,
-)
+from parity.implementations.implementation import EVERY_CONTEXT, KERNEL, Outputs, by_token, implementation
+from parity.implementations.limits import accepted, found_at, lacking, only, taking
 from parity.judge.recipe import Recipe
 from parity.upstream import trl
 

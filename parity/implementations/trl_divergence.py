@@ -14,18 +14,8 @@ from parity.families import head
 from parity.families.divergence_inputs import bans
 from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import (
-    EVERY_CONTEXT,
-    KERNEL,
-    Limit,
-    Outputs,
-    accepted,
-    fitting,
-    found_at,
-    implementation,
-    only,
-    taking,
-)
+from parity.implementations.implementation import EVERY_CONTEXT, KERNEL, Outputs, implementation
+from parity.implementations.limits import Limit, accepted, fitting, found_at, only, taking
 from parity.implementations.trl import softcap
 from parity.judge.recipe import Recipe
 from parity.process import installed

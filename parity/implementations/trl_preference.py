@@ -11,7 +11,8 @@ from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.families.preference import PER_TOKEN
 from parity.implementations import plain
-from parity.implementations.implementation import EVERY_CONTEXT, Limit, Outputs, accepted, implementation, only
+from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation
+from parity.implementations.limits import Limit, accepted, only
 from parity.implementations.trl import tiles
 from parity.upstream import trl
 

@@ -17,17 +17,9 @@ from parity.case.inputs import Inputs, defaults
 from parity.families.policy_losses import CONFIG_FIELDS, GIVEN, WINDOW_NORMALISED
 from parity.families.policy_settings import SETTINGS as DEFAULTS
 from parity.implementations import plain
-from parity.implementations.implementation import (
-    REGISTRY,
-    Implementation,
-    Limit,
-    Outputs,
-    implementation,
-    known_loss_type,
-    only,
-    refused,
-)
+from parity.implementations.implementation import REGISTRY, Implementation, Outputs, implementation
 from parity.implementations.liger_grpo import FUSED_REJECTS, ONE_DTYPE_BEFORE_08
+from parity.implementations.limits import Limit, known_loss_type, only, refused
 from parity.implementations.trl import tiles
 from parity.implementations.trl_replay import PROMPT, model, tokenizer
 from parity.judge.recipe import Recipe

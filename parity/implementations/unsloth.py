@@ -16,17 +16,8 @@ from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.families.policy_losses import OF_LOSS, WINDOW_NORMALISED, epsilon_high
 from parity.implementations import plain
-from parity.implementations.implementation import (
-    ONE_WEIGHT,
-    Outputs,
-    accepted,
-    by_token,
-    fitting,
-    found_at,
-    implementation,
-    only,
-    taking,
-)
+from parity.implementations.implementation import Outputs, by_token, implementation
+from parity.implementations.limits import ONE_WEIGHT, accepted, fitting, found_at, only, taking
 from parity.implementations.trl import UNIGNORED
 from parity.implementations.trl_divergence import HEADS, ONE_VOCABULARY, two_heads
 from parity.judge.recipe import Recipe

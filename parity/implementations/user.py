@@ -28,7 +28,8 @@ from parity.case.inputs import Inputs
 from parity.errors import Returned, UsageError
 from parity.families import policy_stored, stored_tensors
 from parity.implementations import plain
-from parity.implementations.implementation import Implementation, Named, Outputs, only, require
+from parity.implementations.implementation import Implementation, Named, Outputs
+from parity.implementations.limits import only, require
 from parity.judge.recipe import Recipe
 
 ALIASES = dict.fromkeys(("input_ids", "targets", "labels"), "ids")

@@ -16,7 +16,8 @@ from parity.case.inputs import Inputs
 from parity.families.divergence import LARGEST_LOG_MASS
 from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, require
+from parity.implementations.implementation import Outputs
+from parity.implementations.limits import require
 from parity.judge.recipe import Recipe
 
 BLOCK = 5

@@ -10,7 +10,8 @@ from torch.nn.functional import linear, log_softmax
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
-from parity.implementations.implementation import Outputs, require
+from parity.implementations.implementation import Outputs
+from parity.implementations.limits import require
 from parity.judge.recipe import Recipe
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -7,7 +7,7 @@ import torch
 
 from parity.case.case import Case
 from parity.implementations import liger
-from parity.implementations.implementation import found_at
+from parity.implementations.limits import found_at
 from parity.registry import loss_family, run_case, select
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,7 +15,8 @@ from parity.case.case import Case, Frozen
 from parity.case.profiles import Profile
 from parity.compare import hint
 from parity.compare.result_rows import empty_row
-from parity.implementations.implementation import Implementation, require
+from parity.implementations.implementation import Implementation
+from parity.implementations.limits import require
 from parity.judge.escalation import CONFIRMATION
 from parity.protocol.call import SECONDS
 from parity.registry import from_file, load, select

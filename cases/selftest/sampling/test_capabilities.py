@@ -12,10 +12,11 @@ from parity.case.case import Case, covering
 from parity.case.drawing import cases, draws
 from parity.case.profiles import PROFILES, streams
 from parity.errors import HarnessError
-from parity.implementations import implementation as implementation_module
+from parity.implementations import limits as limits_module
 from parity.implementations import trl as trl_module
 from parity.implementations import user
-from parity.implementations.implementation import Implementation, fitting, found_at, only, require, taking
+from parity.implementations.implementation import Implementation
+from parity.implementations.limits import fitting, found_at, only, require, taking
 from parity.protocol.call import execute
 from parity.registry import load, loss_families, loss_family, run_case, select
 from parity.results.ledger import Ledger
@@ -134,7 +135,7 @@ OLDER = {
     ],
 )
 def test_what_an_older_release_refuses_within_the_call_is_known_before_it(name, refused, monkeypatch):
-    monkeypatch.setattr(implementation_module, "says", lambda module, text: text in OLDER.get(module, ""))
+    monkeypatch.setattr(limits_module, "says", lambda module, text: text in OLDER.get(module, ""))
     trainer = dataclasses.replace(load()[name], limits=())
     kept = {"temperature": 0.7, "epsilon": 0.1}
     case = Case("policy", 3, "fp32", kept | refused)

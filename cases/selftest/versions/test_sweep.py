@@ -6,7 +6,8 @@ import pytest
 
 from parity.errors import HarnessError
 from parity.implementations import trl
-from parity.implementations.implementation import Implementation, taking
+from parity.implementations.implementation import Implementation
+from parity.implementations.limits import taking
 from parity.registry import family, load, run_case
 from parity.results.report.rows import read
 from parity.versions.client import EnvironmentUnusable
