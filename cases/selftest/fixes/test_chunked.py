@@ -53,31 +53,18 @@ def test_neither_logits_nor_a_frozen_heads_gradient_exist():
     assert sizes.largest <= max(hidden.numel(), 256 * 40) < weight.numel()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_inside_checkpointing(reentrant):
+def test_inside_checkpointing():
+    """That without reentry: the other is a context of drawn cases, as is a compiled region."""
     hidden, weight, bias, ids = draw((4, 3), 6, 50, torch.float32)
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
 
     def function(h, w, b):
         return selective_log_probs(h * 1.0, w, ids, bias=b)
 
-    torch.autograd.backward(checkpoint(function, *leaves, use_reentrant=reentrant).sum())
+    torch.autograd.backward(checkpoint(function, *leaves, use_reentrant=False).sum())
     plain = torch.autograd.grad(function(*leaves).sum(), leaves)
     for leaf, g in zip(leaves, plain, strict=True):
         assert torch.equal(leaf.grad, g)
-
-
-def test_inside_compile():
-    hidden, weight, bias, ids = draw((4, 3), 6, 50, torch.float32)
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-
-    def function(h, w, b):
-        return (selective_log_probs(h * 2.0, w, ids, bias=b) * 3.0).sum()
-
-    compiled = torch.compile(function, backend="eager")
-    assert torch.equal(compiled(*leaves), function(*leaves))
-    found, want = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, function))
-    assert all(torch.equal(g, w) for g, w in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)

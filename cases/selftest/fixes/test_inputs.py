@@ -5,21 +5,16 @@ import types
 
 import pytest
 import torch
-import transformers
 from torch.utils.checkpoint import checkpoint
 
 from parity.fixes import patches
+from parity.trainers.rig import models
 
 IDS = torch.arange(1, 13).reshape(2, 6)
 
 
 def tiny_model():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).train()
+    return models.model("llama").train()
 
 
 def loss_of(model):

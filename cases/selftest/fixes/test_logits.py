@@ -17,8 +17,13 @@ LABELS = IDS.masked_fill(torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0,
 
 
 def halved(model):
-    """A forward hook on the head, as a steering library installs."""
-    model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 0.5 * output)
+    """A forward hook on the head, as a steering library installs; what removes it."""
+    return model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 0.5 * output)
+
+
+def steered(name):
+    model = models.model(name)
+    halved(model)
     return model
 
 
@@ -37,8 +42,8 @@ WRONG = {
     "softcap of another name": lambda: models.model("recurrent_gemma"),
     "prediction head": lambda: models.model("modernbert_decoder"),
     "division before the head": lambda: models.model("inkling"),
-    "hook": lambda: halved(models.model("llama")),
-    "hook before a softcap": lambda: halved(models.model("gemma2")),
+    "hook": lambda: steered("llama"),
+    "hook before a softcap": lambda: steered("gemma2"),
     "fake-quantised": lambda: fake_quantised(models.model("llama")),
     "in 4 bits": lambda: four_bits(models.model("llama")),
 }
@@ -108,7 +113,7 @@ def test_it_is_seen_in_bfloat16(name):
 
 
 def test_a_hook_is_seen_in_bfloat16_and_the_head_may_be_cast():
-    model = fused(halved(models.model("llama").to(torch.bfloat16)), cast_lm_head_to_fp32=True)
+    model = fused(steered("llama").to(torch.bfloat16), cast_lm_head_to_fp32=True)
     trainer = type("Trainer", (), {"model": model, "ref_model": None, "args": type("Args", (), {})})
     trainer.args.cast_lm_head_to_fp32 = True
     with logits.use_model_logits(trainer):
@@ -125,7 +130,7 @@ def test_a_hook_is_seen_in_bfloat16_and_the_head_may_be_cast():
 def agreeing(name="llama"):
     """A model on our path whose head is plain again, so that TRL's kernel says what each field must be."""
     model = models.model(name).train()
-    hook = model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 0.5 * output)
+    hook = halved(model)
     patch = logits.use_model_logits(fused(model))
     assert patch
     hook.remove()
@@ -204,7 +209,7 @@ def fresh_accelerator():
 def test_it_is_taken_back_under_autocast_that_came_later(fresh_accelerator):
     import accelerate
 
-    model = fused(halved(models.model("llama")))
+    model = fused(steered("llama"))
     released = asked(model).log_probs
     patch = logits.use_model_logits(model)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
@@ -217,7 +222,7 @@ def test_it_is_taken_back_under_autocast_that_came_later(fresh_accelerator):
 
 
 def test_a_model_that_cannot_be_tried_is_left_alone(monkeypatch):
-    model = fused(halved(models.model("llama")))
+    model = fused(steered("llama"))
     forward = model.forward
     monkeypatch.setattr(logits, "probe", lambda model: {"input_ids": torch.full((1, 4), 10**6)})
     assert "LlamaForCausalLM could not be tried (IndexError" in logits.use_model_logits(model).reason

@@ -7,6 +7,7 @@ import torch
 from trl.trainer import utils as trl_utils
 
 from cases.selftest.fixes.ranks import of_two
+from cases.selftest.fixes.test_logits import IDS
 from parity.fixes import patches
 from parity.fixes.kernel import use_selective_log_probs
 from parity.trainers.rig import models
@@ -38,9 +39,6 @@ def test_what_cannot_be_tried_in_shards_is_said():
         patches.use_model_logits(trainer).reason == "ZeRO-3 holds LlamaForCausalLM in shards, and no token can be tried"
     )
     assert use_selective_log_probs(trainer).reason == "ZeRO-3 holds the LM head in shards: TRL's kernel stays"
-
-
-IDS = torch.tensor([[2, 7, 9, 12, 30, 41, 5, 3], [2, 8, 22, 31, 17, 6, 50, 0]])
 
 
 def scored(model):

@@ -9,11 +9,11 @@ import torch
 from trl.models import utils as model_utils
 from trl.trainer import utils as trl_utils
 
+from cases.selftest.fixes.test_logits import IDS, halved
 from parity.fixes import apply, patches
 from parity.trainers.rig import drive, models
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
-IDS = torch.tensor([[2, 7, 9, 12, 30, 41, 5, 3], [2, 8, 22, 31, 17, 6, 50, 0]])
 LABELS = IDS.masked_fill(torch.arange(8) < 3, -100)
 
 
@@ -27,32 +27,24 @@ def scores(model, **more):
     return model(input_ids=IDS, labels=LABELS, fused_lm_head=True, **more).log_probs.detach()
 
 
-def halved(model):
-    return model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 0.5 * output)
-
-
 @pytest.fixture(scope="module")
 def grpo():
     return built("GRPOTrainer", beta=0.04)
 
 
-def test_a_trainer_without_the_patch_keeps_one_kernel_for_policy_and_reference(grpo):
+def test_policy_and_reference_are_scored_by_one_kernel_with_the_patch_and_without(grpo):
     """After `apply(grpo)` DPO scored its reference with our kernel and its policy with TRL's."""
-    with apply(grpo):
+    released = scores(grpo.model)
+    with apply(grpo) as applied:
+        assert len(applied["use_selective_log_probs"]) == 2
+        assert torch.equal(scores(grpo.model), scores(grpo.ref_model))
+        assert not torch.equal(scores(grpo.model), released)
         policy, reference = (models.model("llama", torch.bfloat16) for _ in range(2))
         dpo = built("DPOTrainer", policy, ref_model=reference)
         assert torch.equal(scores(dpo.model), scores(dpo.ref_model))
         dpo.train()
     entry = drive.logged(dpo)
     assert entry["rewards/chosen"] == entry["rewards/rejected"] == 0.0
-
-
-def test_both_sides_of_the_patched_trainer_are_scored_alike(grpo):
-    released = scores(grpo.model)
-    with apply(grpo) as applied:
-        assert len(applied["use_selective_log_probs"]) == 2
-        assert torch.equal(scores(grpo.model), scores(grpo.ref_model))
-        assert not torch.equal(scores(grpo.model), released)
     assert torch.equal(scores(grpo.model), released)
 
 
@@ -212,15 +204,12 @@ def test_a_wrapper_that_came_later_stays():
 
 def test_a_reference_without_the_policys_hook_is_said(grpo):
     """Step-1 KL of 0.785, and nothing said."""
-    hook = halved(grpo.model)
-    try:
+    with halved(grpo.model):
         with pytest.warns(UserWarning, match=r"policy.*1 forward hook.*reference.*none"):
             applied = apply(grpo)
         said = str(applied["compare_heads"])
         assert len(applied["use_model_logits"]) == 2  # whole losses on both sides: one path scores the two
         applied.undo()
-    finally:
-        hook.remove()
     assert said.startswith("compare_heads: warning: ")
     assert "step-1 KL is not 0" in said
 
