@@ -96,22 +96,16 @@ def _both(x: Inputs, ids: torch.Tensor, module: str) -> Outputs:
     return {"logps": logps} | ({"entropy": entropy} if s.entropy != "none" else {})
 
 
-def _chunked_function() -> tuple[Any, bool]:
-    """The autograd function (private until 1.14), and whether it takes the list of wanted outputs."""
-    public = found_at(f"{CHUNKED}:ChunkedLogProbFunction")
-    return public or accepted("trl.trainer.utils:_ChunkedLogProbFunction"), public is not None
+def _chunked_function() -> Any:
+    """The autograd function, private until 1.14."""
+    return found_at(f"{CHUNKED}:ChunkedLogProbFunction") or accepted("trl.trainer.utils:_ChunkedLogProbFunction")
 
 
 def _chunked_takes(s: Any) -> str:
     """Up to 1.12 some parameters were missing."""
-    function, takes_outputs = _chunked_function()
-    wanted = {
-        "bias": (s.bias, "none"),
-        "temperature": (s.temperature, 1.0),
-        "final_logit_softcapping": (s.softcap, None),
-        "logit_scale": (s.logit_scale, 1.0),
-    }
-    return "" if takes_outputs else lacking(function.forward, wanted)
+    wanted = {"bias": (s.bias, "none"), "temperature": (s.temperature, 1.0)}
+    wanted |= {"final_logit_softcapping": (s.softcap, None), "logit_scale": (s.logit_scale, 1.0)}
+    return lacking(_chunked_function().forward, wanted)
 
 
 @offer(
@@ -134,12 +128,12 @@ def _chunked(x: Inputs) -> Outputs:
     """`ChunkedLogProbFunction`, which GRPOTrainer's fused LM head calls, torch on the CPU, Triton on CUDA; and its kernels also
     where the device would take the path in torch."""
     s = x.settings
-    function, takes_outputs = _chunked_function()
+    function = _chunked_function()
     outputs = ("entropy",) if s.entropy != "none" else ()
     chunk = s.chunk_size or DEFAULT_CHUNK
     targets = x.ids.clamp(min=0).reshape(-1)  # as TRL's fused LM head gives them: the kernel knows no strides
     given = {"bias": (x.bias, None), "targets": (targets, targets), "temperature": (s.temperature, 1.0)}
     given |= {"chunk_size": (chunk, chunk), "final_logit_softcapping": (s.softcap, None)}
-    given |= {"logit_scale": (s.logit_scale, 1.0)} | ({"outputs": (outputs, ())} if takes_outputs else {})
+    given |= {"logit_scale": (s.logit_scale, 1.0)} | {"outputs": (outputs, outputs)}
     out = function.apply(x.hidden.flatten(0, 1), x.weight, *taking(function.forward, given).values())
     return {"logps": by_token(out[0], x)} | ({"entropy": by_token(out[1], x)} if outputs else {})

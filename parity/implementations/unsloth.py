@@ -5,7 +5,6 @@ is (L)GPL: an optional extra, never a requirement. Its compiled regions run eage
 for its environment): each shape would compile for seconds.
 """
 
-import inspect
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from parity.families.head import IGNORE_INDEX
 from parity.families.policy_losses import OF_LOSS, WINDOW_NORMALISED, epsilon_high
 from parity.implementations import plain
 from parity.implementations.implementation import Outputs, by_token, implementation
-from parity.implementations.limits import ONE_WEIGHT, accepted, fitting, found_at, only, taking
+from parity.implementations.limits import ONE_WEIGHT, accepted, fitting, only, taking
 from parity.implementations.trl import UNIGNORED
 from parity.implementations.trl_divergence import HEADS, ONE_VOCABULARY, two_heads
 from parity.judge.recipe import Recipe
@@ -68,13 +67,6 @@ def _options(x: Inputs) -> dict[str, Any]:
     return out
 
 
-def _scales(s: Any) -> str:
-    """Its backward ignores the upstream gradient unless told a factor for it, which the trainer does under DeepSpeed."""
-    function = found_at(f"{EFFICIENT_LOSS}.forward")
-    scales = function is None or "upstream_scale" in inspect.signature(function).parameters
-    return "" if scales or s.cotangent == "ones" else "ignores the upstream gradient"
-
-
 GRPO: dict[str, Any] = {
     "family": "policy",
     "library": "unsloth-zoo",
@@ -110,7 +102,11 @@ def _efficient(x: Inputs, chunks: int) -> Outputs:
 
 EFFICIENT = GRPO | {
     "sources": ("unsloth_zoo.rl_replacements.UnslothEfficientGRPO",),
-    "limits": (*GRPO["limits"], _scales),
+    # its backward ignores the upstream gradient unless told a factor for it, which the trainer does under DeepSpeed
+    "limits": (
+        *GRPO["limits"],
+        fitting(f"{EFFICIENT_LOSS}.forward", lambda s: {"upstream_scale": (s.cotangent, "ones")}),
+    ),
 }
 # one chunk, as Unsloth's trainer calls it since `unsloth_num_chunks` is ignored; four; one a sequence
 implementation("unsloth.UnslothEfficientGRPO", **EFFICIENT)(lambda x: _efficient(x, 1))
