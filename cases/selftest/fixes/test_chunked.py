@@ -13,19 +13,6 @@ from parity.fixes import chunked, selective_log_probs
 LOW = (torch.float16, torch.bfloat16)
 
 
-@pytest.mark.parametrize("chunks", [(1, 1), (1, 100), (7, 3), (131, 21), (1000, 1000)])
-def test_every_chunk_size(chunks):
-    hidden, weight, bias, ids = draw((3, 7), 20, 131, torch.float64)
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    settings = {"softcap": 2.0, "temperature": 0.7, "logit_scale": 1.7}
-    sizes = {"chunk_size": chunks[0], "token_chunk_size": chunks[1]}
-    got = selective_log_probs(hidden, weight, ids, bias=bias, entropy=True, **settings, **sizes)
-    want = definition(hidden, weight, ids, bias, **settings)
-    cotangents = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(1))
-    for g, w in zip(got + gradients(got, cotangents, leaves), want + gradients(want, cotangents, leaves), strict=True):
-        torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-13)
-
-
 class Sizes(TorchDispatchMode):
     """The largest tensor that any operation returns, by number of elements."""
 
