@@ -3,6 +3,8 @@
 import functools
 from typing import Any
 
+import torch
+
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.families.policy_losses import OF_LOSS, epsilon_high
@@ -45,8 +47,8 @@ implementation("fixes.selective_log_probs", **LOG_PROBS)(_log_probs)
 implementation("fixes.selective_log_probs.kept", every=4, **LOG_PROBS)(functools.partial(_log_probs, **KEPT))
 
 
-def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:
-    """`parity.fixes.FusedLinearGRPOLoss`."""
+@torch.compiler.disable  # built before training is compiled, as by a user
+def _built(x: Inputs, **kwargs: Any) -> torch.nn.Module:
     from parity.fixes import FusedLinearGRPOLoss
 
     s = x.settings
@@ -62,7 +64,12 @@ def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:
         **{name: getattr(s, name) for name in (*OF_LOSS, "softcap", "logit_scale")},
         **kwargs,
     )
-    loss.train(s.mode == "train")
+    return loss.train(s.mode == "train")
+
+
+def _policy_loss(x: Inputs, **kwargs: Any) -> Outputs:
+    """`parity.fixes.FusedLinearGRPOLoss`."""
+    loss = _built(x, **kwargs)
     given = {"num_items_in_batch": x.num_items_in_batch, "vllm_is_ratio": x.importance_sampling_ratio}
     given |= {f"{name}_per_token_logps": x.tensors[f"{name}_logps"] for name in ("ref", "old", "sampling")}
     out, metrics = loss(plain.states(x), x.weight, x.ids, x.mask, x.advantages, x.bias, **given)
