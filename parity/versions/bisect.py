@@ -7,9 +7,8 @@ where the ends differ in it, by headroom where they do not.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
-T = TypeVar("T")
 Find = Literal["broken", "fixed"]
 Outcome = Literal["found", "alike", "swapped", "unjudged", "unstable"]
 By = Literal["verdict", "headroom"]
@@ -35,21 +34,22 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class SearchResult(Generic[T]):
+class SearchResult:
     """Outcome of a search. found: `low` answers like the first end, `high` like the last, everything in `between` could
     not be judged. alike, swapped, unjudged: the ends do not allow a search; `low` and `high` are the ends. unstable:
     `low` or `high` answered otherwise when it was measured again. `by`: what decided, "verdict" or "headroom";
-    `measured`: every measurement, in the order made."""
+    `measured`: every measurement, in the order made; `answer`: how one is read."""
 
     outcome: Outcome
-    low: T
-    high: T
-    between: tuple[T, ...]
+    low: str
+    high: str
+    between: tuple[str, ...]
     by: By
-    measured: tuple[tuple[T, Measurement], ...]
+    measured: list[tuple[str, Measurement]]
+    answer: Callable[[Measurement], Likeness] | None
 
     @property
-    def answers(self) -> dict[T, Measurement]:
+    def answers(self) -> dict[str, Measurement]:
         """The first of each candidate."""
         return dict(reversed(self.measured))
 
@@ -80,45 +80,31 @@ def find_change(count: int, ask: Callable[[int, int], Likeness]) -> tuple[int, i
 
 
 def bisect(
-    candidates: Sequence[T],
-    measure: Callable[[T, int], Measurement],
-    *,
-    find: Find = "broken",
-    tell: Callable[[T, int], None] = lambda candidate, left: None,
-) -> SearchResult[T]:
+    candidates: Sequence[str], measure: Callable[[str, int | None], Measurement], *, find: Find = "broken"
+) -> SearchResult:
     """Finds two neighbours among `candidates` (oldest first) between which the answer of `measure` changed.
     find="broken": the first is good and the last bad; "fixed": the other way round. Both ends are measured first.
-    `measure(candidate, repeat)`: repeat counts from 0; a pair is measured `CONFIRM` times more before it is believed.
-    `tell(candidate, left)` is called before each new candidate with the number of steps expected after it. ValueError
-    for fewer than two candidates."""
+    `measure(candidate, left)`: with the number of steps expected after it, or None: a pair is measured `CONFIRM` times more
+    before it is believed. ValueError for fewer than two candidates."""
     if len(candidates) < 2:
         raise ValueError(f"bisect over {len(candidates)} releases: a search needs two different ends")
-    measured: list[tuple[T, Measurement]] = []
+    measured: list[tuple[str, Measurement]] = []
 
-    def look(candidate: T, repeat: int = 0) -> Measurement:
-        measured.append((candidate, measure(candidate, repeat)))
+    def look(index: int, left: int | None = None) -> Measurement:
+        measured.append((candidates[index], measure(candidates[index], left)))
         return measured[-1][1]
 
     expected = math.ceil(math.log2(len(candidates) - 1))
-    tell(candidates[0], expected + 1)
-    first = look(candidates[0])
-    tell(candidates[-1], expected)
-    last = look(candidates[-1])
+    first, last = look(0, expected + 1), look(-1, expected)
     outcome, by, answer = reading(first, last, find)
     if answer is None:
-        return SearchResult(outcome, candidates[0], candidates[-1], (), by, tuple(measured))
-
-    def ask(index: int, left: int) -> Likeness:
-        tell(candidates[index], left)
-        return answer(look(candidates[index]))
-
-    low, high = find_change(len(candidates), ask)
-    for repeat in range(1, CONFIRM + 1):
-        for index, said in ((low, False), (high, True)):
-            if outcome == "found" and answer(look(candidates[index], repeat)) is not said:
-                outcome = "unstable"
+        return SearchResult(outcome, candidates[0], candidates[-1], (), by, measured, answer)
+    low, high = find_change(len(candidates), lambda index, left: answer(look(index, left)))
+    for index, said in ((low, False), (high, True)) * CONFIRM:
+        if outcome == "found" and answer(look(index)) is not said:
+            outcome = "unstable"
     between = tuple(candidates[low + 1 : high])
-    return SearchResult(outcome, candidates[low], candidates[high], between, by, tuple(measured))
+    return SearchResult(outcome, candidates[low], candidates[high], between, by, measured, answer)
 
 
 def reading(

@@ -25,7 +25,7 @@ from parity.errors import UsageError
 from parity.running.child import run as run_within
 from parity.versions import build
 from parity.versions.client import EnvironmentUnusable, cache_root
-from parity.versions.releases import Release, parse_all
+from parity.versions.releases import parse_all
 from parity.versions.resolve import PARTNERS, UNSLOTH, UNSLOTH_SETTINGS, Lock, lock
 
 _MANIFEST = Path("parity-environment.json")
@@ -43,7 +43,7 @@ class Environment:
     imports: dict[str, str | None]
 
     @classmethod
-    def of(cls, specs: Sequence[str | Release], hold: Sequence[str | Release] = ()) -> Environment:
+    def of(cls, specs: Sequence[str], hold: Sequence[str] = ()) -> Environment:
         """The environment of `specs` with partners of their era, `hold` pinned outside it; made if it is not there.
         UsageError for a spec that cannot be read, EnvironmentUnusable for one that cannot be had."""
         asked, held = parse_all(specs), parse_all(hold)

@@ -4,6 +4,7 @@
 time of its wheels (PEP 751): asking for `PKG`, then for `PKG<that`, and so on, lists them. 0.06 s a release.
 """
 
+import contextlib
 import re
 import sys
 import tomllib
@@ -34,10 +35,8 @@ class Release:
         return f"{self.package}=={self.version}"
 
 
-def parse(text: str | Release) -> Release:
+def parse(text: str) -> Release:
     """Reads PKG==VER; UsageError when it is none. The version stays as it was written: the resolver knows 0.27 as 0.27.0."""
-    if isinstance(text, Release):
-        return text
     match = re.fullmatch(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*?)\s*==\s*([^\s=].*?)\s*", text)
     if not match:
         raise UsageError(f"release {text!r} cannot be read, write PKG==VER (trl==0.27.2)")
@@ -51,7 +50,7 @@ def parse(text: str | Release) -> Release:
     return Release(name, match[2])
 
 
-def parse_all(texts: Iterable[str | Release]) -> tuple[Release, ...]:
+def parse_all(texts: Iterable[str]) -> tuple[Release, ...]:
     """Reads several; UsageError when two name the same package differently."""
     found: dict[str, Release] = {}
     for one in map(parse, texts):
@@ -63,16 +62,12 @@ def parse_all(texts: Iterable[str | Release]) -> tuple[Release, ...]:
 def release(package: str, version: str) -> Release:
     """The release `package==version`; EnvironmentUnusable when the index has no such package or version."""
     try:
-        return _newest(f"{package}=={version}")
+        return newest(f"{package}=={version}")
     except UvFailed as failure:
-        reason = str(failure)
-    if "was not found in the package registry" in reason or "not found in the cache" in reason:
-        raise EnvironmentUnusable(f"{package}=={version}: {reason}")
-    try:
-        newest = _newest(package).version
-    except UvFailed:
-        raise EnvironmentUnusable(f"{package}=={version}: {reason}") from None
-    raise EnvironmentUnusable(f"{package}=={version}: {reason} (the newest release is {newest})")
+        reason = f"{package}=={version}: {failure}"
+    with contextlib.suppress(UvFailed):
+        reason += f" (the newest release is {newest(package).version})"
+    raise EnvironmentUnusable(reason)
 
 
 def releases(package: str, low: str, high: str) -> list[Release]:
@@ -82,7 +77,7 @@ def releases(package: str, low: str, high: str) -> list[Release]:
     found = [release(package, high)]
     while Version(found[-1].version) > Version(low):
         try:
-            found.append(_newest(f"{package}<{found[-1].version},>={low}"))
+            found.append(newest(f"{package}<{found[-1].version},>={low}"))
         except UvFailed as failure:
             # uv's way of saying that the list is exhausted; a failing network must not look like a short list.
             if "No solution found" in str(failure) and "network was disabled" not in str(failure):
@@ -91,15 +86,8 @@ def releases(package: str, low: str, high: str) -> list[Release]:
     return found[::-1]
 
 
-def newest(package: str) -> Release:
-    """The newest release; EnvironmentUnusable when the index does not have the package."""
-    try:
-        return _newest(package)
-    except UvFailed as failure:
-        raise EnvironmentUnusable(f"{package}: {failure}") from None
-
-
-def _newest(requirement: str) -> Release:
+def newest(requirement: str) -> Release:
+    """The newest release of a package, or that a requirement allows; UvFailed when the index has none."""
     arguments = ["pip", "compile", "--no-deps", "--only-binary", ":all:", "--format", "pylock.toml", "--no-header"]
     printed = uv([*arguments, "--python", sys.executable, "-"], stdin=requirement)
     package = tomllib.loads(printed)["packages"][0]

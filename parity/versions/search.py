@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from packaging.version import InvalidVersion, Version
 
 from parity.errors import UsageError
-from parity.versions.bisect import Find, Likeness, Measurement, SearchResult, bisect, reading
+from parity.versions.bisect import Find, Likeness, Measurement, SearchResult, bisect
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
-from parity.versions.releases import Release, parse_all, releases
+from parity.versions.releases import parse_all, releases
 from parity.versions.resolve import PARTNERS
 
 Check = Callable[[Environment], Measurement]
@@ -32,9 +32,9 @@ class Report:
     package: str
     about: str
     find: Find
-    held: Sequence[Release]
+    held: Sequence[str]
     reproduce: str
-    found: SearchResult[str]
+    found: SearchResult
     moved: dict[str, tuple[str, str]]
     trials: list[tuple[str, Likeness, Measurement]]
 
@@ -87,7 +87,7 @@ def search(
     check: Check,
     about: str,
     find: Find = "broken",
-    hold: Sequence[str | Release] = (),
+    hold: Sequence[str] = (),
     reproduce: str,
     say: Callable[[str], None],
 ) -> Report:
@@ -98,60 +98,41 @@ def search(
     UsageError for ends in the wrong order; EnvironmentUnusable for an end that does not exist. An environment that cannot be
     made or imported inside the range is passed over.
     """
-    older, newer = (good, bad) if find == "broken" else (bad, good)
     check_ends(package, good, bad, find)
-    held = parse_all(hold)
-    candidates = [one.version for one in releases(package, older, newer)]
+    held = [str(one) for one in parse_all(hold)]
+    candidates = [one.version for one in releases(package, *((good, bad) if find == "broken" else (bad, good)))]
 
-    def measured(version: str, hold: Sequence[str | Release]) -> Measurement:
+    def measured(version: str, hold: Sequence[str] = ()) -> Measurement:
         try:
-            environment = Environment.of((f"{package}=={version}",), hold)
+            environment = Environment.of((f"{package}=={version}",), (*held, *hold))
             return replace(check(environment), versions=environment.versions)
         except EnvironmentUnusable as error:
             return Measurement("unsupported", message=str(error))
 
-    def tell(version: str, left: int) -> None:
-        say(f"{package} {version}: measuring ({left} step{'' if left == 1 else 's'} left after it)")
-
-    def measure(version: str, repeat: int) -> Measurement:
-        made = measured(version, held)
-        say(f"{package} {version}: {_told(made)}{' (again)' if repeat else ''}")
+    def measure(version: str, left: int | None) -> Measurement:
+        if left is not None:
+            say(f"{package} {version}: measuring ({left} step{'' if left == 1 else 's'} left after it)")
+        made = measured(version)
+        say(f"{package} {version}: {_told(made)}{' (again)' if left is None else ''}")
         return made
 
-    found = bisect(candidates, measure, find=find, tell=tell)
+    found = bisect(candidates, measure, find=find)
     low, high = found.answers[found.low], found.answers[found.high]
     names = sorted({*low.versions, *high.versions}, key=lambda name: (name != package, name not in PARTNERS, name))
     pairs = {name: (low.versions.get(name, "absent"), high.versions.get(name, "absent")) for name in names}
     moved = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]} if found.outcome == "found" else {}
-    trials = _trials(package, found, moved, find, lambda version, hold: measured(version, (*held, *hold)), say)
-    return Report(package, about, find, held, reproduce, found, moved, trials)
-
-
-def _trials(
-    package: str,
-    found: SearchResult[str],
-    moved: dict[str, tuple[str, str]],
-    find: Find,
-    measured: Callable[[str, list[str]], Measurement],
-    say: Callable[[str], None],
-) -> list[tuple[str, Likeness, Measurement]]:
-    """Who did it, where partners moved with the package: the package alone, and if not it, each partner alone."""
-    partners = [name for name in PARTNERS if name in moved and name != package and "absent" not in moved[name]]
-    if not partners:
-        return []
-    (_, first), (_, last) = found.measured[:2]
-    answer = reading(first, last, find)[2]
-    assert answer is not None, "a pair was found, so the ends have a reading"
 
     def alone(name: str, version: str, hold: list[str]) -> tuple[str, Likeness, Measurement]:
         say(f"{name} alone: {package} {version} with {', '.join(hold)}")
         made = measured(version, hold)
-        return name, answer(made), made
+        return name, found.answer and found.answer(made), made
 
-    itself = alone(package, found.high, [f"{name}=={moved[name][0]}" for name in partners])
-    if itself[1]:
-        return [itself]
-    return [itself, *(alone(name, found.low, [f"{name}=={moved[name][1]}"]) for name in partners)]
+    # Who did it, where partners moved with the package: the package alone, and if not it, each partner alone.
+    partners = [name for name in PARTNERS if name in moved and name != package and "absent" not in moved[name]]
+    trials = [alone(package, found.high, [f"{name}=={moved[name][0]}" for name in partners])] if partners else []
+    if trials and not trials[0][1]:
+        trials += [alone(name, found.low, [f"{name}=={moved[name][1]}"]) for name in partners]
+    return Report(package, about, find, held, reproduce, found, moved, trials)
 
 
 def check_ends(package: str, good: str, bad: str, find: Find) -> None:
@@ -166,10 +147,10 @@ def check_ends(package: str, good: str, bad: str, find: Find) -> None:
     if ends[0] == ends[1]:
         raise UsageError(f"--good and --bad are both {package} {good}; name two releases")
     if (ends[0] < ends[1]) != (find == "broken"):
-        order, hint = ("newer", "for when it broke drop --find fixed")
-        if find == "broken":
-            order, hint = ("older", "for when it became right add --find fixed")
-        raise UsageError(f"--good {good} is not the {order} end (--bad {bad}): swap them, or {hint}")
+        order, when = ("older", "became right add") if find == "broken" else ("newer", "broke drop")
+        raise UsageError(
+            f"--good {good} is not the {order} end (--bad {bad}): swap them, or for when it {when} --find fixed"
+        )
 
 
 def _told(made: Measurement) -> str:

@@ -1,5 +1,6 @@
 """The search, on every small input: it is right by enumeration, not by example."""
 
+import collections
 import itertools
 import math
 
@@ -10,8 +11,13 @@ from parity.versions.bisect import Measurement, bisect, find_change
 
 def scripted(verdicts, headrooms=None, again=None):
     """A measure over indices; `again` overrides what a repeated measurement says: {(index, repeat): verdict}."""
-    levels = headrooms or [None] * len(verdicts)
-    return lambda index, repeat: Measurement((again or {}).get((index, repeat), verdicts[index]), levels[index])
+    levels, asked = headrooms or [None] * len(verdicts), collections.Counter()
+
+    def measure(index, left):
+        asked[index] += 1
+        return Measurement((again or {}).get((index, asked[index] - 1), verdicts[index]), levels[index])
+
+    return measure
 
 
 @pytest.mark.parametrize("count", [*range(2, 40), 45, 105])
