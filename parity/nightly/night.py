@@ -64,9 +64,9 @@ def run(
         book.save(night.reports)
         prepare(device)
         proofs = () if seed is None or night.resume else (proof(name, device, seed) for name in NAMES)
-        for one in proofs:
-            say(str(one))
-            book.blind += [] if one.holds else [str(one)]
+        for holds, line in proofs:
+            say(line)
+            book.blind += [] if holds else [line]
         if book.blind:
             say("the harness does not see a planted mistake: nothing that it says tonight would mean anything")
             return book.end(night.reports, NOTHING), None
@@ -143,29 +143,9 @@ def worst(codes: Sequence[int]) -> int:
 CASES = 120  # in which the planted mistake must be caught; it needs fewer than ten
 
 
-@dataclasses.dataclass(frozen=True)
-class Proof:
-    """What became of the mistake planted in one family, and of a correct implementation beside it."""
-
-    family: str
-    device: str
-    caught: bool
-    cases: int
-    innocent: bool
-
-    @property
-    def holds(self) -> bool:
-        """Whether the wrong one was caught and the correct one was not."""
-        return self.caught and self.innocent
-
-    def __str__(self) -> str:
-        result = f"caught after {self.cases} cases" if self.caught else f"NOT caught in {self.cases} cases"
-        beside = "" if self.innocent else "; a correct implementation was called wrong"
-        return f"{self.family} on {self.device}: planted gradients 1 % too large: {result}{beside}"
-
-
-def proof(name: str, device: str, night: int) -> Proof:
-    """The definition of a family in float32, right and with the mistake, on another stream of cases each night."""
+def proof(name: str, device: str, night: int) -> tuple[bool, str]:
+    """Whether in a family a planted mistake is caught and a correct implementation beside it is not, and a line about it: its
+    definition in float32, right and with the mistake, on another stream of cases each night."""
     of = loss_family(name)
 
     def right(x: Inputs) -> Outputs:
@@ -181,4 +161,6 @@ def proof(name: str, device: str, night: int) -> Proof:
         red |= {row.implementation for row in run_case(case, both, device, thorough=False) if row.failing}
         if "wrong" in red:
             break
-    return Proof(name, device, "wrong" in red, seen, "right" not in red)
+    result = f"caught after {seen} cases" if "wrong" in red else f"NOT caught in {seen} cases"
+    beside = "; a correct implementation was called wrong" if "right" in red else ""
+    return red == {"wrong"}, f"{name} on {device}: planted gradients 1 % too large: {result}{beside}"

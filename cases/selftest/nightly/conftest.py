@@ -25,7 +25,7 @@ def played(tmp_path, monkeypatch):
         return steps.CommandOutcome(name, "parity " + " ".join(words), 0, 1.0, "what it found")
 
     monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", str(PLAYED)])
-    monkeypatch.setattr(night, "proof", lambda name, *_: night.Proof(name, "cpu", True, 9, True))
+    monkeypatch.setattr(night, "proof", lambda *_: (True, ""))
     monkeypatch.setattr(steps, "run", step)
     monkeypatch.setattr(provenance, "versions", lambda: dict(told))
     monkeypatch.setattr(findings, "case_of", lambda row: SimpleNamespace(to_json=dict))

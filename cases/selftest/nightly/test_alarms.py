@@ -89,8 +89,7 @@ def test_a_night_without_proof_of_life_or_whose_file_is_lost_alarms(played, tmp_
     last.write_bytes(b"")
     code, title = told(tmp_path)
     assert code == 3 and "is not there or unreadable" in title
-    blind = night.Proof("policy", "cpu", caught=False, cases=120, innocent=True)
-    monkeypatch.setattr(night, "proof", lambda *_: blind)
+    monkeypatch.setattr(night, "proof", lambda *_: (False, "policy on cpu: NOT caught"))
     monkeypatch.setattr(night.running, "execute", lambda *_: pytest.fail("the run began all the same"))
     assert run()[0] == 3
     code, title = told(tmp_path)

@@ -23,7 +23,14 @@ from parity.running.plan import Options, ShardDone
 
 @pytest.mark.parametrize("family", night.NAMES)
 def test_a_planted_mistake_is_caught(family):
-    assert night.proof(family, "cpu", 3).holds
+    assert night.proof(family, "cpu", 3)[0]
+
+
+def test_a_mistake_that_is_not_caught_is_told(monkeypatch):
+    monkeypatch.setattr(night, "run_case", lambda *_, **__: ())
+    monkeypatch.setattr(night, "CASES", 2)
+    line = "policy on cpu: planted gradients 1 % too large: NOT caught in 2 cases"
+    assert night.proof("policy", "cpu", 3) == (False, line)
 
 
 @pytest.mark.parametrize(
