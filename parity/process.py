@@ -75,18 +75,9 @@ def interpreter(target: str) -> list[str]:
     return [sys.executable, "-P", "-c", program]
 
 
-def die_with(parent: int) -> None:
-    """Be killed when the parent dies, however it dies (Linux; elsewhere the parent's own handlers must do)."""
-    if sys.platform != "linux":
-        return
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
-
-
 def under_watch() -> bool:
-    """Take the environment's word for who watches this process; False where nobody does. Descendants are not told."""
+    """Take the environment's word for who watches this process, and be killed when that one dies, however it dies (Linux;
+    elsewhere its own handlers must do); False where nobody does. Descendants are not told."""
     global _told
     word = os.environ.pop(WATCHED, "")
     if not word:
@@ -94,7 +85,11 @@ def under_watch() -> bool:
     descriptor, nonce, parent = word.split(":")
     os.set_inheritable(int(descriptor), False)
     _told = int(descriptor), nonce, os.getpid()
-    die_with(int(parent))
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != int(parent):  # it died before we asked
+            os._exit(1)
     return True
 
 

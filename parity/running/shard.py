@@ -51,7 +51,7 @@ class Session:
     frozen: Mapping[str, Frozen] = dataclasses.field(default_factory=dict)
     measuring: bool = False
     shown: collections.Counter[Signature] = dataclasses.field(default_factory=collections.Counter)
-    streams: dict[tuple[str, int], Stream] = dataclasses.field(default_factory=dict)
+    streams: dict[tuple[str, int], tuple[Iterator[Case], list[Case]]] = dataclasses.field(default_factory=dict)
 
     def run(self, shard: Shard) -> int:
         """How many of its cases the shard came to before the time of the run was over; frozen ones are run in any case."""
@@ -80,21 +80,24 @@ class Session:
         every: Sequence[Any]
         end = shard.start + shard.count
         if shard.kind == "drawn":
-            every = self._stream(shard.family, shard.index, shard.of, shard.seed).first(end)
+            every = self._stream(shard.family, shard.index, shard.of, shard.seed, end)
         elif shard.kind == "frozen":
             every = [one for one in self.frozen.items() if one[1].case.family == shard.family]
         else:
             every = catalogue.cases(shard.family, self.profile_name, shard.seed, asked=True, own=shard.own)
         return every[shard.start : end]
 
-    def _stream(self, family: str, index: int, of: int, seed: int) -> Stream:
+    def _stream(self, family: str, index: int, of: int, seed: int, count: int) -> list[Case]:
+        """The first cases of a stream, each drawn when it is first asked for."""
         key = family, index
         if key not in self.streams:
             strategy = cases(loss_family(family), self.dtypes, self.profile_name)
-            self.streams[key] = Stream(draws(strategy, f"{seed}/{family}/{index}", of))
+            self.streams[key] = draws(strategy, f"{seed}/{family}/{index}", of), []
             for old in list(self.streams)[:-KEPT]:
                 del self.streams[old]
-        return self.streams[key]
+        source, drawn = self.streams[key]
+        drawn += itertools.islice(source, max(0, count - len(drawn)))
+        return drawn[:count]
 
     def _frozen(self, name: str, of_file: Frozen, shard: Shard) -> None:
         """A frozen case, every implementation of its family on it, or those that the file names and a user's own."""
@@ -174,7 +177,7 @@ class Session:
         if not chosen:  # left out: they have cost too many workers
             return True
         counts = streams(cases_drawn(shard.family, self.profile_name), self.device)
-        streamed = [self._stream(shard.family, n, of, shard.seed).first(of) for n, of in enumerate(counts[:STREAMS])]
+        streamed = [self._stream(shard.family, n, of, shard.seed, of) for n, of in enumerate(counts[:STREAMS])]
         drawn = [case for stream in streamed for case in stream]
         users = any(i.is_function for i in self.implementations if i.family == shard.family)
         ends = dealt(self.profile_name, counts, users)
@@ -314,17 +317,6 @@ class Session:
         for name, one in self.frozen.items() if not self.measuring else ():
             out[one.case.id] += [(Path(name).stem, gave) for gave in recorded.read(one.recorded, name)]
         return out
-
-
-class Stream:
-    """The drawn cases of a stream, as far as they were asked for."""
-
-    def __init__(self, source: Iterator[Case]):
-        self._source, self._drawn = source, list[Case]()
-
-    def first(self, count: int) -> Sequence[Case]:
-        self._drawn += itertools.islice(self._source, max(0, count - len(self._drawn)))
-        return self._drawn[:count]
 
 
 class Retired(Exception):

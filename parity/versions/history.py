@@ -133,6 +133,11 @@ def _in_environment(specs: tuple[str, ...], asked: Sequence[tuple[Record, bool]]
     return [Recheck(r, specs, bad, a, a.verdict == (r.expect if bad else r.then)) for r, bad, a in answers]
 
 
+def version(specs: tuple[str, ...]) -> Version:
+    """Of the package that an environment was asked for first."""
+    return Version(specs[0].partition("==")[2])
+
+
 def table(findings: Sequence[Recheck]) -> str:
     """The recall table, Markdown: a line a record; error ÷ allowed is the largest of a bad release."""
     heads = ["record", "failure", "shown by", "red on", "green on", "error ÷ allowed"]
@@ -140,7 +145,7 @@ def table(findings: Sequence[Recheck]) -> str:
     records = {f.record.id: f.record for f in sorted(findings, key=lambda f: f.record.id)}
     for record in records.values():
         of_record = [f for f in findings if f.record is record]
-        of_record.sort(key=lambda f: Version(f.specs[0].partition("==")[2]))
+        of_record.sort(key=lambda f: version(f.specs))
         sides = [", ".join(_version(f) for f in of_record if f.bad is bad) for bad in (True, False)]
         sizes = [f.answer.headroom for f in of_record if f.bad and f.answer.verdict == "disagree"]
         size = "" if not sizes else "not finite" if None in sizes else ratio(max(filter(None, sizes)))

@@ -13,8 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from packaging.version import Version
-
 from parity.case.case import Case
 from parity.results.report import measured
 from parity.results.report.rows import read
@@ -23,7 +21,7 @@ from parity.running.run import FIXED_SEED
 from parity.sampling.find import case_of
 from parity.versions.client import EnvironmentUnusable, one_line
 from parity.versions.environment import Environment
-from parity.versions.history import Record
+from parity.versions.history import Record, version
 from parity.versions.look import look
 
 TRIED = 100  # failing cases of a record that are looked at on the good release
@@ -122,10 +120,6 @@ def fits(record: Record, case: Case) -> bool:
 
 def side_by_side(record: Record) -> Sides:
     """A bad release and a good one without another of the record's between them; the newest failure that was mended, if any."""
-
-    def version(specs: tuple[str, ...]) -> Version:
-        return Version(specs[0].partition("==")[2])
-
     wrong, right = record.specs(record.bad), record.specs(record.good)
     pairs = [(bad, good) for good in right for bad in wrong if version(bad) < version(good)]
     if not pairs:
