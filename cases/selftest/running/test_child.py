@@ -96,36 +96,26 @@ def test_a_probe_says_which_limit_it_was(tmp_path, monkeypatch, script, message)
 
 
 @pytest.mark.parametrize(
-    ("backstop", "limit", "spent", "waited", "over"),
+    ("limits", "spent", "waited", "over"),
     [
-        (3.0, 1.0, [0.0, 0.25], [0.0, 0.0], {2.5: "", 3.5: "no answer for 4 s, 0.2 s of them CPU time"}),
-        (6.0, 180.0, [0.0, 60.0], [0.0, 0.0], {600.0: ""}),
-        (6.0, 180.0, [0.0, 6.0], [10.0, 500.0], {600.0: ""}),
+        ((1.0,), [0.0, 0.4], [0.0, 0.0], {5.5: "", 6.6: "no answer for 7 s, 0.4 s of them CPU time"}),
+        ((180.0,), [0.0, 60.0], [0.0, 0.0], {600.0: ""}),
+        ((180.0,), [0.0, 6.0], [10.0, 500.0], {600.0: ""}),
+        ((math.inf, 120.0), [0.0, 60.5], [0.0, 180.0], {121.0: ""}),
+        ((math.inf, 120.0, False), [0.0, 60.5], [0.0, 180.0], {121.0: "no answer for 121 s, 60.5 s of them CPU time"}),
     ],
-    ids=["computes now and then", "one of ten on a core", "waits for a core"],
+    ids=["computes now and then", "one of ten on a core", "waits for a core", "two wait", "a limit on the clock"],
 )
-def test_who_computes_little_has_its_time_on_the_clock(monkeypatch, backstop, limit, spent, waited, over):
-    """At BACKSTOP times the limit, less the time in which it waited for a core, which is no hang."""
+def test_who_computes_little_has_its_time_on_the_clock(monkeypatch, limits, spent, waited, over):
+    """At BACKSTOP times the limit, less the time in which it waited for a core, which is no hang. A user's own limit on the clock
+    holds for what waits too: two workers on busy cores wait longer together than the clock shows, and never ended."""
     now = 0.0
-    monkeypatch.setattr(child, "BACKSTOP", backstop)
     monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: now))
     for name, values in (("cpu_time", spent), ("starved", waited)):
         monkeypatch.setattr(child, name, lambda pid, values=values: values[now > 0.0])
     clock = child.Clock(1)
     for now, why in over.items():  # noqa: B007
-        assert (clock.over(limit), clock.asleep) == (why, False)
-
-
-def test_a_limit_on_the_clock_holds_for_what_waits_for_a_core(monkeypatch):
-    """Two workers on busy cores wait longer together than the clock shows: 120 s of a user's own limit never ended."""
-    now = 0.0
-    monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(child, "cpu_time", lambda pid: now / 2)
-    monkeypatch.setattr(child, "starved", lambda pid: 1.5 * now)
-    clock = child.Clock(1)
-    now = 121.0
-    assert not clock.over(math.inf, 120.0)
-    assert clock.over(math.inf, 120.0, waits=False) == "no answer for 121 s, 60.5 s of them CPU time"
+        assert (clock.over(*limits), clock.asleep) == (why, False)
 
 
 WORDS = """

@@ -55,6 +55,15 @@ def session(name, tmp_path) -> tuple[Session, list]:
     return own, events
 
 
+def frozen(own, tmp_path, case, entry=(), **of_file):
+    """Give a session this frozen case and a ledger with one entry about it, whose path is returned."""
+    (tmp_path / "mine.json").write_text(json.dumps(case.to_json()))
+    fields = {"implementations": [own.implementations[0].id], "case": "mine.json"} | dict(entry)
+    path = ledger_of(tmp_path / "ledger.toml", fields)
+    own.ledger, own.frozen = Ledger.load(path), {fields["case"]: Frozen(case, **of_file)}
+    return path
+
+
 def rows(events):
     return [e.row for e in events if isinstance(e, Judged)]
 
@@ -293,28 +302,21 @@ def test_a_shard_that_is_late_says_how_far_it_came(tmp_path):
 
 
 SCOPES = {
-    "its scope": ({}, ""),
-    "a typing error": ({"settings": {"bais": "banned"}}, "covers nothing of what fails in its case"),
-    "another quantity": ({"quantities": ["logps"]}, "covers nothing of what fails in its case"),
-    "a case that agrees": ({"case": "agrees.json"}, "no longer reproduces, its case agrees"),
+    "its scope": ({}, True, ""),
+    "a typing error": ({"settings": {"bais": "banned"}}, True, "covers nothing of what fails in its case"),
+    "another quantity": ({"quantities": ["logps"]}, True, "covers nothing of what fails in its case"),
+    "a case that agrees": ({}, False, "no longer reproduces, its case agrees"),
 }
 
 
-@pytest.mark.parametrize("change, said", SCOPES.values(), ids=SCOPES)
-def test_an_entry_that_covers_nothing_is_named_with_its_line(tmp_path, change, said):
-    banned = Case.load(data.cases_dir() / "regressions" / "trl-entropy-minus-inf.json")
-    agrees = dataclasses.replace(banned, settings={k: v for k, v in banned.settings.items() if k != "bias"})
-    for name, one in (("banned", banned), ("agrees", agrees)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(one.to_json()))
-    fields = {
-        "implementations": ["trl.selective_log_softmax"],
-        "quantities": ["entropy"],
-        "case": "banned.json",
-    } | change
-    path = ledger_of(tmp_path / "ledger.toml", fields)
+@pytest.mark.parametrize("change, bias, said", SCOPES.values(), ids=SCOPES)
+def test_an_entry_that_covers_nothing_is_named_with_its_line(tmp_path, change, bias, said):
+    case = Case.load(data.cases_dir() / "regressions" / "trl-entropy-minus-inf.json")
+    if not bias:
+        case = dataclasses.replace(case, settings={k: v for k, v in case.settings.items() if k != "bias"})
     own, events = session("right", tmp_path)
-    own.implementations, own.ledger = [load()["trl.selective_log_softmax"]], Ledger.load(path)
-    own.frozen = {fields["case"]: Frozen(Case.load(tmp_path / fields["case"]), fast=True)}
+    own.implementations = [load()["trl.selective_log_softmax"]]
+    path = frozen(own, tmp_path, case, {"quantities": ["entropy"]} | change, fast=True)
     own.run(FROZEN)
     reasons = judge_run(Options(ledger=path), rows(events), [], "cpu")[1]
     assert [r for r in reasons if "ledger" in r] == ([f"ledger entry one {said}: {path} line 3"] if said else [])
@@ -336,9 +338,7 @@ def test_a_case_that_agrees_is_asked_again_as_a_fresh_process_compiles_it(tmp_pa
         return {"logps": program(right.call(x)["logps"])}
 
     own.implementations = [dataclasses.replace(right, call=call)]
-    (tmp_path / "mine.json").write_text(json.dumps(case.to_json()))
-    own.ledger = Ledger.load(ledger_of(tmp_path / "l.toml", {"implementations": [right.id], "case": "mine.json"}))
-    own.frozen = {"mine.json": Frozen(case, fast=True)}
+    frozen(own, tmp_path, case, fast=True)
     own.run(FROZEN)
     assert {row.verdict for row in rows(events)} == {"agree"}
     events.clear()
@@ -350,15 +350,12 @@ def test_a_case_that_agrees_is_asked_again_as_a_fresh_process_compiles_it(tmp_pa
 @pytest.fixture
 def known(tmp_path):
     """A wrong kernel whose finding the ledger knows; a function that runs its frozen case, measured so."""
-    case = Case("logprobs", 1, "fp32", {})
-    (tmp_path / "mine.json").write_text(json.dumps(case.to_json()))
-    path = ledger_of(tmp_path / "ledger.toml", {"implementations": [f"{KERNELS}:scaled"], "case": "mine.json"})
 
     def ran(*records):
         own, events = session("scaled", tmp_path)
-        own.ledger = Ledger.load(path)
         own.measuring = not records
-        own.frozen = {"mine.json": Frozen(case, fast=True, recorded=tuple(to_builtins(one) for one in records))}
+        kept = tuple(to_builtins(one) for one in records)
+        path = frozen(own, tmp_path, Case("logprobs", 1, "fp32", {}), fast=True, recorded=kept)
         own.run(FROZEN)
         return [row for row in rows(events) if row.failing], path
 
@@ -427,10 +424,7 @@ def test_a_short_run_repeats_calls_of_a_frozen_case_where_nothing_else_shows_wha
         return {"logps": right.call(x)["logps"] * (1.5 if drifts and len(calls) > 1 else 1.0)}
 
     own.implementations = [dataclasses.replace(right, call=call)]
-    (tmp_path / "mine.json").write_text(json.dumps(case.to_json()))
-    entry = {"implementations": [right.id], "verdicts": ["disagree", "nondeterministic"], "case": "mine.json"}
-    path = ledger_of(tmp_path / "ledger.toml", entry)
-    own.ledger, own.frozen = Ledger.load(path), {"mine.json": Frozen(case)}
+    frozen(own, tmp_path, case, {"verdicts": ["disagree", "nondeterministic"]})
     own.profile = dataclasses.replace(PROFILE, frozen_whole=whole)
     own.run(FROZEN)
     assert {row.known for row in rows(events) if row.failing} == ({"one"} if drifts else set())

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from cases.selftest.running.test_child import running
 from fixtures import warm
-from parity import data
+from parity import data, process
 from parity.process import SCRATCH, scratch_folder
 from parity.running import shard_queue, supervisor
-from parity.running.plan import Event, Judged, Lost, Shard, Sought, Started
+from parity.running.plan import At, Event, Judged, Lost, Shard, Sought, Started
 from parity.running.shard_queue import ShardQueue
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -52,17 +52,16 @@ def own(hidden, weight, ids, temperature=1.0):
 """
 
 
-NAMES = ("{}/own.py:own", "fixtures/kernels.py:right")
 DRAWN, TAKEN = 8, 4
 """Cases of a run, and those of them that a function of hidden, weight and ids takes."""
 
 
-def planted(tmp_path, act: str, timeout=60.0, setup="", exclude=REFERENCE, names=NAMES) -> list[dict]:
+def planted(tmp_path, act: str, timeout=60.0, setup="", exclude=REFERENCE) -> list[Event]:
     """Events of a run over `right` and one that acts from its second call on, in all processes together."""
     counter = str(tmp_path / "calls")
     counted = f"open({counter!r}, 'a').write('x'); calls = os.path.getsize({counter!r})"
     (tmp_path / "own.py").write_text(FAULTS.format(counted=counted, act=act, setup=setup))
-    return followed(plan_of(tmp_path, [n.format(tmp_path) for n in names]), DRAWN, timeout, exclude)
+    return followed(plan_of(tmp_path, [f"{tmp_path}/own.py:own", "fixtures/kernels.py:right"]), DRAWN, timeout, exclude)
 
 
 def plan_of(tmp_path, implementations) -> dict:
@@ -87,27 +86,9 @@ def whole_beside(events):
     assert {r.verdict for r in rows_of(events, "right")} == {"agree"}
     assert len({r.case for r in rows_of(events, "right")}) == TAKEN
     assert not [e for e in events if isinstance(e, Lost)]
-    nothing_twice(events)
-
-
-def nothing_twice(events):
     told = [e.row for e in events if isinstance(e, Judged) and not e.row.minimised]
     keys = [(row.case, row.implementation, row.quantity) for row in told]
     assert len(keys) == len(set(keys)), "a row stands twice"
-
-
-def test_one_that_is_killed_from_outside_has_a_second_chance(tmp_path):
-    events = planted(tmp_path, "if calls == 2: os.kill(os.getpid(), signal.SIGKILL)")
-    assert {r.verdict for r in rows_of(events, "own")} == {"agree"}
-    whole_beside(events)
-
-
-def test_one_that_always_dies_is_crashed_and_no_row_stands_twice(tmp_path):
-    events = planted(tmp_path, "if calls > 1: os._exit(0)")
-    assert "crashed" in {r.verdict for r in rows_of(events, "own")}
-    assert sum(r.verdict == "crashed" for r in rows_of(events, "own")) <= shard_queue.THRICE
-    assert "exit code 0" in next(r.message for r in rows_of(events, "own") if r.verdict == "crashed")
-    whole_beside(events)
 
 
 BACKWARD = """
@@ -123,7 +104,7 @@ SEGMENTATION = (
 @pytest.mark.parametrize(
     ("setup", "act", "excluded", "blame", "said"),
     [
-        ("", "if calls > 1: os._exit(7)", [], "candidate", r"^the process ended \(exit code 7\), in its forward pass$"),
+        ("", "if calls > 1: os._exit(0)", [], "candidate", r"^the process ended \(exit code 0\), in its forward pass$"),
         (BACKWARD, "hidden = Ends.apply(hidden)", [], "candidate", SEGMENTATION),
         (
             "",
@@ -136,10 +117,12 @@ SEGMENTATION = (
     ids=["forward", "backward", "alone"],
 )
 def test_whose_fault_it_is_that_a_process_ended(tmp_path, setup, act, excluded, blame, said):
-    """The candidate's, where it ended inside its call and the reference ran the case; nobody's where none did."""
-    events = planted(tmp_path, act, setup=setup, exclude=excluded, names=NAMES[:1])
+    """The candidate's, where it ended inside its call and the reference ran the case; nobody's where none did. It has so many
+    chances and no more."""
+    events = planted(tmp_path, act, setup=setup, exclude=excluded)
     stopped = [r for r in rows_of(events, "own") if r.verdict == "crashed"]
-    assert stopped
+    assert 0 < len(stopped) <= shard_queue.THRICE
+    whole_beside(events)
     for row in stopped:
         assert row.blame == blame and re.search(said, row.message), row.message
         assert (row.against is not None) == (blame == "candidate")
@@ -152,14 +135,6 @@ def test_a_process_that_ends_outside_a_call_blames_nobody_and_says_so():
     assert row.blame is None and row.message.endswith("; whose fault is not known: its process ended between two calls")
     row = supervisor.lost_row(replace(at, implementation="trl.selective_log_softmax"), "crashed", "", "cpu", "call")
     assert row.blame == "reference"
-
-
-def test_a_world_that_cannot_be_put_back_is_left_for_a_fresh_process(tmp_path):
-    act = "if calls == 2: globals().setdefault('kept', torch.inference_mode()).__enter__()"
-    events = planted(tmp_path, act)
-    wrong = [r for r in rows_of(events, "own") if r.verdict not in ("agree", "unsupported")]
-    assert [(r.quantity, r.verdict) for r in wrong] == [("protocol", "disagree")], wrong
-    whole_beside(events)
 
 
 LOSES = (
@@ -215,7 +190,6 @@ def test_a_watcher_that_is_killed_leaves_no_worker(tmp_path):
 
 IDLE = """
 import json, sys, time
-sys.path.append({root!r})
 from parity.process import tell, under_watch
 under_watch()
 for line in sys.stdin:
@@ -227,17 +201,59 @@ for line in sys.stdin:
 """
 
 
+def told(monkeypatch, program, queue, workers=1):
+    """What comes of workers that run this program."""
+    program = f"import sys; sys.path.append({os.getcwd()!r})\n{program}"
+    monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", "-c", program])
+    return list(supervisor.run([{"device": "cpu"}] * workers, queue, 30.0, 30.0))
+
+
 def test_a_process_that_ended_while_it_waited_costs_no_finding(monkeypatch):
-    monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-c", IDLE.format(root=os.getcwd())])
     drawn = [Shard(family="logprobs", kind="drawn", count=1, of=1, index=n, seed=1) for n in (0, 1)]
     sought = Sought(implementation="own", subjects=[("logps", "logic")], gate=None, cases=[])
     finding = Shard(family="logprobs", kind="finding", count=1, seed=1, sought=sought)
-    queue = ShardQueue(drawn, more=lambda: [finding])
-    events = supervisor.run([{"device": "cpu"}] * 2, queue, 30.0, 30.0)
+    events = told(monkeypatch, IDLE, ShardQueue(drawn, more=lambda: [finding]), 2)
     assert [shard.kind for shard, _ in events] == ["drawn", "drawn", "finding"]
 
 
+SAYS = """
+import os, time
+from parity.process import WATCHED
+channel, nonce, _ = os.environ[WATCHED].split(":")
+for event in {events!r}:
+    os.write(int(channel), f"{{nonce}} {{os.getpid()}} {{event}}".encode())
+time.sleep({sleep})
+sys.exit(7)
+"""
+FIRST, SECOND, CUT = '{"event": "at", "number": 1}\n', '{"event": "at", "number": 2}\n', '{"event"'
+
+
+@pytest.mark.parametrize(
+    ("lines", "sleep", "message"),
+    [
+        ([FIRST, f"{CUT}\n", SECOND], 600, "a worker's event: not readable JSON: Input data was truncated"),
+        ([FIRST, CUT], 0, "the process ended (exit code 7)"),
+    ],
+    ids=["a line that is none", "a death within a line"],
+)
+def test_a_worker_that_tells_no_event_is_ended_at_once_and_given_up_where_it_does_so_again(
+    monkeypatch, lines, sleep, message
+):
+    """Not after the limit of a silent worker; whoever ran is to blame, and here nobody did."""
+    shard = Shard(family="logprobs", kind="drawn", count=1, of=1, seed=1)
+    events = told(monkeypatch, SAYS.format(events=lines, sleep=sleep), ShardQueue([shard]))
+    assert [event for _, event in events] == [At(1), At(1), Lost(message)]
+
+
+def test_a_number_that_is_not_finite_is_an_error_of_the_worker(monkeypatch):
+    monkeypatch.setattr(process, "_told", (1, "aa", os.getpid()))
+    with pytest.raises(ValueError, match="JSON compliant"):
+        process.tell(value=float("nan"))
+
+
 TAKES_OVER = {
+    "a kill from outside, once": "if calls == 2: os.kill(os.getpid(), signal.SIGKILL)",
+    "a world that cannot be put back": "if calls == 2: globals().setdefault('k', torch.inference_mode()).__enter__()",
     "a fork and words on every descriptor": (
         "os.fork() if calls == 2 else None\n"
         "    for fd in range(3, 30):\n"
@@ -247,12 +263,16 @@ TAKES_OVER = {
     "a thread that goes on": "calls > 1 and threading.Thread(target=time.sleep, args=(600,)).start()",
     "another serialiser": "sys.modules['parity.process'].json = SimpleNamespace(dumps=lambda *_, **__: '{')",
 }
+SHOWN = {"a kill from outside, once": [], "a world that cannot be put back": [("protocol", "disagree")]}
 
 
-@pytest.mark.parametrize("act", TAKES_OVER.values(), ids=TAKES_OVER)
-def test_what_one_does_to_its_process_costs_its_neighbour_no_row(tmp_path, act):
-    events = planted(tmp_path, act, timeout=200.0)
-    assert "timed-out" not in {r.verdict for r in rows_of(events, "own")}, "somebody waited for its limit"
+@pytest.mark.parametrize("what", TAKES_OVER)
+def test_what_one_does_to_its_process_costs_its_neighbour_no_row(tmp_path, what):
+    """And itself no more than what it did: a fresh process goes on."""
+    events = planted(tmp_path, TAKES_OVER[what], timeout=200.0)
+    wrong = [(r.quantity, r.verdict) for r in rows_of(events, "own") if r.verdict not in ("agree", "unsupported")]
+    assert wrong == SHOWN.get(what, wrong)
+    assert "timed-out" not in {verdict for _, verdict in wrong}, "somebody waited for its limit"
     whole_beside(events)
 
 
@@ -272,7 +292,7 @@ def test_a_fork_has_the_temporary_folder_that_its_environment_names(tmp_path):
     """Else what a planted fault does there, it does to the folder that everybody shares."""
     program = "import tempfile; print(tempfile.gettempdir(), flush=True)"
     command = [sys.executable, "-P", "-c", program]
-    process = warm.popen(command, stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)}, text=True)
-    with process.stdout:
-        assert process.stdout.readline() == f"{tmp_path}\n"
-    process.wait()
+    fork = warm.popen(command, stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)}, text=True)
+    with fork.stdout:
+        assert fork.stdout.readline() == f"{tmp_path}\n"
+    fork.wait()
