@@ -15,9 +15,16 @@ PLAYED = Path(supervisor.__file__).parents[2] / "fixtures" / "played_worker.py"
 
 
 @pytest.fixture
-def played(tmp_path, monkeypatch):
-    """A night of logprobs in a second: its workers pretend, its other commands are written down; versions are the test's."""
+def versions(monkeypatch):
+    """Of the libraries of a night, for a test to change."""
     told = {"trl": "1.0", "liger-kernel": "0.8"}
+    monkeypatch.setattr(provenance, "versions", lambda: dict(told))
+    return told
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, versions):
+    """A night of logprobs in a second: its workers pretend, its other commands are written down."""
     asked = []
 
     def step(name, words, log, limit):
@@ -27,7 +34,6 @@ def played(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "interpreter", lambda target: [sys.executable, "-S", str(PLAYED)])
     monkeypatch.setattr(night, "proof", lambda *_: (True, ""))
     monkeypatch.setattr(steps, "run", step)
-    monkeypatch.setattr(provenance, "versions", lambda: dict(told))
     monkeypatch.setattr(findings, "case_of", lambda row: SimpleNamespace(to_json=dict))
 
     def one(resume=False, **options):
@@ -38,4 +44,4 @@ def played(tmp_path, monkeypatch):
         code, changed = night.run(Options(**given | options), lambda line: None, lambda *_: None, others)
         return code, notify.title(changed) if changed else "", list(asked)
 
-    return one, told
+    return one

@@ -20,8 +20,7 @@ def told(reports, *more):
     return done.exit_code, next(line for line in done.output.splitlines() if not line.startswith("parity: left out"))
 
 
-def test_a_night_that_died_in_its_commands_is_not_green(played, tmp_path, monkeypatch):
-    run, _ = played
+def test_a_night_that_died_in_its_commands_is_not_green(run, tmp_path, monkeypatch):
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -33,8 +32,7 @@ def test_a_night_that_died_in_its_commands_is_not_green(played, tmp_path, monkey
     assert told.exit_code == 1 and "it did not come to its end" in told.output.splitlines()[0]
 
 
-def test_a_night_that_died_in_its_long_run_alarms_at_once(played, tmp_path, monkeypatch):
-    run, _ = played
+def test_a_night_that_died_in_its_long_run_alarms_at_once(run, tmp_path, monkeypatch):
     run()
     yesterday(tmp_path)
     assert told(tmp_path) == (0, f"parity: green ({datetime.date.today() - datetime.timedelta(1)})")
@@ -63,8 +61,7 @@ def test_a_night_that_died_in_its_long_run_alarms_at_once(played, tmp_path, monk
     assert code == 3 and "night.json" in title
 
 
-def test_a_night_under_way_is_not_yet_red(played, tmp_path, monkeypatch):
-    run, _ = played
+def test_a_night_under_way_is_not_yet_red(run, tmp_path, monkeypatch):
     run()
     yesterday(tmp_path)
     seen = []
@@ -78,8 +75,7 @@ def test_a_night_under_way_is_not_yet_red(played, tmp_path, monkeypatch):
     assert seen == [0, 0] and told(tmp_path)[0] == 0
 
 
-def test_a_night_without_proof_of_life_or_whose_file_is_lost_alarms(played, tmp_path, monkeypatch):
-    run, _ = played
+def test_a_night_without_proof_of_life_or_whose_file_is_lost_alarms(run, tmp_path, monkeypatch):
     run()
     path = max((tmp_path / "history").glob("*.json"))
     yesterday(tmp_path)
@@ -97,8 +93,7 @@ def test_a_night_without_proof_of_life_or_whose_file_is_lost_alarms(played, tmp_
 
 
 @pytest.mark.parametrize("content", [b"", b"no such thing"])
-def test_a_damaged_file_of_an_earlier_night_costs_no_verdict(played, tmp_path, content):
-    run, _ = played
+def test_a_damaged_file_of_an_earlier_night_costs_no_verdict(run, tmp_path, content):
     run()
     yesterday(tmp_path)
     (old,) = (tmp_path / "history").glob("*.json")
@@ -113,8 +108,7 @@ def test_a_damaged_file_of_an_earlier_night_costs_no_verdict(played, tmp_path, c
     assert code == 0 and old.name in (tmp_path / "issue.md").read_text()
 
 
-def test_a_command_that_was_cut_or_red_is_said_wherever_the_night_is(played, tmp_path, monkeypatch):
-    run, _ = played
+def test_a_command_that_was_cut_or_red_is_said_wherever_the_night_is(run, tmp_path, monkeypatch):
     told = {"history": (0, "9 of 43"), "upstream": (0, "")}
 
     def step(name, words, log, limit):

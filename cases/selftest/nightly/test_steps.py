@@ -40,37 +40,38 @@ def test_a_command_that_is_asked_to_end_takes_its_child_with_it(tmp_path, monkey
         os.kill(int(log.read_text()), 0)
 
 
-def test_a_run_that_was_killed_before_its_first_line_had_no_time(tmp_path, monkeypatch):
-    program = """
-import pathlib, sys, time
-folder = pathlib.Path(sys.argv[sys.argv.index("--reports") + 1])
-folder.mkdir(parents=True)
-(folder / "results.ndjson").touch()
-time.sleep(60)
-"""
-    monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
-    done = steps.part("unsloth", ["run"], tmp_path, 1.5)
-    assert (tmp_path / "unsloth" / "results.ndjson").exists() and done.exit_code is None and not done.whole
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """A function: what comes of a run that leaves this in its file, then does that, in so many seconds."""
+
+    def part(content, then, limit):
+        program = (
+            "import pathlib, sys, time\nfolder = pathlib.Path(sys.argv[sys.argv.index('--reports') + 1])\n"
+            f"folder.mkdir(parents=True)\n(folder / 'results.ndjson').write_text({content!r})\n{then}"
+        )
+        monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
+        done = steps.part("unsloth", ["run"], tmp_path, limit)
+        assert (tmp_path / "unsloth" / "results.ndjson").exists()
+        return done
+
+    return part
+
+
+def test_a_run_that_was_killed_before_its_first_line_had_no_time(ran):
+    done = ran("", "time.sleep(60)", 1.5)
+    assert done.exit_code is None and not done.whole
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_run_shows_all_that_it_found_killed_before_its_report_or_not(tmp_path, monkeypatch, killed):
+def test_a_run_shows_all_that_it_found_killed_before_its_report_or_not(tmp_path, ran, killed):
     """The page of an upgrade check said that something was wrong, and then 24 lines of progress; another one lacked the first two
     of five findings, which its report had more than 24 lines before its end."""
     with writer(tmp_path / "kept") as write:
         write(Header(run="r", header=About(profile="pr", plan={"policy drawn 0": 9}, ends=True)))
         write(row(verdict="disagree", headroom=9.0))
-    kept = (tmp_path / "kept").read_text()
-    program = f"""
-import pathlib, sys, time
-folder = pathlib.Path(sys.argv[sys.argv.index("--reports") + 1])
-folder.mkdir(parents=True)
-(folder / "results.ndjson").write_text({kept!r})
-for number in range(30): print(number, "s: of 99 cases", flush=True)
-time.sleep(60) if {killed} else sys.exit(1)
-"""
-    monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
-    done = steps.part("unsloth", ["run"], tmp_path, 3.0 if killed else 60.0)
+    then = "for number in range(30): print(number, 's: of 99 cases', flush=True)\n"
+    then += "time.sleep(60)" if killed else "sys.exit(1)"
+    done = ran((tmp_path / "kept").read_text(), then, 3.0 if killed else 60.0)
     assert done.exit_code == 1 and done.reached
     found = "new      lib.loss: logic in loss; 1 case; parity replay policy-1"
     if killed:
@@ -79,19 +80,11 @@ time.sleep(60) if {killed} else sys.exit(1)
         assert done.tail.splitlines() == [found, *(f"{number} s: of 99 cases" for number in range(6, 30))]
 
 
+def test_a_command_that_leaves_something_unreadable_counts_by_its_exit_code(ran):
+    done = ran("no rows\n", "sys.exit(1)", 60.0)
+    assert (done.exit_code, done.verdict) == (1, "RED") and "results.ndjson line 1" in done.tail
+
+
 def test_a_step_of_another_module(tmp_path):
     step = steps.run("cuda", ["pytest", "--version"], tmp_path / "log", 60.0)
     assert step.exit_code == 0 and step.command == "pytest --version" and "pytest" in step.tail
-
-
-def test_a_command_that_leaves_something_unreadable_counts_by_its_exit_code(tmp_path, monkeypatch):
-    program = """
-import pathlib, sys
-folder = pathlib.Path(sys.argv[sys.argv.index("--reports") + 1])
-folder.mkdir(parents=True)
-(folder / "results.ndjson").write_text("no rows\\n")
-sys.exit(1)
-"""
-    monkeypatch.setattr(steps, "COMMAND", (sys.executable, "-c", program))
-    done = steps.part("unsloth", ["run"], tmp_path, 60.0)
-    assert (done.exit_code, done.verdict) == (1, "RED") and "results.ndjson line 1" in done.tail
