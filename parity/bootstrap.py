@@ -133,7 +133,7 @@ def by_uv(python: Path, constraints: Path, steps: list[list[str]]) -> bool:
                 return False
             binary = str(python.parent / "uv")
         command = [binary, "pip", "install", "--quiet", "--python", str(python), "--constraint", str(constraints)]
-        settings = client.settings(client.cache_folder())
+        settings = client.settings()
         for step in steps:
             done = subprocess.run([*command, *step], env=settings, capture_output=True, text=True)
             if done.returncode:

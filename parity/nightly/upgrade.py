@@ -173,7 +173,7 @@ def compared(
         shown = {normalised(text): text for text in messages}
         why = collections.Counter(shown[normalised(text)] for text in messages).most_common(3)
         moved.append(f"{len(lost)} judged before and not there: {', '.join(f'{text} ({n})' for text, n in why)}")
-    gone, defaults = moved_fields(run, *found.configs) if run else ([], found.notes)
+    gone, defaults = moved_fields(run, *found.configs) if run else ([], compare.moved_defaults(*found.configs))
     moved += [*gone, *defaults]
     summary, verdict = "; ".join(moved) or "nothing moved", CHANGED if moved else SAFE
     if wrong or gone:

@@ -34,19 +34,8 @@ def cache_root() -> Path:
     return Path(base).expanduser().absolute() / "parity"
 
 
-def cache_folder() -> Path:
-    """`cache_root`, made if it is not there; EnvironmentUnusable when it cannot be."""
-    path = cache_root()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentUnusable(f"cache folder {path}: {error.strerror}; set PARITY_CACHE to another") from None
-    return path
-
-
 def uv(arguments: Sequence[str], *, stdin: str | None = None, offline: bool = False) -> str:
     """Runs uv and returns what it printed; UvFailed with its own message otherwise, EnvironmentUnusable without uv."""
-    root = cache_folder()
     command = [binary(), "--quiet", "--color", "never", "--no-progress", *(["--offline"] if offline else [])]
     # The working folder is the cache: a pyproject.toml or uv.toml where the user stands must not change the outcome.
     done = subprocess.run(
@@ -55,8 +44,8 @@ def uv(arguments: Sequence[str], *, stdin: str | None = None, offline: bool = Fa
         text=True,
         errors="replace",
         capture_output=True,
-        cwd=root,
-        env=settings(root),
+        env=settings(),
+        cwd=cache_root(),
         check=False,
     )
     if done.returncode:
@@ -85,8 +74,14 @@ def binary() -> str:
     raise EnvironmentUnusable("uv is not installed; it makes the environments: pip install uv")
 
 
-def settings(root: Path) -> dict[str, str]:
-    """Environment variables of a call to uv: hard links, a cache on the filesystem of `root`, pip's index."""
+def settings() -> dict[str, str]:
+    """Environment variables of a call to uv: hard links, a cache on the filesystem of `cache_root`, pip's index. That folder is
+    made; EnvironmentUnusable when it cannot be."""
+    root = cache_root()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentUnusable(f"cache folder {root}: {error.strerror}; set PARITY_CACHE to another") from None
     settings = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "UV_PYTHON")}
     for variable, value in _pip_settings().items():
         settings.setdefault(variable, value)

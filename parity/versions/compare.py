@@ -62,16 +62,14 @@ def implementations(named: Sequence[str], packages: Iterable[str] = ()) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Two environments: how many cases, the rows of each, what moved, and what else changed, a line each. `package`:
-    whose releases they are, where its cases can be found by their names ("": they cannot). `configs`: the defaults of TRL's
-    config classes in each."""
+    """Two environments: how many cases, the rows of each, what moved. `package`: whose releases they are, where its cases
+    can be found by their names ("": they cannot). `configs`: the defaults of TRL's config classes in each."""
 
     package: str
     sides: tuple[Environment, Environment]
     cases: int
     rows: tuple[Sequence[Row], Sequence[Row]]
     moved: Sequence[Difference]
-    notes: Sequence[str]
     configs: tuple[Configs, Configs] = ({}, {})
 
     @property
@@ -95,7 +93,7 @@ class Compared:
             f"{counts['+']} worse (+), {counts['-']} better (-), {counts['~']} otherwise moved (~); ! outside its gate"
         )
         lines.append(f"{self.cases} cases, {self.judged[0]} and {self.judged[1]} judged quantities: {moved}")
-        lines += [f"packages: {', '.join(packages) or 'the same'}", *self.notes]
+        lines += [f"packages: {', '.join(packages) or 'the same'}", *moved_defaults(*self.configs)]
         return "\n".join([*lines, *([f"which release: {self.search}"] if self.search else [])])
 
     @property
@@ -137,10 +135,7 @@ def compare(
     with ThreadPoolExecutor(2) as pool:  # the two environments are processes
         one, two = pool.map(shown, (before, after))
     moved = differences(side(one.rows, asked), side(two.rows, asked))
-    configs = one.configs, two.configs
-    found = Compared(
-        package, (before, after), len(asked), (one.rows, two.rows), moved, moved_defaults(*configs), configs
-    )
+    found = Compared(package, (before, after), len(asked), (one.rows, two.rows), moved, (one.configs, two.configs))
     if not all(found.judged):
         said = " and ".join(map(str, found.judged))
         raise EnvironmentUnusable(f"compare: {said} judged quantities, nothing to compare")

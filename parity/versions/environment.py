@@ -64,10 +64,6 @@ class Environment:
         return self.root.name
 
     @property
-    def python(self) -> Path:
-        return self.root / "bin" / "python"
-
-    @property
     def partners(self) -> str:
         """The versions that matter, on one line: torch 2.13.0+cpu, trl 0.27.2, …"""
         return ", ".join(f"{name} {self.versions[name]}" for name in ("torch", *PARTNERS) if name in self.versions)
@@ -105,7 +101,7 @@ class Environment:
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[IO[str]]:
         with build.claim(self.root, shared=True) as file:
-            if file is None or not self.python.exists():
+            if file is None or not (self.root / "bin" / "python").exists():
                 raise EnvironmentUnusable(f"environment {self.name} was removed meanwhile; ask for it again")
             yield file
 

@@ -61,11 +61,11 @@ def test_the_verdict_is_about_the_own_settings_where_there_are_some(own, others,
 
 HERE = Environment(None, {}, {})
 RIGHT, WRONG = row(), row(verdict="disagree", headroom=3.0)
-SAME = Compared("trl", (HERE, HERE), 9, ([RIGHT] * 100, [RIGHT] * 100), (), [])
+SAME = Compared("trl", (HERE, HERE), 9, ([RIGHT] * 100, [RIGHT] * 100), ())
 NOT_THERE, NOR_THIS = (row(verdict="unsupported", quantity=None, message=f"{n} blocks | too many") for n in (137, 1100))
 GRPO = Run("grpo.yaml", ("GRPOTrainer",), {"beta": 0.04})
 DPO = Run("dpo.yaml", ("DPOTrainer",), {"beta": 0.1})
-DEFAULT = "GRPOConfig, defaults changed: pad_to_multiple_of 'auto' -> None"
+CONFIGS = tuple({"GRPOConfig": {"pad_to_multiple_of": value}} for value in ("auto", None))
 
 
 def pair(before, after):
@@ -81,10 +81,10 @@ FEWER = {"rows": ([RIGHT] * 100, [RIGHT] * 79), "moved": [pair(RIGHT, NOT_THERE)
     "more, found, said",
     [
         ({}, SAFE, "nothing moved"),
-        ({"moved": WORSE, "notes": [DEFAULT]}, NOT_SAFE, "1 quantities are wrong; 1 worse; 1 better; GRPO"),
+        ({"moved": WORSE, "configs": CONFIGS}, NOT_SAFE, "1 quantities are wrong; 1 worse; 1 better; GRPO"),
         ({"moved": [pair(WRONG, RIGHT)]}, CHANGED, "1 better"),
         ({"moved": MOVED}, CHANGED, "1 otherwise moved; 2 judged before and not there: 1100 blocks | too many (2)"),
-        ({"notes": [DEFAULT]}, CHANGED, DEFAULT),
+        ({"configs": CONFIGS}, CHANGED, "GRPOConfig, defaults changed: pad_to_multiple_of 'auto' -> None"),
         (FEWER, UNKNOWN, "79 of 100 quantities could be judged there; 1"),
     ],
     ids=["the same", "worse", "better", "moved", "a default", "mostly unjudged"],
