@@ -88,7 +88,11 @@ class Options:
         """What decides about the rows, besides profile and seed, as the header keeps it."""
         own = [name for name in (*self.implementations, *self.families) if ".py:" in name]
         files = [name.partition(".py:")[0] + ".py" for name in own]
-        digests = {name: _digest(Path(name)) for name in (*files, str(self.ledger or data.ledger_file()))}
+        files.append(str(self.ledger or data.ledger_file()))
+        try:
+            digests = {name: hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in files}
+        except OSError as error:
+            raise UsageError(f"{error.filename}: cannot be read: {error.strerror}") from None
         kept = {name: getattr(self, name) for name in ASKED}
         return Asked(**kept | {"ledger": None if self.ledger is None else str(self.ledger), "files": digests})
 
@@ -306,13 +310,6 @@ def frozen_files(ledger: Ledger) -> dict[str, Path]:
     shipped = {path.name: path for path in data.frozen_cases()}
     entered = {Path(entry.case).name: ledger.folder / entry.case for entry in ledger.entries}
     return entered | shipped
-
-
-def _digest(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower):

@@ -93,16 +93,12 @@ def same(path: Path | str, then: Header, now: Header) -> None:
         raise UsageError(f"{path}: {changed[0] if names == ['files'] else names[0]} has changed since")
 
 
-def differs(head: Header, there: Header, node: str) -> str:
-    """What is another one in the header that a run has on a node; "" where nothing is, and the node takes part."""
+def same_on(node: str, there: Header, head: Header) -> None:
+    """`same` of the header that a run has on a node, where the shipped ledger's path is its own."""
     then, now = head.header.asked or Asked(), there.header.asked or Asked()
-    if list(then.files.values()) == list(now.files.values()):  # the shipped ledger's path is each node's own
+    if list(then.files.values()) == list(now.files.values()):
         now.files = then.files
-    try:
-        same(node, there, head)
-    except UsageError as error:
-        return str(error)
-    return ""
+    same(node, there, head)
 
 
 @contextlib.contextmanager

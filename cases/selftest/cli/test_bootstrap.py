@@ -24,7 +24,7 @@ def calls(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(bootstrap.venv, "EnvBuilder", lambda **k: SimpleNamespace(create=lambda folder: None))
     monkeypatch.setattr(client, "binary", lambda: "/somewhere/uv")
-    monkeypatch.setattr(client, "settings", lambda: {})
+    monkeypatch.setattr(client, "settings", dict)
     return done
 
 

@@ -1,17 +1,36 @@
 """What died, was cut, is late or unreadable is said wherever somebody looks."""
 
 import datetime
+import json
 import os
 
 import pytest
 from click.testing import CliRunner
 
-from cases.selftest.nightly.nights import page_of, yesterday
+from parity.cli import show
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.nightly import journal, night, steps
+from parity.results import memory
+from parity.results.report.rows import read
 from parity.running import run as running
 from parity.running import supervisor
+
+
+def yesterday(reports):
+    """Let the runs that are kept be of one day earlier."""
+    for path in (reports / "history").glob("*.json"):
+        kept = json.loads(path.read_text())
+        earlier = datetime.datetime.fromisoformat(kept["started"]) - datetime.timedelta(days=1)
+        path.write_text(json.dumps(kept | {"started": earlier.isoformat()}))
+
+
+def page_of(reports):
+    results = reports / "results.ndjson"
+    header, rows = read(results)
+    (run,) = (run for run in memory.runs(reports / "history", str) if run.id == header.run)
+    show.report(header, rows, results, reports, list(run.reasons), run.exit_code)
+    return (reports / "index.html").read_text()
 
 
 def told(reports, *more):

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from cases.selftest.nightly.nights import yesterday
+from cases.selftest.nightly.test_alarms import yesterday
 from parity.cli.commands import main
 from parity.cli.options import seconds as seconds_of
 from parity.errors import UsageError

@@ -13,14 +13,16 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from cases.selftest.results import runs
+from parity import data
 from parity.cli.commands import main
-from parity.errors import UsageError
+from parity.errors import AGREE, NEW, NOTHING, STALE, UsageError
 from parity.results.report import render
 from parity.results.report.rows import read, writer
 from parity.results.report.summary import summarise
 from parity.results.row import About, End, Header, Last, Part, Parted
 from parity.running import run as running
-from parity.running.plan import At, Judged, Shard
+from parity.running.outcome import judge_run
+from parity.running.plan import At, Judged, Options, Shard
 
 ABOUT = About(device="cpu", profile="quick", seed=1, ends=True)
 HEADER = Header(run="aa", header=ABOUT)
@@ -96,7 +98,7 @@ def test_what_there_is_when_it_is_stopped_is_reported(tmp_path, monkeypatch, rai
         raise raised
 
     monkeypatch.setattr(running.supervisor, "run", events)
-    found = running.execute(running.Options(profile="quick", reports=tmp_path), lambda *args: None)
+    found = running.execute(Options(profile="quick", reports=tmp_path), lambda *args: None)
     assert found.exit_code == code
     assert found.reasons[0].startswith("stopped after 1 of ")
     header, rows = read(tmp_path / "results.ndjson")
@@ -133,3 +135,24 @@ def test_a_library_that_is_not_installed_has_one_row():
     running._follow(state, events, SimpleNamespace(fresh=True), written.append, lambda *_: None, print)
     assert [one.implementation for one in state.rows] == ["gone.a", "gone.b", *[told[-1].implementation] * 2]
     assert len(written) == 4
+
+
+@pytest.mark.parametrize(("known", "code"), [(None, NEW), ("entry", NOTHING)])
+def test_what_is_required_is_excused_by_a_new_crash_alone(known, code):
+    rows = [runs.row(f"c{n}", family="logprobs") for n in range(5)]
+    rows.append(runs.row("c9", None, "crashed", family="logprobs", known=known))
+    options = Options(require=("lib.loss:cpu",))
+    assert judge_run(options, rows, [], "cpu")[0] == code
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("trl.selective_log_softmax", AGREE), ("trl.selective_log_softmix", STALE), ("mine.py:loss", AGREE)],
+)
+def test_an_entry_whose_implementation_is_not_there_is_stale(tmp_path, name, code):
+    case = str(data.cases_dir() / "regressions" / "one-token.json")
+    path = runs.ledger_of(tmp_path / "ledger.toml", {"implementations": [name], "case": case})
+    found, reasons = judge_run(Options(ledger=path), [runs.row("c", family="logprobs")], [], "cpu")
+    assert found == code
+    said = [f"ledger entry one: there is no implementation {name}: {path} line 3"]
+    assert reasons == (said if code == STALE else [])
