@@ -72,6 +72,16 @@ def test_the_header_of_a_run_keeps_what_the_probes_found(monkeypatch):
     assert about.products == {"tf32": "tf32", "reduced": ["bf16"], "a probe": 0.5} and about.device_name == "pretended"
 
 
+def reordered(name: str) -> Implementation:
+    return control(f"control.{name}.{'ieee' if name == 'divergence' else 'reordered'}")
+
+
+def rows_of(case, one: Implementation):
+    """On the pretended device."""
+    with pretended():
+        return list(run_case(case, [one], "cuda", thorough=False))
+
+
 def multiplying(base: Implementation, precision: str) -> Implementation:
     """An honest implementation on a device, or in a kernel, whose products are tf32's; forward and backward."""
     return dataclasses.replace(base, id=f"{precision}.{base.id}", around=lambda: CutOperands(precision))
@@ -91,9 +101,7 @@ CASES = [
 def test_honest_tf32_agrees_where_it_is_on(name, seed, settings, precision, monkeypatch):
     monkeypatch.setattr(products, "products", lambda device: Products(precision))
     case = family(name).case(seed, "fp32", settings | {"context": "tf32"})
-    base = control(f"control.{name}.{'ieee' if name == 'divergence' else 'reordered'}")
-    with pretended():
-        rows = list(run_case(case, [multiplying(base, precision)], "cuda", thorough=False))
+    rows = rows_of(case, multiplying(reordered(name), precision))
     assert {r.verdict for r in rows} == {"agree"}, text_of(rows)
 
 
@@ -101,12 +109,8 @@ def test_a_users_products_may_be_torchs_or_those_of_a_kernel(monkeypatch):
     """On an H100 torch rounds operands, and `tl.dot` truncates them."""
     monkeypatch.setattr(products, "products", lambda device: Products(TF32))
     case = family("logprobs").case(8, "fp32", {"V": 60, "H": 128, "T": 4, "peak": 12.0, "context": "tf32"})
-    base = multiplying(control("control.logprobs.reordered"), TF32_TRUNCATED)
-    with pretended():
-        rows, known = (
-            list(run_case(case, [dataclasses.replace(base, id=id)], "cuda", False))
-            for id in ("k.py:mine", "one of ours")
-        )
+    base = multiplying(reordered("logprobs"), TF32_TRUNCATED)
+    rows, known = (rows_of(case, dataclasses.replace(base, id=id)) for id in ("k.py:mine", "one of ours"))
     assert {r.verdict for r in rows} == {"agree"}, text_of(rows)
     assert "disagree" in {r.verdict for r in known}
 
@@ -115,9 +119,7 @@ def test_a_users_products_may_be_torchs_or_those_of_a_kernel(monkeypatch):
 @pytest.mark.parametrize(("name", "seed", "settings"), CASES[::2])
 def test_tf32_where_it_is_off_is_named(name, seed, settings, precision):
     case = family(name).case(seed, "fp32", settings)
-    base = control(f"control.{name}.{'ieee' if name == 'divergence' else 'reordered'}")
-    with pretended():
-        wrong, honest = (list(run_case(case, [i], "cuda", False)) for i in (multiplying(base, precision), base))
+    wrong, honest = (rows_of(case, i) for i in (multiplying(reordered(name), precision), reordered(name)))
     assert {r.verdict for r in honest} == {"agree"}
     failing = [r for r in wrong if r.verdict == "disagree"]
     assert failing and all(r.cls == "logic" for r in failing)
@@ -127,12 +129,9 @@ def test_tf32_where_it_is_off_is_named(name, seed, settings, precision):
 
 
 def test_another_error_of_that_size_is_not_called_tf32():
-    base = control("control.logprobs.reordered")
-    call = base.call
-    scaled = dataclasses.replace(base, id="scaled", call=lambda x: {k: v * (1 + 2.0**-11) for k, v in call(x).items()})
-    case = family("logprobs").case(5, "fp32", {"V": 41, "H": 64, "T": 8})
-    with pretended():
-        rows = list(run_case(case, [scaled], "cuda", False))
+    base = reordered("logprobs")
+    scaled = dataclasses.replace(base, call=lambda x: {k: v * (1 + 2.0**-11) for k, v in base.call(x).items()})
+    rows = rows_of(family("logprobs").case(5, "fp32", {"V": 41, "H": 64, "T": 8}), scaled)
     assert any(r.verdict == "disagree" for r in rows)
     assert not any("tf32" in r.message for r in rows)
 
@@ -231,13 +230,13 @@ def test_a_tenth_of_a_gradient_is_caught_at_any_vocabulary(seed, size, width, pe
     case = fam.case(seed, "bf16", settings)
     with pretended():
         oracle = CaseOracle.of(fam, case, "cuda")
-        for order in (1, -1):  # whichever block comes last
-            honest = kernel(order)
-            found = judge_all(oracle, honest, execute(honest, oracle.inputs), honest.recipe_for(oracle.inputs))
-            assert all(j.headroom < 0.7 for j in found.values()), {n: j.gates for n, j in found.items()}
-        wrong = kernel(factor=0.9)
-        found = judge_all(oracle, wrong, execute(wrong, oracle.inputs), wrong.recipe_for(oracle.inputs))
-    assert not found["grad_hidden"].agrees
+        *honest, wrong = (  # whichever block comes last
+            judge_all(oracle, one, execute(one, oracle.inputs), one.recipe_for(oracle.inputs))
+            for one in (kernel(1), kernel(-1), kernel(factor=0.9))
+        )
+    for found in honest:
+        assert all(j.headroom < 0.7 for j in found.values()), {n: j.gates for n, j in found.items()}
+    assert not wrong["grad_hidden"].agrees
 
 
 def test_the_kernel_under_cudas_recipe_in_the_interpreter():
