@@ -50,11 +50,6 @@ class Recording:
         """(B, T) bool: the tokens that were sampled."""
         return torch.arange(self.completion_ids.shape[1]) < self.completion_lengths[:, None]
 
-    @property
-    def truncated(self) -> bool:
-        """Whether top-p or top-k cut the distribution that was sampled from."""
-        return bool(self.facts["top_p"] < 1 or self.facts["top_k"] > 0)
-
     def rows(self) -> list[tuple[list[int], list[int]]]:
         """Prompt and completion of each row, without padding."""
         ids = zip(self.prompt_ids, self.prompt_lengths, self.completion_ids, self.completion_lengths, strict=True)

@@ -23,11 +23,6 @@ BOUNDARY = 2.0
 Supports = Sequence[tuple[float, int, float]]  # top-p, top-k and min-p each
 
 
-def alike(dtype: str) -> str:
-    """Said of a difference of which only the size is known."""
-    return f"no cause that was tried; by size alone as far apart as the arithmetic of {dtype}"
-
-
 def explanations(
     found: Difference,
     rows: Rows,
@@ -55,8 +50,8 @@ def explanations(
         rounded = bool((values == values.bfloat16()).all())
         for name, score in coarser.items():
             other = Difference(found.values, score()).units()
-            if agrees(other) and rms(other) <= 1 and (name == "bfloat16" if rounded else rms(other) > 0.1):
-                return [alike(name)]
+            if agrees(other) and rms(other) <= 1 and (name == "bf16" if rounded else rms(other) > 0.1):
+                return [f"no cause that was tried; by size alone as far apart as the arithmetic of {name}"]
         return []
     least, out = min(left for left, *_ in fits), dict[str, list[str]]()
     for left, text, detail in sorted(fits):
@@ -107,6 +102,7 @@ def _candidates(
         yield f"the sampler has a repetition penalty of {penalty:.4g}", "", penalised(penalty)
     whole = own.of_sample(own.logits, ids, tau)[own.sample]
     tables = (own.logits.double() / tau).log_softmax(-1)
+    yield "those of the likeliest token", "", own.spread(tables.amax(-1))
     for top_p, top_k, min_p in dict.fromkeys((*sampling, *SUPPORTS)):
         named = {"top-p": top_p * (top_p < 1), "top-k": top_k, "min-p": min_p}
         kept = [kept_mass(tables, ids[own.sample], *near) for near in _near(top_p, top_k, min_p, own.noise)]

@@ -3,13 +3,12 @@
 The mean ratio judges nothing: by E_s[π/s] = 1 it is 1 for every trainer, right or wrong.
 """
 
-from __future__ import annotations  # a watched run needs the statistics alone, without msgspec
-
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +18,10 @@ from parity.judge.gates import Judgement, failed
 from parity.judge.operations import as_definition
 from parity.judge.recipe import DTYPES, EAGER, NAMES
 from parity.judge.stages import in_dtype
+from parity.recording import Recording
 from parity.rollouts import causes, engine_models, scoring
-from parity.rollouts.scoring import Rows, kept_mass, rms, rows_from, tables
-
-if TYPE_CHECKING:
-    from parity.recording import Recording
+from parity.rollouts.scoring import Rows, kept_mass, mismatch, rms, rows_from, tables
+from parity.trainers.definitions.training_step import measured
 
 Pairs = Sequence[tuple[list[int], list[int]]]  # prompt and completion
 Sampling = tuple[float, float, int]  # temperature, top-p (1: none), top-k (0: none)
@@ -32,12 +30,10 @@ BATCH = 16
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """(B, T) float64 each: log-prob over the whole vocabulary, the kept mass under top-p and top-k (0: token cut), and the
-    log-prob of the likeliest token."""
+    """(B, T) float64 each: log-prob over the whole vocabulary, and the kept mass under top-p and top-k (0: token cut)."""
 
     full: Tensor
     kept: Tensor
-    likeliest: Tensor
 
     @property
     def truncated(self) -> Tensor:
@@ -50,7 +46,7 @@ def score(model: Any, rows: Pairs, width: int, sampling: Sampling) -> Scores:
     as vLLM and transformers have it. Logits leave the model in its own dtype; the log-softmax is taken in float64, so
     that what differs is the model's own. Raises UsageError where a logit is NaN."""
     temperature, top_p, top_k = sampling
-    full, likeliest, kept = (torch.full((len(rows), width), x, dtype=torch.float64) for x in (0.0, 0.0, 1.0))
+    full, kept = (torch.full((len(rows), width), x, dtype=torch.float64) for x in (0.0, 1.0))
     lengths = torch.tensor([len(completion) for _, completion in rows])
     whole = rows_from(rows, torch.arange(width) < lengths[:, None], model.device)
     with torch.no_grad():
@@ -60,16 +56,8 @@ def score(model: Any, rows: Pairs, width: int, sampling: Sampling) -> Scores:
             place, ids = (i, whole.picked[i]), whole.ids[i][whole.places[i]].cpu()
             logps = (logits.cpu().double() / temperature).log_softmax(-1)
             full[place] = logps.gather(-1, ids[:, None])[:, 0]
-            kept[place], likeliest[place] = kept_mass(logps, ids, top_p, top_k), logps.amax(-1)
-    return Scores(full, kept, likeliest)
-
-
-def mismatch(differences: Tensor) -> dict[str, float]:
-    """Means over log-ratios d, trainer minus sampler: mismatch_kl = -d, k3 = exp d - d - 1, both estimates of KL(sampler ‖
-    trainer), and exp|d|."""
-    d = differences
-    measured = {"mismatch_kl": -d, "k3": d.exp() - d - 1, "mean_exp_abs_difference": d.abs().exp()}
-    return {name: float(x.mean()) for name, x in measured.items()}
+            kept[place] = kept_mass(logps, ids, top_p, top_k)
+    return Scores(full, kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +82,6 @@ class Trainer:
 
 PRODUCTS = 1 << 40
 """Parameters times tokens that are judged, about: of more than that, rows at even distances. Statistics are of all rows."""
-ALIKE = 0.1
-"""Share of what a dtype's rounding is allowed, three times its rms, from which a difference is as large as that rounding."""
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 DEFINITIONS = {
     "truncated": "at the temperature, over what top-p and top-k keep: the distribution that was sampled from",
@@ -113,10 +99,7 @@ class Verdict:
     # of the sampled tokens, trainer minus sampler in nats; NaN where the sampler has none, infinite where the trainer's
     # top-p or top-k excludes the token
     log_ratios: Tensor
-    fits: Mapping[str, float]  # other explanation -> rms of the sampler's log-probs against it, best first
-    # what explains a disagreement: it leaves at most half the rms and no more than is allowed; or another dtype's rounding
-    # that is as large, whatever the cause
-    explanation: str | None
+    explanation: str | None  # what explains a disagreement, by the causes of a watched run
 
     @property
     def agrees(self) -> bool:
@@ -136,7 +119,6 @@ class Verdict:
         if not self.agrees:
             cause = self.explanation or "nothing that was tried: other weights, or another computation"
             lines.append(f"  fails by {self.worst}; what fits better: {cause}")
-            lines += [f"    rms {value:.2e} against: {name}" for name, value in self.fits.items()]
         d = self.log_ratios[self.log_ratios.isfinite()]
         cut, unscored = int(self.log_ratios.isinf().sum()), int(self.log_ratios.isnan().sum())
         lines.append(f"  {len(d)} tokens, {unscored} not scored, {cut} that the trainer's top-p or top-k excludes")
@@ -152,41 +134,51 @@ class Verdict:
 
 def judge(recording: Recording, trainer: Trainer, definition: str = "truncated") -> Verdict:
     """The recording's sampler log-probs against `trainer`'s, under a definition of `DEFINITIONS`."""
-    from parity.trainers.definitions.training_step import measured
-
     f, rows, width = recording.facts, recording.rows(), recording.completion_ids.shape[1]
     sampling = (float(f["temperature"]), float(f["top_p"]), int(f["top_k"]))
     asked = (sampling[0], 1.0, 0) if definition == "full" else sampling
     mask, sampler = recording.mask, recording.sampler_logps
-    scores = trainer.score(rows, width, asked)
-    mine = scores.truncated
+    scores = trainer.score(rows, width, sampling)
+    mine = scores.full if definition == "full" else scores.truncated
     found = (mine - sampler.double())[mask]
     model = trainer.in_float64()
     tokens = sum(len(prompt) + len(completion) for prompt, completion in rows)
     every = math.ceil(tokens * sum(p.numel() for p in model.parameters()) / PRODUCTS)  # one row in so many is judged
     scored = mask & ~sampler.isnan() & (torch.arange(len(rows)) % every == 0)[:, None]
     if not bool(scored.any()):
-        return Verdict(definition, {"log-probs": failed("no token has a log-prob")}, found, {}, None)
+        return Verdict(definition, {"log-probs": failed("no token has a log-prob")}, found, None)
     define = _defined(model, rows, scored, asked, sampler[scored].double())
     products = sum(m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear))
     oracle = dataclasses.replace(measured(model, define), size=int(scored.sum()) * products)
     values = _values(oracle.exact, sampler[scored], asked[1])
     judgements = oracle.judge(values, EAGER.resolve(NAMES[trainer.dtype]))
-    if all(j.agrees for j in judgements.values()):
-        return Verdict(definition, judgements, found, {}, None)
-    capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
-    fits = explanations(recording, trainer, sampling, scores, capped)
-    best, error = next(iter(fits), None), max(2.0, judgements["log-probs"].gates.get("norm", 0.0))
-    if best and fits[best] * error <= rms(found[found.isfinite()]):  # down to what rounding is allowed
-        return Verdict(definition, judgements, found, fits, best)
-    if asked[1:] == (1.0, 0) and (did := _undeclared(trainer, rows_from(rows, scored, model.device), asked, sampler)):
-        return Verdict(definition, judgements, found, fits, "; ".join(did))
-    for dtype in (torch.float16, torch.bfloat16):
-        if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps:
-            again = oracle.judge(values, EAGER.resolve(NAMES[dtype]))
-            if all(j.agrees for j in again.values()) and again["log-probs"].gates["norm"] > ALIKE:
-                return Verdict(definition, judgements, found, fits, causes.alike(NAMES[dtype]))
-    return Verdict(definition, judgements, found, fits, None)
+    verdict = Verdict(definition, judgements, found, None)
+    if verdict.agrees:
+        return verdict
+    others = {
+        "top-p or top-k is not in them": scores.full,
+        "those of the distribution that was sampled from": scores.truncated,
+    }
+    named = _causes(trainer, rows_from(rows, scored, model.device), sampling, mine, sampler, others)
+    return dataclasses.replace(verdict, explanation=" or ".join(named) or None)
+
+
+def _causes(
+    trainer: Trainer, rows: Rows, sampling: Sampling, mine: Tensor, sampler: Tensor, known: Mapping[str, Tensor]
+) -> list[str]:
+    """What explains a difference from `mine` (B, T) down to noise, by the causes of a watched run, `known` ones besides."""
+    model, tau = trainer.loaded(), sampling[0]
+    with torch.no_grad():
+        alone = scoring.score(model, rows, tau)
+
+        def noisy(dtype: torch.dtype | None = None) -> scoring.Scores:
+            return dataclasses.replace(scoring.noise(model, rows, tau, alone, dtype), logps=rows.of(mine))
+
+        others: dict[str, Callable[[], Tensor]] = {n: functools.partial(rows.of, x) for n, x in known.items()}
+        others |= scoring.bare_head(model, alone, rows.token_ids, tau)
+        coarser = {NAMES[dtype]: functools.partial(noisy, dtype) for dtype in (torch.float16, torch.bfloat16)}
+        found = scoring.Difference(rows.of(sampler), noisy())
+        return causes.explanations(found, rows, tau, [(sampling[1], sampling[2], 0.0)], others, coarser)
 
 
 def _defined(
@@ -281,47 +273,3 @@ def judged(recording: Recording, model: str | None, adapter: Path | None, suppor
 
         trainer = dataclasses.replace(trainer, change=lambda loaded: PeftModel.from_pretrained(loaded, adapter))
     return judge(recording, trainer, support)
-
-
-def explanations(
-    recording: Recording, trainer: Trainer, sampling: Sampling, scores: Scores, capped: bool
-) -> dict[str, float]:
-    """What else the sampler's log-probs may be -> rms against it, best first. `scores`: what they are not.
-    `capped`: whether the model has a softcap on its logits."""
-    rows, width, mask, mine = recording.rows(), recording.completion_ids.shape[1], recording.mask, scores.truncated
-    sampler, candidates = recording.sampler_logps.double(), dict[str, Tensor]()
-    if sampling[0] != 1:
-        raw = trainer.score(rows, width, (1.0, 1.0, 0)).full
-        candidates["raw log-probs: the temperature is not in them"] = raw
-    if recording.truncated:
-        cut = trainer.score(rows, width, sampling)
-        candidates["top-p or top-k is not in them"] = cut.full
-        candidates["those of the distribution that was sampled from"] = cut.truncated
-    nothing = mine.new_full((len(mine), 1), math.nan)
-    candidates["each belongs to the token before it"] = torch.cat([nothing, mine[:, :-1]], 1)
-    after = torch.where(mask, mine, math.nan)
-    candidates["each belongs to the token after it"] = torch.cat([after[:, 1:], nothing], 1)
-    if capped:
-        uncapped = dataclasses.replace(trainer, change=lambda model: without_softcap(trainer.change(model)))
-        candidates["a softcap of the logits is missing"] = uncapped.score(rows, width, sampling).truncated
-    candidates["missing ones are filled with 0"] = mine.masked_fill(sampler == 0, 0.0)
-    candidates["those of the likeliest token"] = mine - scores.full + scores.likeliest
-    others = {name: logps for name, logps in candidates.items() if not torch.equal(logps[mask], mine[mask])}
-    differences = {name: (logps - sampler)[mask] for name, logps in others.items()}
-    out = {name: rms(d[d.isfinite()]) for name, d in differences.items() if bool(d.isfinite().any())}
-    return dict(sorted(out.items(), key=lambda item: item[1]))
-
-
-def _undeclared(trainer: Trainer, rows: Rows, sampling: Sampling, sampler: Tensor) -> list[str]:
-    """What a sampler did that the recording does not say, by the causes of a watched run, down to noise."""
-    model = trainer.loaded()
-    with torch.no_grad():
-        alone = scoring.score(model, rows, sampling[0])
-        own = scoring.noise(model, rows, sampling[0], alone)
-    found = scoring.Difference(rows.of(sampler), own)
-    return causes.explanations(found, rows, sampling[0], [(sampling[1], sampling[2], 0.0)], {}, {})
-
-
-def without_softcap(model: Any) -> Any:
-    model.config.get_text_config().final_logit_softcapping = None
-    return model

@@ -136,6 +136,14 @@ def rms(units: Tensor) -> float:
     return float(units.square().mean().sqrt()) if len(units) else 0.0
 
 
+def mismatch(differences: Tensor) -> dict[str, float]:
+    """Means over log-ratios d, trainer minus sampler: mismatch_kl = -d, k3 = exp d - d - 1, both estimates of KL(sampler ‖
+    trainer), and exp|d|."""
+    d = differences
+    measured = {"mismatch_kl": -d, "k3": d.exp() - d - 1, "mean_exp_abs_difference": d.abs().exp()}
+    return {name: float(x.mean()) for name, x in measured.items()}
+
+
 def agrees(units: Tensor) -> bool:
     """Whether noise explains these differences."""
     return rms(units) <= LIMIT and (len(units) == 0 or float(units.abs().max()) <= FARTHEST)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.judge.recipe import NAMES
 from parity.rollouts import scoring
 from parity.rollouts.causes import Supports
 from parity.rollouts.scoring import Difference, Rows, Scores, agrees, innermost, kept_mass, undisturbed
@@ -255,7 +256,7 @@ class Look:
                 if bool((self.taken.attention[:, 0] == 0).any()):
                     others["padding at the left changes what the model computes"] = self._padded
             for dtype in (torch.float16, torch.bfloat16) if what == "sampler" else ():
-                coarser[str(dtype).removeprefix("torch.")] = functools.partial(self._own, self.rows, dtype)
+                coarser[NAMES[dtype]] = functools.partial(self._own, self.rows, dtype)
         if what != "old" and not self.behind(what):
             others |= scoring.bare_head(self.model, mine, self.rows.token_ids, self.temperature)
         return self.temperature, self.sampling if what == "sampler" else None, others, coarser

@@ -7,7 +7,7 @@ import torch
 
 from parity.judge.values import normal
 from parity.recording import Recording
-from parity.rollouts.judge import Trainer, without_softcap
+from parity.rollouts.judge import Trainer
 
 Made = tuple[Recording, Trainer, str]
 """Recording, trainer and definition with the fault."""
@@ -41,7 +41,12 @@ def stale_weights(r: Recording, t: Trainer) -> Made:
 
 def softcap_lost(r: Recording, t: Trainer) -> Made:
     """One of the two does not apply the softcap that the other does."""
-    return _changed(r, t, without_softcap)
+
+    def uncapped(model: Any) -> Any:
+        model.config.get_text_config().final_logit_softcapping = None
+        return model
+
+    return _changed(r, t, uncapped)
 
 
 def nested_config_lost(r: Recording, t: Trainer) -> Made:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parity import data, recording
-from parity.rollouts import contract, record
+from parity.rollouts import contract, engine_models, record, scoring
 from parity.rollouts.engine_models import opened
 from parity.rollouts.record import RecordingOptions
 
@@ -60,8 +60,9 @@ def test_a_fault_breaks_its_line_alone(line, name, fault):
 
 def test_the_likeliest_tokens_in_place_of_the_sampled_ones():
     found = of("t1-p1")
-    model = record.Trainer(record.engine_models.folder_of("tiny-llama"), torch.float32)
-    likeliest = model.score(found.rows(), 16, (1.0, 1.0, 0)).likeliest.float()
+    rows = scoring.rows_from(found.rows(), found.mask, "cpu")
+    own = scoring.score(engine_models.loaded(engine_models.folder_of("tiny-llama"), torch.float32), rows, 1.0)
+    likeliest = rows.back(own.logits.log_softmax(-1).amax(-1))
     _, broken = contract.held(dataclasses.replace(found, sampler_logps=likeliest), **JUDGED)
     assert broken == {"place": f"{found.name}: those of the likeliest token"}
 

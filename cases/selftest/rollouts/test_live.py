@@ -34,7 +34,7 @@ def test_a_softcap_that_the_engine_lost(tmp_path):
     words = ["--model", str(model), "--temperature", "0.7", "--prompts", str(prompts), "--rows", "32"]
     assert rollouts("record", "--engine", "vllm", *words, "--max-tokens", "16", "--out", str(tmp_path))[0] == 0
     code, out = rollouts("judge", str(tmp_path / "uncapped-fp32-t0.7-p1"), "--model", "tiny-gemma2")
-    assert code == 1 and "what fits better: a softcap of the logits is missing" in out
+    assert code == 1 and "what fits better: the softcap 3 of the logits is left out" in out
 
 
 def test_every_line_of_the_contract_holds(tmp_path):
