@@ -3,6 +3,7 @@
 import functools
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -86,6 +87,25 @@ def vllm(name, **wanted):
     policy = engine_models.loaded(engine_models.folder_of(facts["model"]), dtype)
     settings = {"max_steps": 1, "max_completion_length": 32, "learning_rate": 0.0, **wanted}
     return grpo(functools.partial(recorded, name), policy=policy, **settings)
+
+
+def within(trainer, method, of=None, **changed):
+    """The trainer, one method of which runs while attributes of it, or of another object, are others."""
+    original = getattr(trainer, method)
+
+    def run(*args, **kwargs):
+        with mock.patch.multiple(trainer if of is None else of, **changed):
+            return original(*args, **kwargs)
+
+    setattr(trainer, method, run)
+    return trainer
+
+
+def scored(trainer, model, inputs):
+    """Log-probs of a batch's completions as the trainer scores them."""
+    parts = ("prompt", "completion")
+    ids, mask = (torch.cat([inputs[f"{part}_{what}"] for part in parts], 1) for what in ("ids", "mask"))
+    return trainer._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
 
 
 def watched(trainer, tmp_path, **options):

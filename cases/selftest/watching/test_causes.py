@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cases.selftest.slow import HOURS
-from cases.selftest.watching.runs import corrected, grpo, of, sampler, watched
+from cases.selftest.watching.runs import corrected, grpo, of, sampler, scored, watched, within
 from parity.trainers.definitions.micro_batch import Loss
 from parity.trainers.rig import checkpointing, models, stored_window
 from parity.trainers.rig.stored_window import Sample
@@ -34,17 +34,7 @@ def test_a_ratio_that_is_applied_is_silent_and_a_dropped_one_is_named(tmp_path):
     noisy = functools.partial(sampler, change=lambda logps: logps - 0.1)
     applied, _ = watched(corrected(noisy), tmp_path)
     assert {what for what, *_ in found(applied)} == {"sampler"}
-    trainer = corrected(noisy)
-    original = trainer._compute_loss
-
-    def dropped(self, *args):
-        self.use_vllm = False
-        out = original(*args)
-        self.use_vllm = True
-        return out
-
-    trainer._compute_loss = MethodType(dropped, trainer)
-    watch, _ = watched(trainer, tmp_path)
+    watch, _ = watched(within(corrected(noisy), "_compute_loss", use_vllm=False), tmp_path)
     assert ("loss", "the sampler's importance ratio is not applied") in found(watch)
 
 
@@ -68,9 +58,7 @@ def test_padding_in_the_normaliser(tmp_path):
     trainer = grpo(sampler, loss_type="grpo", max_completion_length=24)
 
     def padded(self, model, inputs):
-        parts = ("prompt", "completion")
-        ids, mask = (torch.cat([inputs[f"{part}_{kind}"] for part in parts], 1) for kind in ("ids", "mask"))
-        lp, *_ = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])
+        lp = scored(self, model, inputs)
         terms = (lp - lp.detach()).exp() * inputs["advantages"][:, None] * inputs["completion_mask"]
         return -terms.mean()
 
@@ -127,12 +115,12 @@ def test_what_is_seen_of_a_gradient_without_a_known_cause(tmp_path, changed, cau
 def test_logits_that_are_not_shifted(tmp_path):
     trainer = grpo(dtype=torch.bfloat16, max_steps=1)
 
-    def scored(model, ids, mask, keep, *args, **kwargs):
+    def unshifted(model, ids, mask, keep, *args, **kwargs):
         logits = model(input_ids=ids, attention_mask=mask).logits[:, -keep:].float().log_softmax(-1)
         logps = logits.gather(-1, ids[:, -keep:, None])[..., 0]
         return logps, torch.zeros_like(logps), None
 
-    trainer._get_per_token_logps_and_entropies = scored
+    trainer._get_per_token_logps_and_entropies = unshifted
     watch, _ = watched(trainer, tmp_path)
     cause = "each log-prob is by the logits of the token itself, not of the one before it"
     assert [(f.what, f.causes) for f in watch.findings] == [("trainer", (cause,))]
@@ -171,21 +159,31 @@ def test_a_model_that_left_padding_changes(tmp_path):
     assert found(watch) == [("trainer", "padding at the left changes what the model computes")]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_sampler_in_bfloat16_or_its_log_softmax_alone(tmp_path, whole):
-    planted = {"model": models.model("llama", torch.bfloat16)} if whole else {"change": lambda x: x.bfloat16().float()}
-    rollout = functools.partial(sampler, **planted)
-    watch, _ = watched(grpo(rollout, max_steps=1), tmp_path)
-    assert found(watch) == [
-        ("sampler", "no cause that was tried; by size alone as far apart as the arithmetic of bfloat16")
-    ]
+ALIKE = "no cause that was tried; by size alone as far apart as the arithmetic of bf16"
+STALE = {"max_steps": 3, "learning_rate": 0.1}
 
 
-@pytest.mark.parametrize("penalty", ["1.01", "1.15", "0.9"])
-def test_a_sampler_with_a_repetition_penalty(tmp_path, penalty):
-    rollout = functools.partial(sampler, repetition_penalty=float(penalty))
-    watch, _ = watched(grpo(rollout, temperature=0.7, max_steps=1), tmp_path)
-    assert found(watch) == [("sampler", f"the sampler has a repetition penalty of {penalty}")]
+@pytest.mark.parametrize(
+    "planted, wanted, causes",
+    [
+        (lambda: {"model": models.model("llama", torch.bfloat16)}, {}, [ALIKE]),
+        (lambda: {"change": lambda x: x.bfloat16().float()}, {}, [ALIKE]),
+        (lambda: {"model": models.model("llama")}, STALE, ["weights 1 update old", "weights 2 updates old"]),
+        *(
+            (
+                lambda by=by: {"repetition_penalty": by},
+                {"temperature": 0.7},
+                [f"the sampler has a repetition penalty of {by}"],
+            )
+            for by in (1.01, 1.15, 0.9)
+        ),
+    ],
+)
+def test_what_a_sampler_did_is_all_that_is_named(tmp_path, planted, wanted, causes):
+    """In bfloat16, or its log-softmax alone; with the weights of the first step; with a repetition penalty."""
+    rollout = functools.partial(sampler, **planted())
+    watch, _ = watched(grpo(rollout, **{"max_steps": 1, **wanted}), tmp_path, every=2)
+    assert found(watch) == [("sampler", cause) for cause in causes]
 
 
 ALONE = SimpleNamespace(
@@ -231,12 +229,6 @@ def test_what_float32_flushes_to_0_is_no_other_loss():
     assert definition.faults(None, loss, logps, logps.double(), 1e-30) is not None
 
 
-def test_stale_weights_are_told_by_their_age(tmp_path):
-    first = models.model("llama")
-    watch, _ = watched(grpo(functools.partial(sampler, model=first), max_steps=3, learning_rate=0.1), tmp_path, every=2)
-    assert found(watch) == [("sampler", "weights 1 update old"), ("sampler", "weights 2 updates old")]
-
-
 @pytest.mark.parametrize("warm", [0, 1])
 def test_a_sync_that_fails_shows_behind_the_first_update_that_moves_weights(tmp_path, warm):
     """A warmup's first update has the learning rate 0."""
@@ -250,17 +242,7 @@ def test_a_sync_that_fails_shows_behind_the_first_update_that_moves_weights(tmp_
 
 def test_a_kl_that_is_dropped_shows_behind_the_first_update(tmp_path):
     trainer = grpo(beta=0.5, learning_rate=0.1)
-    original = trainer._compute_loss
-
-    def free(*args):
-        trainer.beta, beta = 0.0, trainer.beta
-        try:
-            return original(*args)
-        finally:
-            trainer.beta = beta
-
-    trainer._compute_loss = free
-    watch, lines = watched(trainer, tmp_path, every=50)
+    watch, lines = watched(within(trainer, "_compute_loss", beta=0.0), tmp_path, every=50)
     assert [line["step"] for line in lines] == [1, 2]
     assert [f.text.partition(":")[0] for f in watch.findings if f.causes[0].startswith("beta is ignored")] == [
         "watch, step 2"
@@ -392,19 +374,13 @@ def test_a_loss_whose_gradient_reaches_no_parameter(tmp_path):
     assert [f.text for f in watch.findings] == ["watch, step 1: no parameter has a gradient, and the loss has one"]
 
 
-def test_a_reference_that_shares_its_weights_with_the_policy(tmp_path):
+@pytest.mark.parametrize("name", ["ref_model", "teacher_model"])
+def test_a_reference_that_shares_its_weights_with_the_policy_moves_and_a_teacher_may(tmp_path, name):
     trainer = grpo(sampler, beta=0.04, max_steps=1)
-    trainer.ref_model = trainer.model
+    setattr(trainer, name, trainer.model)
     watch, _ = watched(trainer, tmp_path)
-    assert [f.what for f in watch.findings] == ["update"]
-    assert "step 1: the optimizer's step moves the reference too: model.embed_tokens.weight, " in watch.findings[0].text
-
-
-def test_a_teacher_that_is_the_model_itself_may_move(tmp_path):
-    trainer = grpo(sampler, max_steps=1)
-    trainer.teacher_model = trainer.model
-    watch, _ = watched(trainer, tmp_path)
-    assert not watch.findings
+    text = "step 1: the optimizer's step moves the reference too: model.embed_tokens.weight, "
+    assert [(f.what, text in f.text) for f in watch.findings] == [("update", True)] * (name == "ref_model")
 
 
 def test_what_a_step_lacks_is_found_once_while_the_learning_rate_rises(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases.selftest.watching.runs import of, watched
+from cases.selftest.watching.runs import of, watched, within
 from parity.judge.shaken import Shaken
 from parity.rollouts import scoring
 
@@ -69,17 +69,8 @@ def test_a_loss_of_distillation_that_is_not_divided(tmp_path):
 
 def test_a_softcap_that_the_heads_of_distillation_lack(tmp_path):
     made = of("distillation-trainer", **DISTILLED)
-    config = made.model.config
-    original = made._compute_loss
-
-    def uncapped(*args):
-        cap, config.final_logit_softcapping = config.final_logit_softcapping, None
-        out = original(*args)
-        config.final_logit_softcapping = cap
-        return out
-
-    made._compute_loss = uncapped
-    watch, _ = watched(made, tmp_path)
+    uncapped = within(made, "_compute_loss", made.model.config, final_logit_softcapping=None)
+    watch, _ = watched(uncapped, tmp_path)
     assert [f.what for f in watch.findings] == ["loss"] and "times its definition's" in watch.findings[0].text
 
 

@@ -5,6 +5,7 @@ import functools
 import html
 import json
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from accelerate.state import GradientState
 from transformers import TrainerCallback
 
 import parity
-from cases.selftest.watching.runs import grpo, of, sampler, watched
+from cases.selftest.watching.runs import grpo, of, sampler, scored, watched
 from parity.registry import loss_family
 from parity.results import watched as watched_files
 from parity.rollouts import scoring
@@ -36,14 +37,21 @@ def run(trainer, **options):
 
 
 class Between(TrainerCallback):
-    """Calls a function after the first step."""
+    """Calls a function after the first step, and keeps what it returns."""
 
     def __init__(self, do):
         self.do = do
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 1:
-            self.do()
+            self.made = self.do()
+
+
+def watched_from_step_2(trainer, tmp_path):
+    between = Between(lambda: parity.watch(trainer, to=tmp_path / "watch.ndjson"))
+    trainer.add_callback(between)
+    run(trainer)
+    return between.made
 
 
 def doubled(self, *args, **kwargs):
@@ -102,10 +110,8 @@ def test_how_a_loss_of_the_users_own_differs_is_said_once_and_no_finding(tmp_pat
 
 def test_a_beta_that_a_loss_ignores_is_said(tmp_path, said):
     def free(self, model, inputs):
-        self.beta, beta = 0.0, self.beta
-        loss = super(type(self), self)._compute_loss(model, inputs)
-        self.beta = beta
-        return loss
+        with mock.patch.object(self, "beta", 0.0):
+            return super(type(self), self)._compute_loss(model, inputs)
 
     watched(subclassed(grpo(sampler, beta=0.5, learning_rate=0.1), _compute_loss=free), tmp_path)
     assert len(said) == 1 and ": beta is ignored: there is no KL; Users has" in said[0]
@@ -118,41 +124,39 @@ def by_logits(self, model, inputs, *args, **kwargs):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
 
 
-def test_a_loss_by_logits_beside_a_metric_of_log_probs_is_said_not_to_be_watched(tmp_path, said):
-    watch, _ = watched(subclassed(of("sft-trainer"), compute_loss=by_logits), tmp_path)
-    assert not watch.findings and [line.partition(" (")[0] for line in said] == ["watch: Users shows no log-probs"]
+@pytest.mark.parametrize(
+    "made, text",
+    [
+        (
+            lambda: subclassed(of("sft-trainer"), compute_loss=by_logits),
+            "Users shows no log-probs (a loss of its own, ",
+        ),
+        (lambda: subclassed(grpo(sampler), _compute_loss=by_rows), "Users shows no log-probs (rows scored apart): "),
+        (lambda: of("sft-trainer", label_smoothing_factor=0.1), "SFTTrainer shows no log-probs (label smoothing): "),
+    ],
+)
+def test_a_loss_that_shows_no_log_probs_is_said_not_to_be_watched_and_why(tmp_path, said, made, text):
+    """By logits, beside a metric of log-probs; of rows scored one by one; with smoothed labels."""
+    watch, _ = watched(made(), tmp_path)
+    assert not watch.findings and [line.startswith(f"watch: {text}") for line in said] == [True]
     assert said[0].endswith(
         "its loss is not watched, only whether gradients are finite, and the optimizer's first step"
     )
 
 
-def by_rows(self, model, inputs, order=1):
-    rows = range(len(inputs["prompt_ids"]))[::order]
+def by_rows(self, model, inputs):
+    rows = range(len(inputs["prompt_ids"]))
     each = [{n: x[i : i + 1] if torch.is_tensor(x) and x.ndim else x for n, x in inputs.items()} for i in rows]
     return sum(super(type(self), self)._compute_loss(model, one) for one in each)
 
 
-@pytest.mark.parametrize(
-    "order, text", [(1, None), (-1, "rows scored apart, in another order or padding than the batch's")]
-)
-def test_rows_that_are_scored_one_by_one_are_watched_in_the_batchs_order(tmp_path, said, order, text):
-    trainer = subclassed(grpo(sampler), _compute_loss=functools.partialmethod(by_rows, order=order))
-    watch, lines = watched(trainer, tmp_path)
-    assert not watch.findings and [text in line for line in said] == ([True] if text else [])
-    assert len(lines) == (0 if text else 2)
-
-
 def test_a_loss_that_scores_once_more_for_its_kl_is_held_against_the_definition(tmp_path, said):
     def apart(self, model, inputs):
-        ids, mask = (
-            torch.cat([inputs[f"{of}_{what}"] for of in ("prompt", "completion")], 1) for what in ("ids", "mask")
-        )
-        scored = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])
-        self.beta, beta = 0.0, self.beta
-        loss = super(type(self), self)._compute_loss(model, inputs)
-        self.beta, d = beta, inputs["ref_per_token_logps"] - scored[0]
+        d = inputs["ref_per_token_logps"] - scored(self, model, inputs)
+        with mock.patch.object(self, "beta", 0.0):
+            loss = super(type(self), self)._compute_loss(model, inputs)
         kl = ((d.exp() - d - 1) * inputs["completion_mask"]).sum() / inputs["completion_mask"].sum()
-        return loss + beta * (kl if self.right else kl.detach()) / self.current_gradient_accumulation_steps
+        return loss + self.beta * (kl if self.right else kl.detach()) / self.current_gradient_accumulation_steps
 
     wanted = {"beta": 0.5, "learning_rate": 0.1, "loss_type": "bnpo", "use_bias_correction_kl": False}
     for right in (True, False):
@@ -162,22 +166,11 @@ def test_a_loss_that_scores_once_more_for_its_kl_is_held_against_the_definition(
     assert said[0].startswith("watch, step 2: gradients of the log-probs are not those of bnpo: beta is ignored")
 
 
-def test_label_smoothing_is_said_to_be_the_reason(tmp_path, said):
-    watched(of("sft-trainer", label_smoothing_factor=0.1), tmp_path)
-    assert [line.partition(":")[2].partition(":")[0] for line in said] == [
-        " SFTTrainer shows no log-probs (label smoothing)"
-    ]
-
-
 def test_old_log_probs_that_are_scored_again_are_found_where_completions_are_used_again(tmp_path):
     def again(self, batch):
         inputs = dict(super(type(self), self)._prepare_inputs(batch))
-        ids, mask = (
-            torch.cat([inputs[f"{of}_{what}"] for of in ("prompt", "completion")], 1) for what in ("ids", "mask")
-        )
         with torch.no_grad():
-            scored = self._get_per_token_logps_and_entropies(self.model, ids, mask, inputs["completion_ids"].shape[1])
-        return inputs | {"old_per_token_logps": scored[0]}
+            return inputs | {"old_per_token_logps": scored(self, self.model, inputs)}
 
     wanted = {"num_iterations": 2, "learning_rate": 0.1, "per_device_train_batch_size": 4, "steps_per_generation": 2}
     watch, lines = watched(grpo(**wanted), tmp_path, every=50)
@@ -210,8 +203,7 @@ def test_a_file_that_cannot_be_written_ends_nothing(tmp_path, said):
 def test_a_page_that_fails_ends_the_watch_and_not_the_run(tmp_path, said, monkeypatch):
     monkeypatch.setattr(watched_files, "write", lambda *_: "\udc80".encode())
     trainer = grpo(RAW, temperature=0.7)
-    parity.watch(trainer, every=1, to=tmp_path / "watch.ndjson")
-    run(trainer)
+    watched(trainer, tmp_path)
     assert trainer.state.global_step == 2
     assert [line for line in said if "UnicodeEncodeError" in line and "the run goes on unwatched" in line]
 
@@ -265,26 +257,21 @@ def test_a_step_that_fails_while_its_batch_is_kept_fails_once(tmp_path):
 
 def test_each_training_is_watched_from_its_first_step(tmp_path):
     trainer = grpo(RAW, temperature=0.7)
-    watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
-    run(trainer)
+    watch, _ = watched(trainer, tmp_path, every=50)
     run(trainer)
     assert [f.text.partition(":")[0] for f in watch.findings] == ["watch, step 1", "watch, step 2"] * 2
 
 
 def test_a_policy_that_trains_again_has_left_its_reference(tmp_path, said):
     trainer = grpo(beta=0.04, learning_rate=0.1, max_steps=1)
-    watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
-    run(trainer)
+    watch, _ = watched(trainer, tmp_path, every=50)
     run(trainer)
     assert not watch.findings and not said
 
 
 def test_a_watch_that_begins_or_ends_in_the_run(tmp_path):
-    made = []
-    trainer = grpo(RAW, temperature=0.7)
-    trainer.add_callback(Between(lambda: made.append(parity.watch(trainer, to=tmp_path / "watch.ndjson"))))
-    run(trainer)
-    assert [f.text.partition(":")[0] for f in made[0].findings] == ["watch, step 2"]
+    begun = watched_from_step_2(grpo(RAW, temperature=0.7), tmp_path)
+    assert [f.text.partition(":")[0] for f in begun.findings] == ["watch, step 2"]
     trainer = grpo(RAW, temperature=0.7)
     watch = parity.watch(trainer, every=1, to=tmp_path / "watch.ndjson")
     trainer.add_callback(Between(watch.undo))
@@ -293,11 +280,8 @@ def test_a_watch_that_begins_or_ends_in_the_run(tmp_path):
 
 
 def test_one_that_begins_between_updates_of_one_generation_waits_for_the_next(tmp_path):
-    made = []
     trainer = grpo(sampler, num_iterations=2, max_steps=3, learning_rate=0.1)
-    trainer.add_callback(Between(lambda: made.append(parity.watch(trainer, to=tmp_path / "watch.ndjson"))))
-    run(trainer)
-    assert not made[0].findings
+    assert not watched_from_step_2(trainer, tmp_path).findings
     assert [json.loads(line)["step"] for line in (tmp_path / "watch.ndjson").read_text().splitlines()] == [3]
 
 
@@ -429,30 +413,14 @@ def test_noise_that_is_no_dropout_is_said_and_not_found(tmp_path, said):
     assert not watch.findings and not any("watch/trainer_units" in line for line in lines)
 
 
-def test_a_part_that_is_kept_in_evaluation_mode_is_so_in_a_forward_as_in_training():
-    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.5).eval())
+def test_modes_and_what_a_forward_as_in_training_moves_are_put_back():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5).eval())
+    before = copy.deepcopy(model.state_dict())
     with scoring.undisturbed(model, training=True):
         assert [m.training for m in model.modules()] == [True, True, False]
+        model(torch.arange(8.0).view(4, 2))
+        assert not torch.equal(model[0].running_mean, before["0.running_mean"])
     with scoring.undisturbed(model):
         assert not any(m.training for m in model.modules())
     assert [m.training for m in model.modules()] == [True, True, False]
-
-
-def test_what_a_forward_as_in_training_moves_is_put_back():
-    model = torch.nn.BatchNorm1d(2)
-    before = copy.deepcopy(model.state_dict())
-    with scoring.undisturbed(model, training=True):
-        model(torch.arange(8.0).view(4, 2))
-        assert not torch.equal(model.running_mean, before["running_mean"])
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-
-
-def test_a_run_whose_forward_is_random_ends_in_the_same_bits(tmp_path):
-    def ended(watch):
-        trainer = of("sft-trainer", neftune_noise_alpha=5.0, max_steps=3)
-        if watch:
-            parity.watch(trainer, every=1, to=tmp_path / "watch.ndjson")
-        run(trainer)
-        return [*trainer.model.parameters(), torch.get_rng_state()]
-
-    assert all(torch.equal(a, b) for a, b in zip(ended(False), ended(True), strict=True))

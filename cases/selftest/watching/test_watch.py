@@ -135,7 +135,9 @@ def trained(watch, tmp_path, lora=False, **wanted):
     return trainer, state, log
 
 
-@pytest.mark.parametrize("wanted", [{"lora": True}, {"gradient_checkpointing": True, "beta": 0.04}])
+@pytest.mark.parametrize(
+    "wanted", [{"lora": True}, {"gradient_checkpointing": True, "beta": 0.04}, {"neftune_noise_alpha": 5.0}]
+)
 def test_a_watched_run_ends_in_the_same_bits(tmp_path, wanted):
     bare, state, log = trained(False, tmp_path, **wanted)
     seen, same_state, same_log = trained(True, tmp_path, **wanted)
