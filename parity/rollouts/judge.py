@@ -69,9 +69,6 @@ class Trainer:
     dtype: torch.dtype
     change: Callable[[Any], Any] = lambda model: model
 
-    def score(self, rows: Pairs, width: int, sampling: Sampling) -> Scores:
-        return score(self.loaded(), rows, width, sampling)
-
     def loaded(self) -> Any:
         return self.change(engine_models.loaded(self.folder, self.dtype))
 
@@ -138,7 +135,7 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
     sampling = (float(f["temperature"]), float(f["top_p"]), int(f["top_k"]))
     asked = (sampling[0], 1.0, 0) if definition == "full" else sampling
     mask, sampler = recording.mask, recording.sampler_logps
-    scores = trainer.score(rows, width, sampling)
+    scores = score(trainer.loaded(), rows, width, sampling)
     mine = scores.full if definition == "full" else scores.truncated
     found = (mine - sampler.double())[mask]
     model = trainer.in_float64()
@@ -159,15 +156,15 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
         "top-p or top-k is not in them": scores.full,
         "those of the distribution that was sampled from": scores.truncated,
     }
-    named = _causes(trainer, rows_from(rows, scored, model.device), sampling, mine, sampler, others)
+    named = _causes(trainer.loaded(), rows_from(rows, scored, model.device), sampling, mine, sampler, others)
     return dataclasses.replace(verdict, explanation=" or ".join(named) or None)
 
 
 def _causes(
-    trainer: Trainer, rows: Rows, sampling: Sampling, mine: Tensor, sampler: Tensor, known: Mapping[str, Tensor]
+    model: Any, rows: Rows, sampling: Sampling, mine: Tensor, sampler: Tensor, known: Mapping[str, Tensor]
 ) -> list[str]:
     """What explains a difference from `mine` (B, T) down to noise, by the causes of a watched run, `known` ones besides."""
-    model, tau = trainer.loaded(), sampling[0]
+    tau = sampling[0]
     with torch.no_grad():
         alone = scoring.score(model, rows, tau)
 

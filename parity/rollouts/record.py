@@ -18,7 +18,7 @@ from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
 from parity.recording import Recording
 from parity.rollouts import contract, engine_models, server, vllm_engine
-from parity.rollouts.judge import Trainer
+from parity.rollouts.judge import score
 from parity.rollouts.server import Request, Sampled
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
@@ -103,7 +103,7 @@ def _recording(options: RecordingOptions, folder: Path, request: Request, found:
     rows = list(zip(request.prompts, found.completions, strict=True))
     sampling = (request.temperature, request.top_p, request.top_k)
     completion_ids = padded(found.completions, torch.int32, request.max_tokens)
-    scores = Trainer(folder, DTYPES[options.dtype]).score(rows, request.max_tokens, sampling)
+    scores = score(engine_models.loaded(folder, DTYPES[options.dtype]), rows, request.max_tokens, sampling)
     kept = scores.kept.float() if request.top_p < 1 or request.top_k > 0 else None
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     facts = {

@@ -4,7 +4,6 @@ A check is one function under the decorator `parity.trainers.check.check`, in a 
 `MODULES` names. TRL, transformers and PEFT are imported inside functions, so that this module loads without them.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -139,7 +138,7 @@ def _implementation(id: str, trainer: str, role: Literal["reference", "candidate
 
 def measured(user_class: type | None, call: CheckCall) -> Iterator[Quantity]:
     """The call of a trainer's implementation: what the case's check measures of it, `user_class` in the place of TRL's."""
-    with drive.own_cache(), drive.using(user_class) if user_class else contextlib.nullcontext():
+    with drive.using(user_class):
         yield from family(call.case.family).check(call.case).run(call)
 
 

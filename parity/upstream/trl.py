@@ -181,11 +181,8 @@ def accepts(kind: type, name: str) -> bool:
 def mentions(text: str, kind: Any = None) -> bool:
     """Whether the source of GRPOTrainer's losses has this text: what a version reads, it can be given. Of a subclass
     `kind` its own losses count too, and those that they override."""
-    bases, losses = (
-        (kind or class_named("GRPOTrainer")).__mro__,
-        ("compute_loss", "_compute_loss", "compute_liger_loss"),
-    )
-    methods = [vars(base).get(name) for base in bases for name in losses]
+    losses = ("compute_loss", "_compute_loss", "compute_liger_loss")
+    methods = [vars(base).get(name) for base in (kind or class_named("GRPOTrainer")).__mro__ for name in losses]
     return any(text in source_of(method) for method in methods if method is not None)
 
 

@@ -13,6 +13,11 @@ Made = tuple[Recording, Trainer, str]
 """Recording, trainer and definition with the fault."""
 
 
+def first(recording: Recording, rows: int) -> Recording:
+    """A recording of its first rows alone."""
+    return dataclasses.replace(recording, **{n: x[:rows] for n, x in recording.tensors().items()})
+
+
 def temperature_forgotten(r: Recording, t: Trainer) -> Made:
     """The engine hands out its raw log-probs."""
     return dataclasses.replace(r, sampler_logps=r.raw_logps), t, "truncated"

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from cases.selftest.rollouts.controls import first
 from parity import data, recording
 from parity.rollouts import contract, engine_models, record, scoring
 from parity.rollouts.engine_models import opened
@@ -14,8 +15,7 @@ JUDGED = {"model": None, "adapter": None, "support": "truncated"}
 
 
 def of(name, rows=2):
-    found = recording.load(data.rollouts_dir() / "contract" / f"llama-fp32-{name}")
-    return dataclasses.replace(found, **{n: x[:rows] for n, x in found.tensors().items()})
+    return first(recording.load(data.rollouts_dir() / "contract" / f"llama-fp32-{name}"), rows)
 
 
 def test_a_real_vllm_keeps_every_line():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from cases.selftest.rollouts.controls import CONTROLS, stale_weights
+from cases.selftest.rollouts.controls import CONTROLS, first, stale_weights
 from parity import data, recording
 from parity.cli.commands import main
 from parity.errors import UsageError
@@ -22,8 +22,7 @@ SAID = "no cause that was tried; by size alone as far apart as the arithmetic of
 
 
 def short(name):
-    found = recording.named(name)
-    return dataclasses.replace(found, **{n: x[:ROWS] for n, x in found.tensors().items()})
+    return first(recording.named(name), ROWS)
 
 
 def trainer_of(found):
@@ -128,11 +127,10 @@ def test_an_engine_of_a_coarser_dtype_is_named():
 )
 def test_a_setting_of_the_sampler_that_the_recording_does_not_say_is_named(name, did, cause):
     """A temperature applied twice; top-k of the server's own defaults."""
-    found = recording.load(data.rollouts_dir() / name)
-    found = dataclasses.replace(found, **{n: x[:ROWS] for n, x in found.tensors().items()})
+    found = first(recording.load(data.rollouts_dir() / name), ROWS)
     trainer = trainer_of(found)
     if did:
-        scores = trainer.score(found.rows(), found.completion_ids.shape[1], (did["temperature"], 1.0, 0))
+        scores = score(trainer.loaded(), found.rows(), found.completion_ids.shape[1], (did["temperature"], 1.0, 0))
         found = dataclasses.replace(found, sampler_logps=scores.full.float())
     found = dataclasses.replace(found, facts={**found.facts, "top_k": 0})
     verdict = judge(found, trainer)
@@ -150,7 +148,7 @@ def test_a_padded_vocabulary_is_not_said_to_be_arithmetic_and_what_is_judged_is_
         head.forward = lambda x: torch.nn.functional.pad(plain(x), (0, 40), value=-1.0)
         return model
 
-    scores = dataclasses.replace(trainer, change=padded).score(found.rows(), 32, (1.0, 1.0, 0))
+    scores = score(padded(trainer.loaded()), found.rows(), 32, (1.0, 1.0, 0))
     verdict = judge(dataclasses.replace(found, sampler_logps=scores.full.float()), trainer)
     assert not verdict.agrees and verdict.explanation == SAID + "fp16"
 

@@ -4,11 +4,11 @@ import json
 import shlex
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import save_file
 
 from parity import recording
 from parity.case.drawing import cases, draws
@@ -90,16 +90,12 @@ def test_a_foreign_manifest_is_one_line(content, made, tmp_path):
     ],
 )
 def test_foreign_tensors_are_one_line(change, told, made, tmp_path):
-    import hashlib
-
-    tensors = recording.load(made).tensors()
+    found = recording.load(made)
+    tensors = found.tensors()
     change(tensors)
-    file = tmp_path / "x.safetensors"
-    save_file(tensors, file)
-    facts = json.loads(made.read_text()) | {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    (tmp_path / "x.json").write_text(json.dumps(facts))
+    path = recording.save(SimpleNamespace(name="x", facts=found.facts, tensors=lambda: tensors), tmp_path)
     with pytest.raises(UsageError, match=told):
-        recording.load(file)
+        recording.load(path)
 
 
 def test_vllm_that_is_not_there_is_one_line(tmp_path):
@@ -125,14 +121,10 @@ class Server(BaseHTTPRequestHandler):
         sampling = (asked["temperature"], asked["top_p"], asked.get("top_k", 0))
         found = self.server.sample(Request([asked["prompt"]], *sampling, asked["max_tokens"], asked["seed"]))
         tokens = found.completions[0]
-        choice = {"logprobs": {"token_logprobs": found.logps[0], "tokens": [f"token_id:{i}" for i in tokens]}}
-        if self.ids_as == "token_ids":
-            choice["token_ids"] = tokens
-        if self.ids_as == "text":
-            choice["logprobs"]["tokens"] = [f"w{i}" for i in tokens]
-        if self.ids_as == "nothing":
-            choice = {"text": "w3"}
-        self._answer({"choices": [choice]})
+        texts = [f"w{i}" if self.ids_as == "text" else f"token_id:{i}" for i in tokens]
+        choice = {"logprobs": {"token_logprobs": found.logps[0], "tokens": texts}}
+        choice |= {"token_ids": tokens} if self.ids_as == "token_ids" else {}
+        self._answer({"choices": [{"text": "w3"} if self.ids_as == "nothing" else choice]})
 
     def _answer(self, content):
         body = json.dumps(content).encode()

@@ -18,14 +18,14 @@ GEMMA = ("scaled embedding", "one more", "four norms", "tanh GELU")
 WRITTEN: Mapping[str, tuple[str, ...]] = {
     "llama": (),
     models.GROUPED: (),
-    "qwen2": ("biased",),
+    "qwen2": (),
     "qwen3": ("head norms",),
     "qwen3_moe": ("head norms", "experts"),
     "granite": ("multipliers",),
     "gemma2": GEMMA,
     "gemma3": (*GEMMA, "head norms"),
     "cohere": ("parallel", "centred", "interleaved"),
-    "phi": ("parallel", "centred", "biased", "one projection", "tanh GELU"),
+    "phi": ("parallel", "centred", "one projection", "tanh GELU"),
 }
 """Architecture of `models` -> how it differs from Llama (arXiv 2302.13971, section 2.2)."""
 SLIDING = "sliding_attention"
@@ -88,14 +88,9 @@ class _Decoder:
         c, count = self.config, len(x)
         kind = (getattr(c, "layer_types", None) or (SLIDING, "full_attention") * c.num_hidden_layers)[layer]
         dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        q, k, v = (
-            linear(
-                x, self.p[f"{at}{name}_proj.weight"], self.p[f"{at}{name}_proj.bias"] if "biased" in self.has else None
-            )
-            .view(count, -1, dim)
-            .transpose(0, 1)
-            for name in "qkv"
-        )
+        named = [f"{at}{name}_proj" for name in "qkv"]
+        projected = (linear(x, self.p[f"{name}.weight"], self.p.get(f"{name}.bias")) for name in named)
+        q, k, v = (y.view(count, -1, dim).transpose(0, 1) for y in projected)
         if "head norms" in self.has:
             q, k = self.norm(q, at + "q_norm"), self.norm(k, at + "k_norm")
         q, k = self.turned(q, kind), self.turned(k, kind)
@@ -104,13 +99,11 @@ class _Decoder:
         scale = c.attention_multiplier if "multipliers" in self.has else scale
         z = _capped(scale * (q @ k.transpose(1, 2)), getattr(c, "attn_logit_softcapping", None))
         back = torch.arange(count)[:, None] - torch.arange(count)
-        seen = (back >= 0) & (back < c.sliding_window) if self.slides(kind) else back >= 0
+        slides = kind == SLIDING and "four norms" in self.has
+        seen = (back >= 0) & (back < c.sliding_window) if slides else back >= 0
         out = torch.softmax(torch.where(seen, z, -torch.inf), -1) @ v
         name = f"{at}dense" if "one projection" in self.has else f"{at}o_proj"
         return linear(out.transpose(0, 1).reshape(count, -1), self.p[f"{name}.weight"], self.p.get(f"{name}.bias"))
-
-    def slides(self, kind: str) -> bool:
-        return kind == SLIDING and "four norms" in self.has
 
     def turned(self, x: Tensor, kind: str) -> Tensor:
         """RoPE (arXiv 2104.09864, equation 34): pairs of dimensions turned by position · θ^(-2i/d), a pair one half apart or,

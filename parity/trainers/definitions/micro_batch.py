@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.families.policy_losses import CONFIG_FIELDS, losses
+from parity.families.policy_losses import CONFIG_FIELDS, GIVEN, losses
 from parity.families.preference_losses import DPO, ONLINE, Pairs, unpaired
 
 Define = Callable[[Tensor], Tensor]
@@ -53,21 +53,15 @@ def _grpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, item
     absent = {"importance_sampling_level": "token", "use_bias_correction_kl": False, "max_completion_length": 1}
     s = SimpleNamespace(**{n: _setting(trainer, n, absent.get(n)) for n in CONFIG_FIELDS})
     s.epsilon = _setting(trainer, "epsilon_low", s.epsilon)
-    valued = not s.entropy_coef and not getattr(trainer, "aux_loss_enabled", False)
+    valued = not s.entropy_coef
     s.entropy_coef, s.mode = 0.0, "train"  # the bonus reaches the entropies alone
     s.accumulation = accumulation(trainer)
     s.steps_per_generation = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
     count, quantile = inputs.get("num_items_in_batch"), _setting(trainer, "top_entropy_quantile", 1.0)
-    x = SimpleNamespace(
-        mask=mask,
-        advantages=_exact(inputs["advantages"]),
-        old_logps=_exact(inputs.get("old_per_token_logps")),
-        ref_logps=_exact(inputs.get("ref_per_token_logps")),
-        sampling_logps=_exact(inputs.get("sampling_per_token_logps")),
-        importance_sampling_ratio=_exact(inputs.get("importance_sampling_ratio")),
-        top_entropy_quantile=None if quantile >= 1 else torch.tensor(quantile),
-        num_items_in_batch=float(mask.sum() if count is None else count) / trainer.accelerator.num_processes,
-    )
+    x = SimpleNamespace(**{ours: _exact(inputs.get(theirs)) for theirs, ours in GIVEN.items()}, mask=mask)
+    x.advantages = _exact(inputs["advantages"])
+    x.top_entropy_quantile = None if quantile >= 1 else torch.tensor(quantile)
+    x.num_items_in_batch = float(mask.sum() if count is None else count) / trainer.accelerator.num_processes
     entropies = _exact(taken.entropies)
 
     def of(x: SimpleNamespace, lp: Tensor, what: str = "loss", s: SimpleNamespace = s) -> Tensor:
@@ -123,7 +117,7 @@ def _dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[A
         terms = (w * DPO[name](pairs).mean() for name, w in weights.items())
         return sum(terms, lp.new_zeros(())) / accumulation(trainer)
 
-    return Loss("+".join(types), total, mask, valued=not trainer.aux_loss_enabled)
+    return Loss("+".join(types), total, mask)
 
 
 def _online_dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
@@ -153,26 +147,17 @@ def _online_dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Seq
 def _kto(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
     """`parity.families.preference_losses.unpaired`; z of the completions beside other prompts, policy first."""
     of, ref = functools.partial(_setting, trainer), inputs.get("ref_logps")
-    same = next(
-        (t.logps * (t.mask if t.mask is not None else 1) for t in others if torch.equal(t.ids, taken.ids)), None
-    )
-    beside = [
-        _exact((t.logps * t.mask).sum(1)) for t in others if t.mask is not None and not torch.equal(t.ids, taken.ids)
-    ]
-    beside += [_exact(inputs[n]) for n in ("ref_KL_logps",) if torch.is_tensor(inputs.get(n))]
-    ref = _exact(same.sum(1) if same is not None else ref)
+    sums = [((t.logps * (1 if t.mask is None else t.mask)).sum(1), t) for t in others]
+    ref = _exact(next((x for x, t in sums if torch.equal(t.ids, taken.ids)), ref))
+    beside = [_exact(x) for x, t in sums if t.mask is not None and not torch.equal(t.ids, taken.ids)]
+    beside += [_exact(x)] if torch.is_tensor(x := inputs.get("ref_KL_logps")) else []
     loss = of("loss_type")
     if ref is None or (loss == "kto" and (len(beside) != 2 or trainer.accelerator.num_processes > 1)):
         return None
     z = (beside[0] - beside[1]).mean().clamp(min=0) if loss == "kto" else None
     s = SimpleNamespace(beta=of("beta"), desirable=of("desirable_weight"), undesirable=of("undesirable_weight"))
     labels = torch.as_tensor(inputs["label"]).bool().cpu()
-    return Loss(
-        loss,
-        lambda lp: unpaired((lp * mask).sum(1) - ref, labels, s, z).mean() / accumulation(trainer),
-        mask,
-        valued=not trainer.aux_loss_enabled,
-    )
+    return Loss(loss, lambda lp: unpaired((lp * mask).sum(1) - ref, labels, s, z).mean() / accumulation(trainer), mask)
 
 
 def _sft(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, items: Any) -> Loss:
@@ -189,14 +174,7 @@ def _sft(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, items
         "each micro-batch is averaged by itself": lambda lp: total(lp) / own / accumulation(trainer),
         "each micro-batch is averaged by itself, and their sum is not divided": lambda lp: total(lp) / own,
     }
-    return Loss(
-        trainer.args.loss_type,
-        lambda lp: total(lp) / max(count, 1.0) / steps,
-        mask,
-        mask.mean(),
-        averaged,
-        valued=not trainer.aux_loss_enabled,
-    )
+    return Loss(trainer.args.loss_type, lambda lp: total(lp) / max(count, 1.0) / steps, mask, mask.mean(), averaged)
 
 
 LOSSES = {"grpo": _grpo, "rloo": _rloo, "dpo": _dpo, "online_dpo": _online_dpo, "kto": _kto, "sft": _sft}
@@ -233,4 +211,6 @@ def accumulation(trainer: Any) -> int:
 def defined(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
     """The definition of the loss of this micro-batch, if one is known; of a trainer with a loss of its own TRL's."""
     make = LOSSES.get(known(trainer) or nearest(trainer))
-    return None if make is None else make(trainer, inputs, taken, mask.double().cpu(), others, items)
+    loss: Loss | None = None if make is None else make(trainer, inputs, taken, mask.double().cpu(), others, items)
+    of_router = getattr(trainer, "aux_loss_enabled", False)
+    return dataclasses.replace(loss, valued=False) if loss is not None and of_router else loss

@@ -31,23 +31,18 @@ DROPPED = 0.5
 
 
 @contextlib.contextmanager
-def using(user_class: type) -> Iterator[None]:
-    """While it lasts, `trl_class` gives a user's trainer instead of the TRL trainer that it extends."""
-    token = _USER_CLASS.set(user_class)
-    try:
-        yield
-    finally:
-        _USER_CLASS.reset(token)
-
-
-@contextlib.contextmanager
-def own_cache() -> Iterator[None]:
-    """While it lasts, `datasets` caches in a folder of its own: reference log-probs that one trainer has precomputed are found
-    there by every other on the same data and model."""
+def using(user_class: type | None) -> Iterator[None]:
+    """While it lasts, `trl_class` gives a user's trainer, if there is one, instead of the TRL trainer that it extends, and
+    `datasets` caches in a folder of its own: reference log-probs that one trainer has precomputed are found there by every
+    other on the same data and model."""
     from datasets import fingerprint
 
-    with mock.patch.object(fingerprint, "_TEMP_DIR_FOR_TEMP_CACHE_FILES", None):
-        yield
+    token = _USER_CLASS.set(user_class or _USER_CLASS.get())
+    try:
+        with mock.patch.object(fingerprint, "_TEMP_DIR_FOR_TEMP_CACHE_FILES", None):
+            yield
+    finally:
+        _USER_CLASS.reset(token)
 
 
 def trl_class(name: str) -> type:
@@ -59,7 +54,7 @@ def trl_class(name: str) -> type:
 
 def config(trainer: str) -> type:
     """The config class of a trainer; a subclass of it if the user's trainer is annotated with one of its own."""
-    found: type = trl.config_class(trl_class(trainer), trl_class(f"{trainer.removesuffix('Trainer')}Config"))
+    found: type = trl.config_class(trl_class(trainer), trl_class(trl.config_name(trainer)))
     return found
 
 
