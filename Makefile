@@ -82,7 +82,7 @@ rollouts-record: rollouts  ## record fixtures/rollouts/ anew with the vLLM of ma
 	done; done
 
 rollouts-live: rollouts  ## the tests with a real vLLM
-	$(VLLM) -m pytest cases/selftest/rollouts cases/selftest/watching -m vllm -s $(ARGS)
+	$(VLLM) -m pytest cases/selftest/rollouts -m vllm -s $(ARGS)
 
 lines:  ## lines of code in each room of parity/, and of tests; the aims are in docs/architecture.md
 	@for room in parity/*/; do echo "$$(find $$room -name '*.py' | xargs cat | wc -l) $$room"; done | grep -v '^0 ' | sort -rn

@@ -44,3 +44,19 @@ def test_every_line_of_the_contract_holds(tmp_path):
     code, out = rollouts("judge", *map(str, sorted(tmp_path.glob("*.json"))))
     lines = [line for line in out.splitlines() if line.split(",")[0] in LINES]
     assert code == 0 and len(lines) == len(LINES) and all(": holds (" in line for line in lines)
+
+
+WARM = "temperature 1 (raw log-probs: none is applied) where the trainer's is 0.7"
+
+
+@pytest.mark.parametrize(
+    "run, found",
+    [("clean", []), ("stale", [["sampler", "weights 1 update old"]]), ("warm", [["sampler", WARM]] * 3)],
+)
+def test_a_watched_colocated_run_is_silent_until_it_is_wrong(tmp_path, run, found):
+    command = [sys.executable, "-m", "cases.selftest.watching.live", run, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    said = json.loads(line.removeprefix("FOUND "))
+    assert said["looks"] == 3 and said["found"][: len(found) or None] == found
