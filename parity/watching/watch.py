@@ -293,7 +293,7 @@ class Watch(TrainerCallback):
             why = "a loss of its own, packed rows, images or prompt tuning"
             why = "label smoothing" if getattr(self.trainer.args, "label_smoothing_factor", 0) else why
             apart = any(t.trained for t in self._taken or ())
-            why = "rows scored apart" if apart else why
+            why = "rows scored apart, in another order or padding than the batch's" if apart else why
             what = "its loss is not watched, only whether gradients are finite, and the optimizer's first step"
             self._say(("nothing",), f"watch: {type(self.trainer).__name__} shows no log-probs ({why}): {what}")
         if not self._stale and self._now < (self._due or 0):
@@ -309,13 +309,20 @@ class Watch(TrainerCallback):
         return [look] * bool(rows.picked.any())
 
     def _trained(self) -> Taken | None:
-        """The scoring of the micro-batch with gradients, those of the same ids added up."""
+        """The scoring with gradients, those of the same ids added up; of rows that are scored in turn all of them, if they are
+        those of the micro-batch."""
         found, ids = [t for t in self._taken or () if t.trained], self._inputs.get("completion_ids")
         found = [t for t in found if t.slopes is not None] or found
-        if not found or (torch.is_tensor(ids) and len(ids) != len(found[0].ids)):
+        if not found or not torch.is_tensor(ids) or len(ids) == len(found[0].ids):
+            slopes = [t.slopes for t in found if t.slopes is not None and torch.equal(t.ids, found[0].ids)]
+            return dataclasses.replace(found[0], slopes=sum(slopes) if slopes else None) if found else None
+        names = "ids", "attention", "logps", "entropies", "slopes"
+        parts = {n: [x for t in found if torch.is_tensor(x := getattr(t, n))] for n in names}
+        alike = len({t.ids.shape[1:] for t in found}) == len({t.logps.shape[1:] for t in found}) == 1
+        if not alike or not torch.equal(torch.cat(parts["ids"])[:, -ids.shape[1] :], ids):
             return None
-        slopes = [t.slopes for t in found if t.slopes is not None and torch.equal(t.ids, found[0].ids)]
-        return dataclasses.replace(found[0], slopes=sum(slopes) if slopes else None)
+        whole: dict[str, Any] = {n: torch.cat(x) if len(x) == len(found) else None for n, x in parts.items()}
+        return dataclasses.replace(found[0], **whole)
 
     def _look(self, at: Look, items: Any, value: float) -> None:
         """Everything about it; its backward pass is done, the optimizer has not stepped."""

@@ -131,7 +131,10 @@ def by_logits(self, model, inputs, *args, **kwargs):
             lambda: subclassed(of("sft-trainer"), compute_loss=by_logits),
             "Users shows no log-probs (a loss of its own, ",
         ),
-        (lambda: subclassed(grpo(sampler), _compute_loss=by_rows), "Users shows no log-probs (rows scored apart): "),
+        (
+            lambda: in_turn(-1),
+            "Users shows no log-probs (rows scored apart, in another order or padding than the batch's): ",
+        ),
         (lambda: of("sft-trainer", label_smoothing_factor=0.1), "SFTTrainer shows no log-probs (label smoothing): "),
     ],
 )
@@ -144,10 +147,19 @@ def test_a_loss_that_shows_no_log_probs_is_said_not_to_be_watched_and_why(tmp_pa
     )
 
 
-def by_rows(self, model, inputs):
-    rows = range(len(inputs["prompt_ids"]))
+def by_rows(self, model, inputs, order):
+    rows = range(len(inputs["prompt_ids"]))[::order]
     each = [{n: x[i : i + 1] if torch.is_tensor(x) and x.ndim else x for n, x in inputs.items()} for i in rows]
     return sum(super(type(self), self)._compute_loss(model, one) for one in each)
+
+
+def in_turn(order):
+    return subclassed(grpo(sampler), _compute_loss=functools.partialmethod(by_rows, order=order))
+
+
+def test_rows_that_are_scored_one_by_one_are_watched_in_the_batchs_order(tmp_path, said):
+    watch, lines = watched(in_turn(1), tmp_path)
+    assert not watch.findings and not said and len(lines) == 2
 
 
 def test_a_loss_that_scores_once_more_for_its_kl_is_held_against_the_definition(tmp_path, said):
