@@ -120,12 +120,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def covers(self, row: Row, facts: Mapping[str, Any]) -> bool:
         """Whether a failing row is this finding; `facts` are all settings and features of its case."""
+        # What products have under autocast too: findings of float16 there are those of float16 inputs.
+        products = "fp16" if facts.get("products") == "fp16" else None
         return (
             fnmatch.fnmatchcase(row.family, self.family)
             and row.verdict in self.verdicts
             and self.covers_implementation(row.implementation)
             and any(fnmatch.fnmatchcase(str(row.quantity), p) for p in self.quantities)
-            and (not self.dtypes or not {row.dtype, _narrowed(facts)}.isdisjoint(self.dtypes))
+            and (not self.dtypes or not {row.dtype, products}.isdisjoint(self.dtypes))
             and (not self.devices or row.device in self.devices)
             and (not self.gates or row.gate in self.gates)
             and (not self.variants or row.variant in self.variants)
@@ -139,11 +141,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.headroom is None or row.headroom is None:
             return self.headroom is None
         return row.headroom <= GROWTH * self.headroom or ("check" in row.settings and row.seed != 0)
-
-
-def _narrowed(facts: Mapping[str, Any]) -> str | None:
-    """float16 where products have it, under autocast too: its findings are those of float16 inputs."""
-    return "fp16" if facts.get("products") == "fp16" else None
 
 
 def holds(value: Any, wanted: Any) -> bool:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,22 +40,13 @@ class Finding:
 def write(to: Path, looked: Sequence[Mapping[str, Any]], findings: Sequence[Finding], fresh: Sequence[Finding]) -> None:
     """Adds the last of the looks with its `fresh` findings to `to`; the page has all of them, and needs jinja2 and rich.
     Raises OSError where a file cannot be written."""
-    line = {**looked[-1], "findings": [dataclasses.asdict(f) for f in fresh]}
+    line = json.dumps({**looked[-1], "findings": [dataclasses.asdict(f) for f in fresh]})
     to.parent.mkdir(parents=True, exist_ok=True)
-    with to.open("a") as file:
-        file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+    with to.open("a") as file:  # null for a number that is not finite
+        file.write(json.dumps(json.loads(line, parse_constant=lambda name: None)) + "\n")
     if fresh:
         try:
             from parity.results.report.render import filled
         except ImportError:  # a training run needs not have them
             return
         to.with_suffix(".html").write_text(filled("watch.html.j2", findings=findings, looked=looked), "utf-8")
-
-
-def _finite(x: Any) -> Any:
-    """As JSON has it: null for a number that is not finite."""
-    if isinstance(x, Mapping):
-        return {name: _finite(value) for name, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [_finite(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x

@@ -41,7 +41,7 @@ class Findings:
             if row.new and not as_released and (row.implementation, row.family) not in self._told:
                 self._told.add((row.implementation, row.family))
                 where = f" · {wording.settings(row.settings)}" * row.family.endswith("-trainer")
-                yield f"NEW {row.implementation}: {wording.cls(row)} in {wording.size(row)}{where} · {row.replay}"
+                yield f"NEW {row.implementation}: {row.cls or row.verdict} in {wording.size(row)}{where} · {row.replay}"
 
     def freeze(self, row: Row) -> None:
         """The case of a minimised row as a file: the worker that found it may have another disk."""

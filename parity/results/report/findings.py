@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from parity.results.row import JUDGED, STOPPED, Row, stopped_by
 
+UNEXPLAINED = ("protocol", "relation", "pooled slope")  # gates about several calls, which no rounding explains
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(e[+-]?\d+)?")
 _DTYPE = re.compile(r"\b(?:c10::|torch\.)?(?:BFloat16|Half|Float|Double|bfloat16|half|double|float(?:16|32|64)?)\b")
 
@@ -106,6 +107,9 @@ class Finding:
     `parts` has all rows of its case, less failures that belong to another finding. `also`: of a new one of a
     released trainer, the same on its other paths, in no other cases."""
 
+    implementation: str
+    family: str
+    known: str | None
     verdict: str
     roots: tuple[str, ...]
     parts: tuple[ImplementationCase, ...]
@@ -139,18 +143,6 @@ class Finding:
         return self.shown.rows
 
     @property
-    def implementation(self) -> str:
-        return self.lead.implementation
-
-    @property
-    def family(self) -> str:
-        return self.lead.family
-
-    @property
-    def known(self) -> str | None:
-        return self.lead.known
-
-    @property
     def key(self) -> str:
         """What it is recognised by in another run: who, in which family, how, in which quantities; or its ledger entry."""
         if self.known:
@@ -163,11 +155,6 @@ class Finding:
         return max((p.lead for p in self.parts), key=_gravity)
 
     @property
-    def ran(self) -> set[tuple[str, str]]:
-        """Its cases, each with its device."""
-        return {(p.first.case, p.first.device) for p in self.parts}
-
-    @property
     def cases(self) -> int:
         return len(self.parts)
 
@@ -175,11 +162,6 @@ class Finding:
     def classes(self) -> Mapping[str, int]:
         """How many of the cases are logic, and how many precision."""
         return collections.Counter(p.lead.cls for p in self.parts if p.lead.cls)
-
-    @property
-    def blames(self) -> Mapping[str, int]:
-        """How many of the cases blame whom ("": nobody)."""
-        return collections.Counter("another definition" if p.lead.variant else p.lead.blame or "" for p in self.parts)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -197,30 +179,29 @@ class Finding:
             return True
         return False if any(r.minimised is False for r in self.failing) else None
 
-    @property
-    def off(self) -> list[float]:
-        """‖error‖ ÷ ‖oracle‖ of its gradients, ascending, where both are finite: how much of the gradient it costs."""
-        gradients = (r for r in self.failing if r.subject.startswith("grad_") and r.gate != "structure")
-        return sorted(r.dist / r.value_oracle for r in gradients if r.dist is not None and r.value_oracle)
-
 
 def findings(cases: Iterable[ImplementationCase]) -> list[Finding]:
     """All findings: crashes and logic before precision, large before small, known ones last."""
-    groups = collections.defaultdict[tuple[str | None, ...], list[ImplementationCase]](list)
+    groups = collections.defaultdict[tuple[Any, ...], list[ImplementationCase]](list)
     for case in cases:
         for part in _parts(case):
             groups[part.first.implementation, part.first.family, part.lead.known, *_how(part)].append(part)
     out = dict[tuple[Any, ...], Finding]()
-    for (*whose, verdict, why), group in groups.items():
+    for (who, family, known, verdict, why), group in groups.items():
         for roots, parts in _by_roots(group).items():
             order = dict.fromkeys(r.subject for p in parts for r in p.failing if r.subject in roots)
-            out[*whose, verdict, why, roots] = Finding(str(verdict), tuple(order), tuple(parts))
+            found = Finding(who, family, known, verdict, tuple(order), tuple(parts))
+            out[who, family, known, verdict, why, roots] = found
     for key, found in list(out.items()):
         as_released = f"{found.family}.released", *key[1:]
         whole = out.get(as_released)
-        if whole and other_path(found.lead) and not found.known and found.ran <= whole.ran:
+        if whole and other_path(found.lead) and not found.known and _ran(found) <= _ran(whole):
             out[as_released] = dataclasses.replace(whole, also=(*whole.also, out.pop(key)))
     return sorted(out.values(), key=_order)
+
+
+def _ran(finding: Finding) -> set[tuple[str, str]]:
+    return {(p.first.case, p.first.device) for p in finding.parts}
 
 
 def other_path(row: Row) -> str:
@@ -267,15 +248,11 @@ def _by_roots(parts: Sequence[ImplementationCase]) -> dict[frozenset[str], list[
     out = collections.defaultdict[frozenset[str], list[ImplementationCase]](list)
     for part in parts:
         target = part.roots
-        if target and _gradients(target):
+        if target and all(name.startswith("grad_") for name in target):
             judged = {r.quantity for r in part.rows if r.judged}
             target = next(s for s in sets if s & judged == target)
         out[target].append(part)
     return out
-
-
-def _gradients(roots: Iterable[str]) -> bool:
-    return all(q.startswith("grad_") for q in roots)
 
 
 def suggested(rows: Iterable[Row]) -> list[Row]:
@@ -284,28 +261,21 @@ def suggested(rows: Iterable[Row]) -> list[Row]:
     A case where the reference is wrong too says nothing of the function, and is left out.
     Of several that which allows least in most of them: the smallest sum of its ranks.
     """
-    rows = list(rows)
+    rows, out = list(rows), list[Row]()
+    wrong = [row for row in rows if row.new and row.judged and row.gate not in UNEXPLAINED]
+    both = {(row.implementation, row.case) for row in wrong if row.blame == "both"}
     of = collections.defaultdict[str, dict[str, list[str]]](dict)
-    both = set[tuple[str, str]]()
-    for row in rows:
-        if row.new and row.judged and row.gate not in UNEXPLAINED:
+    for row in wrong:
+        if (row.implementation, row.case) not in both:
             of[row.implementation].setdefault(row.case, row.recipes)
-            both |= {(row.implementation, row.case)} if row.blame == "both" else set()
     best: dict[str, str] = {}
     for name, cases in of.items():
-        lists = [recipes for case, recipes in cases.items() if (name, case) not in both]
-        every = set.intersection(*map(set, lists)) if lists else set[str]()
-        if every:
-            best[name] = min(sorted(every), key=lambda recipe: sum(found.index(recipe) for found in lists))
-    return [_with(row, it) if (it := best.get(row.implementation, "")) in row.recipes else row for row in rows]
-
-
-UNEXPLAINED = ("protocol", "relation", "pooled slope")
-"""Gates about several calls, which no rounding explains."""
-
-
-def _with(row: Row, recipe: str) -> Row:
-    said = (
-        f"right for code that rounds so, in every case where it alone is wrong: {recipe}; declare it if that is meant"
-    )
-    return replace(row, message="; ".join(filter(None, [row.message, said])))
+        if every := set.intersection(*map(set, cases.values())):
+            best[name] = min(sorted(every), key=lambda recipe: sum(found.index(recipe) for found in cases.values()))
+    for row in rows:
+        if (recipe := best.get(row.implementation)) in row.recipes:
+            said = f"right for code that rounds so, in every case where it alone is wrong: {recipe}"
+            said += "; declare it if that is meant"
+            row = replace(row, message="; ".join(filter(None, [row.message, said])))
+        out.append(row)
+    return out

@@ -93,14 +93,8 @@ class _Comparisons:
 
 def _kept(row: Row) -> dict[str, Any]:
     """What of a row is written: nothing that its line says already, and only what is read of a row of its verdict."""
-    data: dict[str, Any] = to_builtins(row)
-    data.pop("run", None)
-    if not row.failing:
-        for name in OF_FAILING:
-            data.pop(name, None)
-    if row.verdict in DECLINED:
-        for name in OF_JUDGED:
-            data.pop(name, None)
+    without = {"run", *(() if row.failing else OF_FAILING), *(OF_JUDGED if row.verdict in DECLINED else ())}
+    data = {name: value for name, value in to_builtins(row).items() if name not in without}
     if row.features:
         data["features"] = {name: value for name, value in row.features.items() if value is not False}
     for name, default in _derived(data).items():

@@ -190,30 +190,23 @@ def _reasons(cases: Iterable[ImplementationCase]) -> list[Reason]:
     return sorted(out, key=lambda r: (r.verdict != "unsupported", -r.count, r.message))
 
 
-def _notes(cases: Iterable[ImplementationCase], found: Sequence[Finding]) -> Iterable[str]:
-    imported = collections.defaultdict[str, dict[str, None]](dict)
-    unjudged = collections.defaultdict[str, dict[str, None]](dict)
+def _notes(cases: Sequence[ImplementationCase], found: Sequence[Finding]) -> Iterable[str]:
+    rows = [row for case in cases for row in case.rows]
+    unsupported = [case.first for case in cases if case.outcome == "unsupported"]
+    for said, count in Counts(row.message for row in unsupported if row.blame == "harness").items():
+        yield f"not compared, {count:,} times: {said}"
+    for file in dict.fromkeys(row.imported_from for row in rows if row.imported_from):
+        names = dict.fromkeys(row.implementation for row in rows if row.imported_from == file)
+        yield f"imported from {file}, not from site-packages: {', '.join(names)}"
+    for who in dict.fromkeys(row.implementation for row in rows if row.unjudged):
+        yield not_judged(who, dict.fromkeys(name for row in rows if row.implementation == who for name in row.unjudged))
     needs = collections.defaultdict[str, Counts](Counts)
     slow = collections.defaultdict[str, list[str]](list)
-    unfit = Counts()
-    for case in cases:
-        for row in case.rows:
-            if row.imported_from:
-                imported[row.imported_from][row.implementation] = None
-            unjudged[row.implementation] |= dict.fromkeys(row.unjudged)
-        if case.outcome == "unsupported" and (absent := ABSENT.search(case.first.message)):
-            needs[case.first.implementation].update(absent[1].split(", "))
-        if case.first.message.startswith(LEFT_OUT):
-            slow[case.first.implementation].append(case.first.message.removeprefix(LEFT_OUT))
-        if case.outcome == "unsupported" and case.first.blame == "harness":
-            unfit[case.first.message] += 1
-    for said, count in unfit.items():
-        yield f"not compared, {count:,} times: {said}"
-    for file, names in imported.items():
-        yield f"imported from {file}, not from site-packages: {', '.join(names)}"
-    for who, names in unjudged.items():
-        if names:
-            yield not_judged(who, names)
+    for row in unsupported:
+        if absent := ABSENT.search(row.message):
+            needs[row.implementation].update(absent[1].split(", "))
+        if row.message.startswith(LEFT_OUT):
+            slow[row.implementation].append(row.message.removeprefix(LEFT_OUT))
     for who, counted in needs.items():
         lacking = ", ".join(f"{name} ({count:,})" for name, count in counted.most_common(8))
         yield f"{who}: cases that need parameters which it has not: {lacking}"

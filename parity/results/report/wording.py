@@ -1,5 +1,6 @@
 """The words that every renderer shares, so that terminal, Markdown, JUnit and HTML say the same thing."""
 
+import collections
 import contextlib
 import json
 import math
@@ -92,12 +93,6 @@ def compared(summary: Summary) -> str:
     return f"{cpu} compared on CPU, {cuda} on CUDA"
 
 
-def idle(reasons: Mapping[str, int]) -> str:
-    """How many implementations compared nothing, and why."""
-    why = "; ".join(f"{n}: {reason}" for reason, n in reasons.items())
-    return f"{count(sum(reasons.values()), 'implementation')} compared nothing ({why})"
-
-
 def about(summary: Summary) -> str:
     """Profile, seed, device, revision and time of the run, as far as the header tells."""
     h = summary.header
@@ -163,13 +158,8 @@ def title(finding: Finding) -> str:
     if finding.roots == ("protocol",):
         seldom = "nondeterministic " * (finding.verdict == "nondeterministic")
         return f"{seldom}protocol: {protocol(finding.lead)}"
-    kind = "nondeterministic" if finding.verdict == "nondeterministic" else cls(finding.lead)
+    kind = "nondeterministic" if finding.verdict == "nondeterministic" else finding.lead.cls or finding.verdict
     return f"{kind} in {', '.join(finding.roots)}"
-
-
-def cls(row: Row) -> str:
-    """The class of a failing row, or its verdict where nothing was judged."""
-    return str(row.cls or row.verdict)
 
 
 def spread(finding: Finding) -> str:
@@ -178,15 +168,17 @@ def spread(finding: Finding) -> str:
     parts = [", ".join([count(finding.cases, "case"), *others]), " ".join(finding.dtypes)]
     if len(finding.classes) > 1:
         parts.append(", ".join(f"{k} in {v:,}" for k, v in sorted(finding.classes.items())))
-    if len(finding.blames) > 1:
-        whose = sorted(finding.blames.items(), reverse=True)
+    leads = [part.lead for part in finding.parts]
+    blamed = collections.Counter("another definition" if r.variant else r.blame or "" for r in leads)
+    if len(blamed) > 1:
+        whose = sorted(blamed.items(), reverse=True)
         parts.append("wrong: " + ", ".join(f"{k or 'not known who'} in {v:,}" for k, v in whose))
     if finding.roots:
         parts.append(f"at worst {size(finding.worst)}")
-    if finding.off:
-        median, worst = statistics.median(finding.off), finding.off[-1]
-        more = f", at worst {_of_norm(worst)}" if len(finding.off) > 1 else ""
-        parts.append(f"gradient off by {_of_norm(median)} of its norm{more}")
+    gradients = [r for r in finding.failing if r.subject.startswith("grad_") and r.gate != "structure"]
+    if off := [r.dist / r.value_oracle for r in gradients if r.dist is not None and r.value_oracle]:
+        more = f", at worst {_of_norm(max(off))}" if len(off) > 1 else ""
+        parts.append(f"gradient off by {_of_norm(statistics.median(off))} of its norm{more}")
     return " · ".join(parts)
 
 
