@@ -1,6 +1,5 @@
 """`parity demo`: a right loss and one with a mistake on a few drawn cases, and the finding. It needs no TRL and no Liger."""
 
-import collections
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +9,7 @@ from parity.cli.progress import Shown
 from parity.cli.show import report
 from parity.errors import FAULT
 from parity.results.report import render, wording
-from parity.results.row import Row
+from parity.results.report.summary import summarise
 from parity.running.run import Options, execute
 
 RIGHT, WRONG = "right", "ratio_dropped"
@@ -44,17 +43,15 @@ def demo(folder: Path, console: Console) -> int:
     with Shown() as progress:
         result = execute(options, progress)
     report(result.header, result.rows, options.file, folder, result.reasons, result.exit_code, None)
-    of = {name: [row for row in result.rows if row.implementation == id and row.judged] for name, id in names.items()}
-    for name, rows in of.items():
+    for name, id in names.items():
+        rows = [row for row in result.rows if row.implementation == id and row.judged]
         failed = {row.case for row in rows if row.failing}
         said = f"disagrees in {len(failed)}" if failed else "agrees in all"
         render.show(f"{name:<14} {said} of {wording.count(len({row.case for row in rows}), 'case')}", console)
-    found = collections.defaultdict[str, dict[str | None, Row]](dict)
-    for row in of[WRONG]:
-        found[row.case][row.quantity] = row
-    case = max(found.values(), key=lambda rows: sum(row.new for row in rows.values()), default={})
-    if not any(row.new for row in case.values()) or any(row.failing for row in of[RIGHT]):
+    found = summarise(result.header, result.rows).findings
+    if {finding.implementation for finding in found} != {names[WRONG]}:
         return FAULT
-    card = render.text_of([*case.values()], console.width)
+    most = max((part for finding in found for part in finding.parts), key=lambda part: len(part.failing))
+    card = render.text_of(most.rows, console.width)
     render.show(NEXT.format(card=card, page=folder / "index.html"), console)
     return 0

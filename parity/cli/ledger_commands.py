@@ -10,14 +10,13 @@ import click
 
 from parity import data
 from parity.cli import options
-from parity.cli.group import Commands
 from parity.cli.progress import Shown
 from parity.errors import NOTHING, UsageError
 
 MONTH = 30 * 24 * 3600.0  # seconds
 
 
-@click.group("ledger", cls=Commands)
+@click.group("ledger")
 def ledger_command() -> None:
     """Add findings to the list of known ones; measure those anew."""
 
@@ -76,7 +75,8 @@ def add_command(
     if not found:
         click.echo(f"{run}: no new findings")
         return
-    until = None if expires is None else datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=expires)
+    now = datetime.datetime.now(datetime.UTC)
+    until = None if expires is None else (now + datetime.timedelta(seconds=expires)).date()
     libraries = {i.id: i.library for i in load().values()}
     entries, asked = [], header.header.asked.ledger if header.header.asked else None
     for finding in (f for f in found if f.lead.settings):  # one about the whole run has no case
@@ -87,8 +87,7 @@ def add_command(
         agreeing = [r for r in rows_of if r.verdict == "agree" and r.quantity in finding.roots]
         settings = about.check(of).settings if isinstance(about, TrainerFamily) else about.settings
         defaults = {name: setting.default for name, setting in settings.items()}
-        sizes, day = [*about.shapes, "lengths"], until and until.date()
-        new = entry(of, finding, library, reason, link, day, sizes, defaults, agreeing)
+        new = entry(of, finding, library, reason, link, until, [*about.shapes, "lengths"], defaults, agreeing)
         at_case = [r for r in rows_of if r.case == of.id]
         gave = recorded.of(at_case, finding.lead.device, header.header.versions, entered=True)
         entries.append((new, of, gave))

@@ -103,10 +103,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     severity: Severity | None = None
     user: ForUser = ForUser()
 
-    def expired(self, today: datetime.date) -> bool:
-        """Whether somebody has to look at it again."""
-        return bool(self.expires) and datetime.date.fromisoformat(self.expires) <= today
-
     def covers_implementation(self, implementation: str) -> bool:
         return any(fnmatch.fnmatchcase(implementation, p) for p in self.implementations)
 
@@ -147,11 +143,9 @@ def holds(value: Any, wanted: Any) -> bool:
     """Whether a value is the wanted one, one of a list, or within a table of `min`, `max` or `not`."""
     value = "none" if value is None else value  # TOML has no null
     if isinstance(wanted, dict):
-        if "not" in wanted and value == wanted["not"]:
-            return False
-        if ("min" in wanted or "max" in wanted) and not isinstance(value, int | float):
-            return False
-        return wanted.get("min", value) <= value <= wanted.get("max", value) if {"min", "max"} & wanted.keys() else True
+        limited = bool({"min", "max"} & wanted.keys())
+        inside = isinstance(value, int | float) and wanted.get("min", value) <= value <= wanted.get("max", value)
+        return (inside or not limited) and not ("not" in wanted and value == wanted["not"])
     if isinstance(wanted, list):
         return value in wanted
     return bool(value == wanted)
@@ -204,7 +198,7 @@ class Ledger:
 
     def expired(self, today: datetime.date) -> list[str]:
         """A line for each entry that must be looked at again, with the place to edit."""
-        late = [e for e in self.entries if e.expired(today)]
+        late = [e for e in self.entries if e.expires and datetime.date.fromisoformat(e.expires) <= today]
         return [f"ledger entry {e.id} expired on {e.expires}: {self.line_of(e.id)}" for e in late]
 
     def unmatched(self, ids: Collection[str]) -> list[str]:
@@ -259,7 +253,7 @@ def _entry(raw: dict[str, Any], path: Path) -> Entry:
     if not entry.link and not entry.unlinked:
         raise UsageError(f"{where}: link is mandatory, or unlinked with the reason why there is none")
     try:
-        entry.expired(datetime.date.min)
+        datetime.date.fromisoformat(entry.expires or "9999-12-31")
     except ValueError:
         raise UsageError(f"{where}: expires {entry.expires!r} is not a date, write for example 2026-12-31") from None
     if not os.path.exists(path.parent / entry.case):  # not Path.exists: a name may be too long for a file

@@ -22,8 +22,6 @@ from parity.results.row import Row, finite
 
 SCHEMA = 2
 SHOWN = 100  # new findings whose rows are kept
-
-
 CUT = "its time was over"
 
 

@@ -15,6 +15,7 @@ from parity.process import prepare
 from parity.registry import facts, family, resolved, run_case, select
 from parity.results.ledger import Ledger
 from parity.results.report import render
+from parity.results.report.summary import not_judged
 from parity.results.row import Row
 from parity.running.plan import Options
 from parity.running.provenance import resolve_device
@@ -35,33 +36,30 @@ def replay(
     """Run the case through the named implementations (else the one it was found with, else all) and print the findings.
     `minimise`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked
     for by id; `test`: a file for a pytest that runs this again; `families`: FILE.py:NAME of a user's own."""
-    ids, smallest = implementations, minimise
-    from parity.results.report.summary import not_judged
-
     own = Options(families=tuple(resolved(name) and name for name in families)).own
-    select(ids)  # a user's own family is known from here on
+    select(implementations)  # a user's own family is known from here on
     case, found_with = find(name, reports)
     device = resolve_device(device)
     prepare(device)
-    chosen = [i for i in select(followed(ids, found_with, case)) if i.family == case.family]
+    chosen = [i for i in select(followed(implementations, found_with, case)) if i.family == case.family]
     family(case.family).full_settings(case)
     if not chosen:
-        raise UsageError(f"case {case.id} is of family {case.family}; none of {', '.join(ids)} is")
-    if smallest is not None:
+        raise UsageError(f"case {case.id} is of family {case.family}; none of {', '.join(implementations)} is")
+    if minimise is not None:
         from parity.tools.minimise import minimise as smallest_part
 
-        before, case = _extent(case), smallest_part(case, _one(chosen, "--minimise"), smallest, device)
-        render.show(f"wrote {smallest}: {_extent(case)} of {before}", console)
+        before, case = _extent(case), smallest_part(case, _one(chosen, "--minimise"), minimise, device)
+        render.show(f"wrote {minimise}: {_extent(case)} of {before}", console)
     if test is not None:
         _write_test(test, case, _one(chosen, "--test").id, own, console)
     wanted = {i.id for i in chosen}
     references = [i for i in select(()) if i.family == case.family and i.role == "reference" and i.id not in wanted]
     rows = list(run_case(case, [*references, *chosen], device))
     place = "" if reports == Path("reports") else f" --reports {shlex.quote(str(reports))}"
+    stored = Path(name).suffix == ".json" or minimise
     for row in rows:
-        stored = Path(name).suffix == ".json" or smallest
-        row.replay = (replay_line(str(smallest or name), row.implementation) if stored else row.replay) + own
-        row.replay += "" if stored else place
+        line = replay_line(str(minimise or name), row.implementation) if stored else row.replay
+        row.replay = line + own + ("" if stored else place)
     if issue:
         return _issue(case, chosen, rows, console, name)
     for implementation in chosen:
@@ -69,7 +67,7 @@ def replay(
         render.render_case(its_rows, console)
         if unknown := [name for row in its_rows for name in row.unjudged]:
             render.show(f"note {not_judged(implementation.id, unknown)}", console)
-    if ids and all(".py:" in name for name in ids):
+    if implementations and all(".py:" in name for name in implementations):
         # `select` adds the references of a user's own, which answer for themselves
         wanted = {i.id for i in chosen if i.role != "reference"}
     return exit_code([r for r in rows if r.implementation in wanted])

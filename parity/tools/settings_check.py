@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +98,6 @@ def check(config: Path, trainer: str | None, ledger: Ledger) -> Advice:
     return advice(run_of(config, trainer, ledger), ledger)
 
 
-def run_of(config: Path, trainer: str | None, ledger: Ledger) -> Run:
-    """The run whose settings are in a file, by one of the trainers of the ledger's entries. Raises UsageError as `check`."""
-    known = sorted({name for e in ledger.entries for table in e.user.applies for name in table.get("trainer", ())})
-    if trainer not in (None, *known):
-        raise UsageError(f"trainer {trainer!r} is unknown, choose from {', '.join(known)}")
-    return _of_file(config, trainer, known)
-
-
 def advice(run: Run, ledger: Ledger) -> Advice:
     """The known findings that a run on this stack meets."""
     here = Stack.here(ledger)
@@ -187,9 +179,13 @@ def settings_of(path: Path) -> dict[str, Any]:
     return {ALIASES.get(str(name), str(name)): value for name, value in found.items()}
 
 
-def _of_file(path: Path, asked: str | None, known: Sequence[str]) -> Run:
-    """Its trainer is the one asked for, else its own `trainer`, else the one whose config knows most of the settings; of those
-    that tie the base, or the one that the name of the file has in it."""
+def run_of(path: Path, asked: str | None, ledger: Ledger) -> Run:
+    """The run whose settings are in a file. Its trainer, one of the ledger's entries, is the one asked for, else its own
+    `trainer`, else the one whose config knows most of the settings; of those that tie the base, or the one that the name of the
+    file has in it. Raises UsageError as `check`."""
+    known = sorted({name for e in ledger.entries for table in e.user.applies for name in table.get("trainer", ())})
+    if asked not in (None, *known):
+        raise UsageError(f"trainer {asked!r} is unknown, choose from {', '.join(known)}")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     args = settings_of(path)
     if (given := args.get("trainer")) in known:
