@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cases.bench.measure import short
 from parity.results.report import measured
 from parity.results.report.rows import read
 from parity.results.row import DECIDED, Row
@@ -70,7 +71,7 @@ def table(found: Sequence[Comparison]) -> str:
     lines = []
     for c in sorted(found, key=lambda c: (c.ours, c.dtype, c.kind, c.peer)):
         sides = list(zip(*c.pairs, strict=True))
-        sizes = [", ".join(measured.short(of(side)) for side in sides) for of in (statistics.median, max)]
+        sizes = [", ".join(short(of(side)) for side in sides) for of in (statistics.median, max)]
         lines.append([c.ours, c.peer, c.dtype, c.kind, f"{len(c.pairs):,}", *sizes, f"{c.no_farther:.0%}"])
     heads = ["ours", "peer", "dtype", "of", ">pairs", ">median: ours, peer", ">worst: ours, peer", ">ours no farther"]
     return "\n".join(measured.table(heads, lines))

@@ -1,6 +1,7 @@
-"""Peak memory of a block, and what counts as running out of it."""
+"""Peak memory of a block, what counts as running out of it, and numbers rounded for people."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -48,3 +49,14 @@ def label(name: str, peak: int | None, errors: Mapping[str, float]) -> str:
     """A benchmark's name in the tables of pytest-benchmark: with peak memory and errors."""
     told = [f"{kind} {error:.1e}" for kind, error in errors.items()]
     return ", ".join([f"{name}: {(peak or 0) / 1e6:,.0f} MB", *told])
+
+
+def short(value: float) -> str:
+    """Two significant digits: 0.0054, 220, 1,800, and with an exponent only below 0.001 or from 10,000 on: 5.4e-6, 2e33."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    rounded = float(f"{value:.2g}")
+    if rounded == 0 or 1e-3 <= abs(rounded) < 1e4:
+        return f"{rounded:,.10g}"
+    digits, exponent = f"{rounded:.1e}".split("e")
+    return f"{digits.removesuffix('.0')}e{int(exponent)}"

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from cases.bench.measure import short
 from parity.registry import NAMES
 from parity.results.report import measured
 from parity.results.report.findings import about_run
@@ -41,7 +42,7 @@ def main() -> int:
         for name, code in YARDSTICKS.items()
     }
     seconds["8 products of 1,024 x 1,024 matrices in float64"] -= seconds["import of torch"]
-    print("Yardsticks, CPU seconds: " + ", ".join(f"{n} {measured.short(s)}" for n, s in seconds.items()) + ".\n")
+    print("Yardsticks, CPU seconds: " + ", ".join(f"{n} {short(s)}" for n, s in seconds.items()) + ".\n")
     heads = [f"profile {args.profile}", "revision", ">comparisons", ">CPU seconds", ">per CPU second"]
     print("\n".join(measured.table(heads, [])))
     for family in args.family or NAMES:
@@ -50,7 +51,7 @@ def main() -> int:
 
 
 def row(family: str, revision: str, count: int, seconds: float) -> str:
-    return f"| {family} | {revision} | {count:,} | {measured.short(seconds)} | {measured.short(count / seconds)} |"
+    return f"| {family} | {revision} | {count:,} | {short(seconds)} | {short(count / seconds)} |"
 
 
 def cpu(command: list[str], root: Path) -> float:

@@ -13,13 +13,11 @@ from parity.case.family import Family
 from parity.cli.show import table_of
 from parity.errors import UsageError
 from parity.registry import family, load, loss_families, loss_family, meant, resolved
+from parity.results.report.findings import ImplementationCase, grouped
 from parity.results.report.rows import read
 from parity.results.row import DECLINED, Row
 from parity.trainers import catalogue
 from parity.trainers.specs import TRAINERS
-
-DRAWN, SMALL = 60, 100
-"""Drawn cases of which those whose sizes are small have every tensor of a family."""
 
 
 def implementations(families: Iterable[str], console: Console) -> None:
@@ -81,45 +79,32 @@ def _of_checks(trainer: catalogue.TrainerFamily) -> Iterator[tuple[Any, ...]]:
 
 
 def _tensors(fam: Family) -> list[str]:
-    """The tensors of a family's cases, each with its shape in names of sizes, as drawn cases have them."""
-    from parity.case import drawing  # Hypothesis
+    """The tensors of a family's cases, each with its shape in names of sizes where cases may store it."""
 
-    sizes: dict[tuple[str, int], list[set[str]]] = {}
-    for case in drawing.draws(drawing.cases(fam, ("fp32",), "quick"), "tensors", DRAWN):
-        settings = fam.full_settings(case)
-        if max(getattr(settings, name) for name in fam.shapes) > SMALL:
-            continue
-        x = fam.build(case)
-        for name, tensor in x.tensors.items():
-            if tensor is not None:
-                fit = [{s for s in fam.shapes if getattr(x.settings, s) == size} for size in tensor.shape]
-                one = name, tensor.dim()
-                sizes[one] = [a & b for a, b in zip(sizes.get(one, fit), fit, strict=True)]
-    shapes = collections.defaultdict[str, list[str]](list)
-    for (name, _), shape in sorted(sizes.items()):
-        shapes[name].append(f"({', '.join(min(fit, default='…') for fit in shape)})")
-    return [f"{name} {' or '.join(found)}" for name, found in shapes.items()]
+    def shape(letters: str) -> str:
+        return f"({', '.join(letter if letter in fam.shapes else '…' for letter in letters)})"
+
+    if not fam.stored:
+        return sorted(fam.build(fam.case(0, "fp32", {})).tensors)
+    return [f"{name} {' or '.join(map(shape, letters.split('|')))}" for name, letters in sorted(fam.stored.items())]
 
 
 def _judged(rows: Iterable[Row], console: Console) -> None:
     """For each implementation and setting: on how many cases that move it the implementation was compared, and the
     answers. A case moves a setting only where that has an effect (`Family.canonical`). Not taken: no case with it was
     compared, but another implementation of the family had one."""
-    by_case = collections.defaultdict[tuple[str, str, str], list[Row]](list)
-    for row in rows:
-        by_case[row.family, row.implementation, row.case].append(row)
-    moved = collections.defaultdict[tuple[str, str], dict[str, list[list[Row]]]](dict)
-    for (name, one, _), case in by_case.items():
+    moved = collections.defaultdict[tuple[str, str], dict[str, list[ImplementationCase]]](dict)
+    for case in grouped(rows):
+        name, one = case.first.family, case.first.implementation
         sizes = loss_family(name).shapes if name in loss_families() else ()
-        compared = all(row.verdict not in DECLINED for row in case)
-        for setting in case[0].settings.keys() - {*sizes}:
-            moved[name, one].setdefault(setting, []).extend([case] * compared)
+        for setting in case.first.settings.keys() - {*sizes}:
+            moved[name, one].setdefault(setting, []).extend([case] * (case.outcome not in DECLINED))
     for (name, one), cases in sorted(moved.items()):
         console.print(Text(f"{name}: {one}", style="bold"))
         told: dict[str, list[str]] = {}
         for setting in sorted({s for (other, _), found in moved.items() if other == name for s in found}):
-            wrong = [case for case in cases.get(setting, ()) if any(row.failing for row in case)]
-            new, count = sum(any(row.new for row in case) for case in wrong), len(cases.get(setting, ()))
+            wrong = [case for case in cases.get(setting, ()) if case.failing]
+            new, count = sum(any(r.new for r in case.failing) for case in wrong), len(cases.get(setting, ()))
             said, answer = setting, "disagree" if wrong else "agree" if count else "not taken"
             if count:
                 said += f" {len(wrong)} of {count}" + f" ({new} new)" * bool(new) if wrong else f" {count}"

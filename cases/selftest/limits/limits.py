@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from cases.bench.measure import short
 from cases.selftest.controls.correct import PAIRED, control
 from cases.selftest.controls.logprobs import HEADS
 from cases.selftest.controls.policy import REORDERED, loss_of
@@ -194,5 +195,5 @@ def page(rows: Iterable[Sequence[object]]) -> str:
 def _cells(key: Key, group: Sequence[DetectionLimit], drawn: int) -> list[str]:
     family, target, dtype, logits = key
     half = quantile([one.limit for one in group], 0.5)
-    shown = ["beyond 1" if value == NEVER else measured.short(value) for value in (half, by_a_run(group, drawn))]
+    shown = ["beyond 1" if value == NEVER else short(value) for value in (half, by_a_run(group, drawn))]
     return [family, target, dtype if dtype == "fp32" else f"{dtype}, {logits}", *shown]

@@ -1,9 +1,10 @@
-"""Numbers for people, and the head of a measured page."""
+"""Numbers for people."""
 
 import math
 
 import pytest
 
+from cases.bench.measure import short
 from parity.results.report import measured
 
 
@@ -24,7 +25,7 @@ from parity.results.report import measured
     ],
 )
 def test_two_digits(value, text):
-    assert measured.short(value) == text
+    assert short(value) == text
 
 
 def test_a_share_is_rounded_to_neither_end():

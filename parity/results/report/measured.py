@@ -1,7 +1,6 @@
-"""Pages of docs/measured: a heading with the command that writes the page, and numbers rounded for people."""
+"""Pages of docs/measured: a heading with the command that writes the page, and shares."""
 
 import datetime
-import math
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -9,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 def head(title: str, program: str, page: str = "") -> str:
     """The opening of a page: its title, then the command with its arguments, the file it is kept in, and the date.
-    `program` is what the user typed before the arguments, "parity" or "python -m parity.tools.large"."""
+    `program` is what the user typed before the arguments, "parity" or "python -m cases.bench.rate"."""
     command = shlex.join([*shlex.split(program), *sys.argv[1:]]) + (f" > docs/measured/{page}" if page else "")
     return f"# {title}\n\nWritten by `{command}` on {datetime.date.today()}.\n"
 
@@ -20,17 +19,6 @@ def table(heads: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
     shown = ([head.removeprefix(">") for head in heads], *rows)
     lines = [f"| {' | '.join(row)} |" for row in shown]
     return [lines[0], f"|{rule}", *lines[1:]]
-
-
-def short(value: float) -> str:
-    """Two significant digits: 0.0054, 220, 1,800, and with an exponent only below 0.001 or from 10,000 on: 5.4e-6, 2e33."""
-    if math.isnan(value) or math.isinf(value):
-        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
-    rounded = float(f"{value:.2g}")
-    if rounded == 0 or 1e-3 <= abs(rounded) < 1e4:
-        return f"{rounded:,.10g}"
-    digits, exponent = f"{rounded:.1e}".split("e")
-    return f"{digits.removesuffix('.0')}e{int(exponent)}"
 
 
 def share(part: int, whole: int) -> str:
