@@ -2,10 +2,11 @@
 
 import dataclasses
 import datetime
+import itertools
 import math
 import shlex
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from parity.results.memory import Run, Seen
 from parity.results.report.wording import bisection
@@ -53,7 +54,7 @@ class Missing:
 @dataclasses.dataclass(frozen=True)
 class Change:
     """A run beside those before it: the one before of the same profile and device, and the last green one of these.
-    `lives`: by key, every finding of this run and of the one before it. Keys: `new`, what this run finds and no ledger
+    `lives`: by key, every finding of any of these runs. Keys: `new`, what this run finds and no ledger
     entry covers, and the one before had not; `still`, what it had too; `fixed`, what it had and this one compared and
     did not find. `moved`: package -> (version in the last green run, version now)."""
 
@@ -101,16 +102,13 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
     ended = [r for r in past if r.ended][-NIGHTS:]
     before = past[-1] if past else None
     now, then = run.by_key, before.by_key if before else {}
-    whole = [*past, run]
     fresh = [k for k, f in now.items() if f.known is None]
     green = next((r for r in reversed(past) if r.green), None)
     return Change(
         run=run,
         before=before,
         green=green,
-        lives={
-            k: _story(k, {n: [r.by_key[k]] for n, r in enumerate(whole) if k in r.by_key}, whole) for k in then | now
-        },
+        lives=stories([*past, run], lambda f: f.key),
         new=tuple(k for k in fresh if k not in then),
         still=tuple(k for k in fresh if k in then),
         fixed=tuple(k for k, f in then.items() if k not in now and _compared(run, f)),
@@ -119,38 +117,33 @@ def change(run: Run, earlier: Iterable[Run]) -> Change:
     )
 
 
-def stories(past: Sequence[Run]) -> list[Story]:
-    """Every finding of these runs, the oldest first; those seen first last come first."""
+def stories(past: Sequence[Run], key: Callable[[Seen], str] = lambda f: f.known or f.key) -> dict[str, Story]:
+    """Every finding of these runs, the oldest first, by its name."""
     by: dict[str, dict[int, list[Seen]]] = {}
     for place, run in enumerate(past):
         for f in run.findings:
-            by.setdefault(f.known or f.key, {}).setdefault(place, []).append(f)
-    out = [_story(name, places, past) for name, places in by.items()]
-    return sorted(out, key=lambda one: (one.known, -one.first.started.timestamp(), one.name))
-
-
-def _story(name: str, places: Mapping[int, Sequence[Seen]], past: Sequence[Run]) -> Story:
-    """`places`: number of a run -> the finding as that run has it."""
-    its = [f for found in places.values() for f in found]
-    could = [n for n, run in enumerate(past) if n in places or any(_compared(run, f) for f in its)]
-    first, last = min(places), max(places)
-    gone = next((n for n in could if n > last), None)
-    return Story(
-        *(name, bool(its[0].known), tuple(sorted({f.implementation for f in its})), its[-1].message),
-        *(past[first], len(places), len(could), None if gone is None else past[gone]),
-        brought=version_changes(past[first - 1], past[first]) if first else {},
-        moved={} if gone is None else version_changes(past[gone - 1], past[gone]),
-    )
+            by.setdefault(key(f), {}).setdefault(place, []).append(f)
+    out = {}
+    for name, places in by.items():
+        its = [f for found in places.values() for f in found]
+        could = [n for n, run in enumerate(past) if n in places or any(_compared(run, f) for f in its)]
+        first, last = min(places), max(places)
+        gone = next((n for n in could if n > last), None)
+        out[name] = Story(
+            *(name, bool(its[0].known), tuple(sorted({f.implementation for f in its})), its[-1].message),
+            *(past[first], len(places), len(could), None if gone is None else past[gone]),
+            brought=version_changes(past[first - 1], past[first]) if first else {},
+            moved={} if gone is None else version_changes(past[gone - 1], past[gone]),
+        )
+    return out
 
 
 def releases(past: Sequence[Run]) -> list[tuple[list[Run], dict[str, tuple[str, str]]]]:
     """Runs in a row with the same versions of packages, each with those that moved since the one before."""
     out: list[tuple[list[Run], dict[str, tuple[str, str]]]] = []
-    for run in past:
-        if out and out[-1][0][-1].versions == run.versions:
-            out[-1][0].append(run)
-        else:
-            out.append(([run], version_changes(out[-1][0][-1], run) if out else {}))
+    for _, group in itertools.groupby(past, key=lambda run: run.versions):
+        runs = list(group)
+        out.append((runs, version_changes(out[-1][0][-1], runs[0]) if out else {}))
     return out
 
 

@@ -44,40 +44,48 @@ def row(**changes):
     return runs.row(**base | {"gate": "row", "cls": None} | changes)
 
 
-INSIDE = facts(family("logprobs").case(1, "fp32", {"bias": "banned", "V": 9}))
+def widened(ledger, line):
+    ledger.write_text(ENTRY.replace('reason = "because"', f'reason = "because"\n{line}'))
+    return Ledger.load(ledger)
 
 
-def test_scope(ledger):
-    loaded = Ledger.load(ledger)
-    assert loaded.match(row(), INSIDE) == "x"
-    for other in ({"implementation": "other.f"}, {"quantity": "logps"}, {"verdict": "crashed"}):
-        assert loaded.match(row(**other), INSIDE) is None
-    for settings in ({"bias": "random", "V": 9}, {"bias": "banned", "V": 4}):
-        assert loaded.match(row(), facts(family("logprobs").case(1, "fp32", settings))) is None
+SIZED, VARIANT = "headroom = 20.0", 'variants = ["capped KL"]'
+TWINS = {"settings": {"check": "twins"}}  # of a trainer: under another seed it has other values and other sizes
 
 
-def test_a_scope_of_variants_holds_what_they_explain(ledger):
-    ledger.write_text(ENTRY.replace('quantities = ["grad_*"]', 'quantities = ["grad_*"]\nvariants = ["capped KL"]'))
-    loaded = Ledger.load(ledger)
-    assert loaded.match(row(variant="capped KL"), INSIDE) == "x"
-    for variant in ("exchanged mixture", None):
-        assert loaded.match(row(variant=variant), INSIDE) is None
+@pytest.mark.parametrize(
+    ("line", "changes", "settings", "known"),
+    [
+        ("", {}, {}, True),
+        *(("", other, {}, False) for other in ({"implementation": "other.f"}, {"quantity": "logps"})),
+        ("", {"verdict": "crashed"}, {}, False),
+        *(("", {}, settings, False) for settings in ({"bias": "random"}, {"V": 4})),
+        *((VARIANT, {"variant": name}, {}, name == "capped KL") for name in ("capped KL", "exchanged mixture", None)),
+        *((SIZED, {"headroom": size}, {}, size == 60.0) for size in (60.0, 60.1, None)),  # what grew threefold is new
+        *((SIZED, TWINS | {"headroom": 61.0, "seed": seed}, {}, seed == 5) for seed in (0, 5)),
+        (SIZED, TWINS | {"headroom": None, "seed": 5}, {}, False),
+    ],
+)
+def test_scope(ledger, line, changes, settings, known):
+    case = family("logprobs").case(1, "fp32", {"bias": "banned", "V": 9} | settings)
+    assert widened(ledger, line).match(row(**changes), facts(case)) == ("x" if known else None)
 
 
-def test_stale(ledger):
-    (entry,) = Ledger.load(ledger).entries
-    assert stale(entry, [row()], "cpu") is False
-    assert stale(entry, [row(verdict="agree")], "cpu") is True
-    assert stale(entry, [row(verdict="unsupported", quantity=None)], "cpu") is None
-    assert stale(entry, [row(implementation="other.f", verdict="agree")], "cpu") is None
-
-
-def test_a_case_that_rests_on_the_rounding_of_one_device_is_not_stale_on_another(ledger):
-    ledger.write_text(ENTRY.replace('case = "case.json"', 'case = "case.json"\nrests_on = ["cpu"]'))
-    (entry,) = Ledger.load(ledger).entries
-    assert stale(entry, [row(verdict="agree", device="cuda")], "cuda") is None
-    assert stale(entry, [row(verdict="agree", device="cpu")], "cpu") is True
-    assert stale(entry, [row(device="cuda")], "cuda") is False
+@pytest.mark.parametrize(
+    ("line", "changes", "told"),
+    [
+        ("", {}, False),
+        ("", {"verdict": "agree"}, True),
+        ("", {"verdict": "unsupported", "quantity": None}, None),
+        ("", {"verdict": "agree", "implementation": "other.f"}, None),
+        ('rests_on = ["cpu"]', {"verdict": "agree", "device": "cuda"}, None),  # it rests on the rounding of one device
+        ('rests_on = ["cpu"]', {"verdict": "agree"}, True),
+        ('rests_on = ["cpu"]', {"device": "cuda"}, False),
+    ],
+)
+def test_stale(ledger, line, changes, told):
+    (entry,) = widened(ledger, line).entries
+    assert stale(entry, [row(**changes)], changes.get("device", "cpu")) is told
 
 
 def test_entries_of_cases_that_agree_on_an_h200_say_so():
@@ -137,22 +145,6 @@ def test_an_id_of_the_shipped_ledger_is_taken(ledger):
     ledger.write_text(ENTRY.replace('"x"', '"liger-luspo-padding"'))
     with pytest.raises(UsageError, match="the shipped ledger, which it adds to, has 'liger-luspo-padding' too"):
         Ledger.known(ledger)
-
-
-def widened(ledger, line):
-    ledger.write_text(ENTRY.replace('reason = "because"', f'reason = "because"\n{line}'))
-    return Ledger.load(ledger)
-
-
-def test_a_finding_that_grew_threefold_is_a_new_one(ledger):
-    loaded = widened(ledger, "headroom = 20.0")
-    assert [loaded.match(row(headroom=size), INSIDE) for size in (60.0, 60.1, None)] == ["x", None, None]
-
-
-@pytest.mark.parametrize(("seed", "headroom", "known"), [(0, 61.0, False), (5, 61.0, True), (5, None, False)])
-def test_under_another_seed_a_check_of_a_trainer_has_other_values_and_other_sizes(ledger, seed, headroom, known):
-    found = row(headroom=headroom, seed=seed, settings={"check": "twins"})
-    assert (widened(ledger, "headroom = 20.0").match(found, INSIDE) == "x") is known
 
 
 def test_an_expired_entry_names_its_line(ledger):

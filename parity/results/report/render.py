@@ -103,7 +103,7 @@ def page(summary: Summary, ending: Ending = IN_ORDER) -> str:
 def trend_page(past: Sequence[memory.Run], ledger: Ledger, night: str = "") -> str:
     """Findings of runs of one profile and device, since when, and mended when. `night`: address of the last."""
     known = {e.id: e for e in (*Ledger.older(ledger.path), *ledger.entries)}
-    found = trend.stories(past)
+    found = sorted(trend.stories(past).values(), key=lambda x: (x.known, -x.first.started.timestamp(), x.name))
     values = {
         "open": [one for one in found if not one.mended],
         "mended": [one for one in found if one.mended],
@@ -116,13 +116,14 @@ def junit(summary: Summary) -> str:
     """JUnit XML: a test case for each implementation, dtype and device, and not for each drawn case: those have new names in
     every run, and a viewer's history lives on names that stay. New findings fail (or are errors, where nothing was judged),
     known ones and what was not compared are skipped."""
-    of = collections.defaultdict[tuple[str, ...], dict[str, Finding]](dict)
-    for f in (f for found in summary.findings for f in found.each):
-        for r in f.failing:
-            of[r.implementation, r.family, r.dtype, r.device][f"{f.key} {f.lead.message}"] = f
+    every = [
+        (f, {(f.implementation, f.family, r.dtype, r.device) for r in f.failing})
+        for found in summary.findings
+        for f in found.each
+    ]
     suites = collections.defaultdict[str, list[Any]](list)
     for x in summary.lines:
-        found = list(of[x.implementation, x.family, x.dtype, x.device].values())
+        found = [f for f, where in every if (x.implementation, x.family, x.dtype, x.device) in where]
         tag = "failure" if any(f.verdict not in STOPPED for f in found) else "error" if found else "skipped"
         suites[x.family].append({"line": x, "found": found, "tag": "" if x.verdict == "agree" else tag})
     return filled("junit.xml.j2", summary=summary, suites=suites, all=[c for found in suites.values() for c in found])
