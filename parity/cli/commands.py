@@ -220,7 +220,3 @@ def report_command(file: Path, reports: Path | None, against: Path | None, verbo
 
 for _command in (*versions.COMMANDS, *nightly.COMMANDS, ledger_command, rollouts.rollouts):
     main.add_command(_command)
-
-
-if __name__ == "__main__":
-    main()

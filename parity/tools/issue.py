@@ -40,24 +40,22 @@ def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row]) 
     its_rows = [r for r in rows if r.implementation == implementation.id]
     failing = [r for r in its_rows if r.verdict not in ("agree", "unsupported")]
     where = "CPU, kernels in Triton's interpreter" if implementation.interpreted else "CPU"
-    if its_rows and its_rows[0].device != "cpu" and torch.cuda.is_available():
+    if its_rows[0].device != "cpu" and torch.cuda.is_available():
         where = torch.cuda.get_device_name()
-    cells = ((str(r.quantity), _shown(r.value), _shown(r.value_oracle)) for r in its_rows if r.quantity)
-    printed = "\n".join(measured.table(("quantity", "library", "float64 definition"), cells)) if its_rows else ""
-    known = json.dumps(case.to_json(), indent=1)
+    cells = (
+        (r.quantity, *("none or not finite" if v is None else f"{v:.6g}" for v in (r.value, r.value_oracle)))
+        for r in its_rows
+        if r.quantity
+    )
+    printed = "\n".join(measured.table(("quantity", "library", "float64 definition"), cells))
     settings = ", ".join(f"{n}={v!r}" for n, v in case.settings.items() if n not in ("grad", "cotangent", "check"))
-    replay = f"    parity replay case.json --implementation {implementation.id}"
-    about = f"With {DTYPES.get(case.dtype, case.dtype)} and {settings or 'every setting at its default'}."
+    about = f"With {DTYPES[case.dtype]} and {settings or 'every setting at its default'}."
     about += "\n\n## Replay\n\nWith llm-parity installed, and this as `case.json`:"
-    about += f"\n\n```json\n{known}\n```\n\n{replay}"
+    about += f"\n\n```json\n{json.dumps(case.to_json(), indent=1)}\n```"
+    about += f"\n\n    parity replay case.json --implementation {implementation.id}"
     sources = "\n".join(f"- `{name}`" for name in implementation.sources)
     names = ("torch", "triton", implementation.library or "", "transformers")
     return report(title(case, implementation, failing), about, printed, "", "", sources, versions(names, where))
-
-
-def _shown(value: float | None) -> str:
-    """A scalar's value, a tensor's norm."""
-    return "none or not finite" if value is None else f"{value:.6g}"
 
 
 def report(title: str, about: str, printed: str, code: str, patch: str, sources: str, versions: str) -> str:
@@ -80,7 +78,7 @@ def title(case: Case, implementation: Implementation, failing: Sequence[Row]) ->
     where = f", with {', '.join(moved[:4])}{', …' if len(moved) > 4 else ''}" if moved else ""
     known, name = implementation.library, implementation.id.partition(".")[2] or implementation.id
     library = f"{known} {implementation.version() or '?'}" if known else "user function"
-    return f"{library}: `{name}`: {effect(failing)}{where} ({DTYPES.get(case.dtype, case.dtype)})"
+    return f"{library}: `{name}`: {effect(failing)}{where} ({DTYPES[case.dtype]})"
 
 
 def effect(failing: Sequence[Row]) -> str:
