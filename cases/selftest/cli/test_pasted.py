@@ -53,17 +53,43 @@ def test_each_line_ends_as_it_should(tmp_path, monkeypatch, minimise, file):
     assert "1 failed" in kept.stdout, kept.stdout
 
 
-def test_a_file_is_replayed_by_the_line_that_replay_prints(tmp_path, monkeypatch):
+OFF = """
+import torch
+
+
+def off(hidden, weight, ids):
+    z = torch.log_softmax(hidden @ weight.T, -1)
+    return 1.01 * z.gather(-1, ids[..., None])[..., 0]
+"""
+REPLAY = ("replay", "mine.json", "--implementation", "off.py:off")
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A case, and a loss that is wrong on it."""
     monkeypatch.chdir(tmp_path)
-    case = loss_family("logprobs").case(1, "fp32", {})
-    (tmp_path / "mine.json").write_text(json.dumps(case.to_json()))
-    (tmp_path / "off.py").write_text(
-        "import torch\n\n\ndef off(hidden, weight, ids):\n    z = torch.log_softmax(hidden @ weight.T, -1)\n"
-        "    return 1.01 * z.gather(-1, ids[..., None])[..., 0]\n"
-    )
-    words = ("replay", "mine.json", "--implementation", "off.py:off")
-    (line,) = re.findall("(?m)^replay +(parity .*)$", done(*words).stdout)
+    (tmp_path / "off.py").write_text(OFF)
+    (tmp_path / "mine.json").write_text(json.dumps(loss_family("logprobs").case(3, "fp32", {}).to_json()))
+    return tmp_path
+
+
+def test_a_file_is_replayed_by_the_line_that_replay_prints(repository):
+    (line,) = re.findall("(?m)^replay +(parity .*)$", done(*REPLAY).stdout)
     assert "mine.json" in line and done(*shlex.split(line)[1:]).exit_code == 1
+
+
+def test_a_kept_test_fails_until_the_loss_is_mended_and_is_written_over_nothing(repository):
+    assert done("replay", "mine.json", "--test", "tests/test_kept.py").exit_code == 125, "which implementation?"
+    said = done(*REPLAY, "--test", "tests/test_kept.py").stdout
+    assert "wrote tests/test_kept.py: python -m pytest tests/test_kept.py" in said
+    kept = (repository / "tests/test_kept.py").read_text()
+    assert done(*REPLAY, "--test", "tests/test_kept.py").exit_code == 125
+    assert (repository / "tests/test_kept.py").read_text() == kept
+    found = warm.run("pytest", "-q", "test_kept.py", cwd=repository / "tests")
+    assert found.returncode == 1 and "1.01 times the definition" in found.stdout, found.stdout
+    (repository / "off.py").write_text(OFF.replace("1.01 * ", ""))
+    found = warm.run("pytest", "-q", "test_kept.py", cwd=repository / "tests")
+    assert found.returncode == 0 and "1 passed" in found.stdout, found.stdout
 
 
 SLIP = ("liger-luspo-paddin", "did you mean liger-luspo-padding?")

@@ -31,20 +31,6 @@ def test_a_foreign_file_is_one_line(tmp_path, damage):
     assert len(told) == 1 and path.name in told[0] and "\n" not in told[0]
 
 
-def test_since_when_and_how_often(tmp_path):
-    night(tmp_path, 0, GOOD)
-    night(tmp_path, 1, [*GOOD, *BAD], 1)
-    night(tmp_path, 2, [*GOOD, *BAD], 1)
-    past = memory.runs(tmp_path)
-    (key,) = {f.key for f in past[-1].findings}
-    life = trend.change(past[2], past).lives[key]
-    assert (life.first.id, life.times, life.of) == ("run1", 2, 3)
-    assert trend.change(past[1], past[:1]).new == (key,)
-    assert trend.change(past[2], past[:2]).still == (key,) and not trend.change(past[2], past[:2]).new
-    told = notify.body(trend.change(past[2], past[:2]))
-    assert "Still there" in told and "2026-11-02" in told and "seen in 2 of 3 runs" in told
-
-
 def test_what_is_gone_counts_only_if_it_was_looked_at(tmp_path):
     night(tmp_path, 0, [*GOOD, *BAD], 1)
     looked = trend.change(night(tmp_path, 1, GOOD), memory.runs(tmp_path)[:1])
@@ -149,15 +135,6 @@ def test_runs_of_another_profile_or_device_do_not_count(tmp_path):
     night(tmp_path, 0, GOOD, profile="quick")
     night(tmp_path, 1, GOOD, device="cuda")
     assert trend.change(night(tmp_path, 2, BAD, 1), memory.runs(tmp_path)[:2]).before is None
-
-
-def test_versions_that_moved_since_the_last_green_run(tmp_path):
-    night(tmp_path, 0, GOOD, versions={"trl": "1.15.0", "torch": "2.13.0"})
-    night(tmp_path, 1, BAD, 1, versions={"trl": "1.15.1", "torch": "2.13.0"})
-    last = night(tmp_path, 2, BAD, 1, versions={"trl": "1.16.0", "torch": "2.13.0"})
-    change = trend.change(last, memory.runs(tmp_path)[:2])
-    assert change.moved == {"trl": ("1.15.0", "1.16.0")} and change.green.id == "run0"
-    assert "trl 1.15.0 → 1.16.0" in notify.body(change)
 
 
 def test_the_title_says_who_and_since_when(tmp_path):

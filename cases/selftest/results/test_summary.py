@@ -50,22 +50,11 @@ def test_the_table_says_where_it_is_tightest():
     assert bf16.counts["compared"] == 1
 
 
-def test_a_known_finding_does_not_hide_how_tight_the_rest_is():
-    s = summary(row("a", verdict="disagree", known="K1"), row("b", headroom=0.5))
-    (line,) = s.lines
-    assert (line.verdict, line.worst.headroom, line.known) == ("known", 0.5, ("K1",))
-
-
 def test_a_new_finding_beside_a_known_one_is_the_verdict():
     s = summary(row("a", verdict="disagree", known="K1"), row("b", verdict="disagree"))
     assert s.lines[0].verdict == "disagree"
     assert wording.verdict_of(s.lines[0]) == "DISAGREE; known: K1"
     assert (len(s.findings), len(s.known)) == (1, 1)
-
-
-def test_nothing_compared_is_never_agreement():
-    (line,) = summary(row("a", None, "unsupported", message="no bias")).lines
-    assert (line.verdict, line.reason) == ("unsupported", "no bias")
 
 
 def test_a_failure_without_a_size_is_infinite():
