@@ -48,6 +48,15 @@ def ledger(folder, *words, into=None):
     return CliRunner().invoke(main, ["ledger", *words, *at])
 
 
+def added(folder, header, rows, *words):
+    """`ledger add` after a whole run with these rows, to a ledger that is not there yet."""
+    rewrite(folder / "results.ndjson", header, rows)
+    with writer(folder / "results.ndjson", append=True) as write:
+        write(Last(end=header.end, run=header.run))
+    at = ["--run", str(folder / "results.ndjson"), "--ledger", str(folder / "mine.toml")]
+    return CliRunner().invoke(main, ["ledger", "add", *words, *at])
+
+
 def test_add_writes_one_narrow_entry(red, tmp_path):
     shutil.copytree(red / "mine", tmp_path / "mine")
     _, rows = read(red / "reports" / "results.ndjson")
@@ -70,13 +79,9 @@ def test_add_writes_one_narrow_entry(red, tmp_path):
 def test_of_two_that_fail_on_a_case_one_is_entered(red, tmp_path):
     """The reason is of one of them."""
     header, rows = read(red / "reports/results.ndjson")
-    twice = [*rows, *(structs.replace(r, implementation="other.py:norm") for r in rows)]
-    rewrite(tmp_path / "results.ndjson", header, twice)
-    with writer(tmp_path / "results.ndjson", append=True) as write:
-        write(Last(end=header.end, run=header.run))
     case = next(r.case for r in rows if r.new and r.settings)
-    at = ["--run", str(tmp_path / "results.ndjson"), "--ledger", str(tmp_path / "mine.toml")]
-    done = CliRunner().invoke(main, ["ledger", "add", case, "--reason", "x", "--link", "y", *at])
+    twice = [*rows, *(structs.replace(r, implementation="other.py:norm") for r in rows)]
+    done = added(tmp_path, header, twice, case, "--reason", "x", "--link", "y")
     assert done.exit_code == 2 and "fail on it: say which, with --implementation" in done.output, done.output
 
 
@@ -157,12 +162,7 @@ def test_a_case_that_is_no_finding(red):
 
 
 def test_a_run_without_new_findings_has_nothing_to_accept(red, tmp_path):
-    results, mine = tmp_path / "results.ndjson", tmp_path / "mine.toml"
     header, rows = read(red / "reports/results.ndjson")
-    rewrite(results, header, [row for row in rows if row.verdict != "disagree"])
-    with writer(results, append=True) as write:
-        write(Last(end=header.end, run=header.run))
-    mine.touch()
-    done = CliRunner().invoke(main, ["ledger", "add", "--all", "--run", str(results), "--ledger", str(mine)])
+    done = added(tmp_path, header, [row for row in rows if row.verdict != "disagree"], "--all")
     assert done.exit_code == 0 and "no new findings" in done.output
-    assert not mine.read_text()
+    assert not (tmp_path / "mine.toml").exists()

@@ -65,11 +65,10 @@ def write(summary: Summary, ending: Ending) -> None:
 
 def terminal(summary: Summary, console: Console, ending: Ending = IN_ORDER, full: bool = False) -> None:
     """Print one screen: the stack and its defects, what is new, the verdict and the next command; or, in full, everything."""
-    values = {"summary": summary, "ending": ending, "full": full}
     busy = {x.implementation for x in summary.lines if not x.idle}
     idle = {x.implementation: x.reason for x in summary.lines if x.implementation not in busy}
+    values = {"summary": summary, "ending": ending, "full": full, "width": min(console.width, WIDTH)}
     values |= {"idle": collections.Counter(idle.values()), "matrix": _matrix(summary.lines)}
-    values["width"] = min(console.width, WIDTH)
     for values["named"], values["replayed"] in NAMED:
         limits = (10**9,) if full else LIMITS[: -1 if values["named"] else None]
         text = _fitting("terminal.txt.j2", lambda text: text.count("\n") <= LINES, limits, **values)
@@ -104,12 +103,9 @@ def trend_page(past: Sequence[memory.Run], ledger: Ledger, night: str = "") -> s
     """Findings of runs of one profile and device, since when, and mended when. `night`: address of the last."""
     known = {e.id: e for e in (*Ledger.older(ledger.path), *ledger.entries)}
     found = sorted(trend.stories(past).values(), key=lambda x: (x.known, -x.first.started.timestamp(), x.name))
-    values = {
-        "open": [one for one in found if not one.mended],
-        "mended": [one for one in found if one.mended],
-        "counts": [len({f.known or f.key for f in run.findings}) for run in past],
-    }
-    return filled("trend.html.j2", past=past, entries=known, night=night, releases=trend.releases(past), **values)
+    counts = [len({f.known or f.key for f in run.findings}) for run in past]
+    values = {"entries": known, "stories": found, "counts": counts, "releases": trend.releases(past)}
+    return filled("trend.html.j2", past=past, night=night, **values)
 
 
 def junit(summary: Summary) -> str:
