@@ -28,14 +28,13 @@ class Shown(contextlib.AbstractContextManager["Shown"]):
         self.until = math.inf
         self.new: set[str] = set()
         self.known: set[str] = set()
-        self.ended: threading.Event | None = None
-        self.lines: threading.Thread | None = None
+        self.display: contextlib.ExitStack | None = None
         terminal = self.console.is_terminal and not self.console.is_dumb_terminal
         self.live = self.console.status("") if terminal else None
 
     def __call__(self, rows: Sequence[Row], done: int, of: int, now: str, seconds: float | None = None) -> None:
         self.until = math.inf if seconds is None else self.clock() + seconds
-        if self.ended is None:
+        if self.display is None:
             self._start()
         for row in rows[self.read :]:
             if row.new:
@@ -81,24 +80,21 @@ class Shown(contextlib.AbstractContextManager["Shown"]):
         self._stop()
 
     def _start(self) -> None:
-        ended = self.ended = threading.Event()
+        self.display, ended = contextlib.ExitStack(), threading.Event()
 
         def lines() -> None:
             while not ended.wait(EVERY):
                 self.console.print(self.line(), markup=False, soft_wrap=True)
 
         if self.live is not None:
-            self.live.start()
+            self.display.enter_context(self.live)
         else:
-            self.lines = threading.Thread(target=lines, daemon=True)
-            self.lines.start()
+            thread = threading.Thread(target=lines, daemon=True)
+            thread.start()
+            self.display.callback(thread.join)  # a line of it must not come after what is said next
+            self.display.callback(ended.set)
 
     def _stop(self) -> None:
-        if self.ended is not None:
-            self.ended.set()
-            self.ended = None
-            if self.live is not None:
-                self.live.stop()
-            elif self.lines is not None:
-                self.lines.join()  # a line of it must not come after what is said next
-                self.lines = None
+        if self.display is not None:
+            self.display.close()
+            self.display = None
