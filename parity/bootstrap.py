@@ -20,7 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MINIMUM = (3, 11)
 KEPT = ("torch", "triton", "pytorch-triton")
 """Never touched in VENV=system; NVIDIA's containers have Triton as `pytorch-triton` and torch as 2.9.0a0+nv25.10."""
-VERSIONS = "from parity.bootstrap import KEPT, version; print(*[version(name) or '-' for name in KEPT])"
+IMPORTED = """
+torch._inductor.compile_fx torch.testing trl.trainer.grpo_trainer trl.trainer.rloo_trainer trl.trainer.dpo_trainer
+trl.trainer.sft_trainer trl.trainer.kto_trainer trl.experimental.online_dpo trl.experimental.gkd
+trl.experimental.gold.gold_trainer trl.experimental.server_distillation trl.experimental.sdft.loss_utils
+transformers.models.llama.modeling_llama liger_kernel.transformers liger_kernel.chunked_loss cut_cross_entropy pytest
+xdist hypothesis.strategies parity.cli.commands parity.running.shard parity.running.run
+""".split()
 
 
 def main() -> int:
@@ -102,10 +108,7 @@ def install(folder: Path, system: bool, pins: str = "constraints.txt", more: tup
                 f"VENV=system: {' and '.join(KEPT)} changed to {' '.join(after)}; this must not happen, remove {folder}"
             )
             return 3
-    # uv compiles nothing, and where PYTHONDONTWRITEBYTECODE is set each process would compile anew what it imports: two
-    # thirds of the CPU time of its start.
-    compiled = [ROOT / "parity", *folder.glob("lib/python*/site-packages")]
-    subprocess.run([str(python), "-m", "compileall", "-q", "-j", "0", *map(str, compiled)], capture_output=True)
+    keep_bytecode(python)
     print(f"ready; to type parity as a command:\n\n    source {python.parent / 'activate'}\n")
     return 0
 
@@ -142,6 +145,16 @@ def by_uv(python: Path, constraints: Path, steps: list[list[str]]) -> bool:
     return True
 
 
+def keep_bytecode(python: Path) -> None:
+    """Import once what every process imports. uv compiles nothing, and where PYTHONDONTWRITEBYTECODE is set, each process would
+    compile anew what it imports: two thirds of the CPU time of its start."""
+    program = (
+        "import importlib, sys\nfor n in sys.argv[1:]:\n try: importlib.import_module(n)\n except BaseException: pass"
+    )
+    command = [str(python), "-W", "ignore", "-c", program, *IMPORTED]
+    subprocess.run(command, env=os.environ | {"PYTHONDONTWRITEBYTECODE": ""}, capture_output=True)
+
+
 def known_as_triton(folder: Path, version: str) -> None:
     """Tell pip of a venv that the `pytorch-triton` below it is `triton`, so that it installs no other over it."""
     for site in folder.glob("lib/python*/site-packages"):
@@ -150,6 +163,14 @@ def known_as_triton(folder: Path, version: str) -> None:
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: triton\nVersion: {version}\n")
         (about / "INSTALLER").write_text("parity\n")
 
+
+VERSIONS = (
+    "import importlib.metadata as m\n"
+    "def v(n):\n"
+    "    try: return m.version(n)\n"
+    "    except m.PackageNotFoundError: return '-'\n"
+    f"print(*[v(n) for n in {KEPT!r}])"
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,6 @@
 """Who installs: uv where it can, pip where it cannot, and pip alone over another interpreter's packages."""
 
+import importlib.util
 import subprocess
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ def calls(monkeypatch, tmp_path):
 
     def run(command, **options):
         done.commands.append([str(word) for word in command])
-
+        done.env = options.get("env")
         failed = bool(done.fails) and "pip" in command[1] and done.fails in command
         return subprocess.CompletedProcess(command, int(failed), "- - -", "error: no such wheel")
 
@@ -31,13 +32,10 @@ def by(commands):
     return ["uv" if c[0].endswith("uv") else "pip" for c in commands if "install" in c]
 
 
-def test_uv_installs_torch_first_and_then_the_rest_and_what_is_imported_is_compiled_once(calls, tmp_path):
-    site = tmp_path / "new" / "lib" / "python3.12" / "site-packages"
-    site.mkdir(parents=True)
+def test_uv_installs_torch_first_and_then_the_rest(calls, tmp_path):
     assert bootstrap.install(tmp_path / "new", system=False) == 0
     assert by(calls.commands) == ["uv", "uv"]
     assert calls.commands[0][-1].startswith("torch==") and "--editable" in calls.commands[1]
-    assert "compileall" in calls.commands[-1] and calls.commands[-1][-2:] == [str(bootstrap.ROOT / "parity"), str(site)]
 
 
 def test_what_a_link_leads_to_is_not_emptied(calls, tmp_path, capsys):
@@ -63,6 +61,14 @@ def test_without_uv_pip_brings_it_first(calls, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "binary", absent)
     assert bootstrap.install(tmp_path / "new", system=False) == 0
     assert by(calls.commands) == ["pip", "uv", "uv"] and calls.commands[0][-1] == "uv"
+
+
+def test_what_is_imported_is_compiled_once_whatever_the_user_says_of_his_own_code(calls, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert bootstrap.install(tmp_path / "new", system=False) == 0
+    assert calls.commands[-1][0].startswith(str(tmp_path / "new")) and calls.env["PYTHONDONTWRITEBYTECODE"] == ""
+    for name in bootstrap.IMPORTED:
+        assert importlib.util.find_spec(name), name
 
 
 def test_over_other_packages_pip_alone(calls, tmp_path, monkeypatch):
