@@ -16,6 +16,22 @@ from parity.versions.client import EnvironmentUnusable
 
 FULL = "ENOSPC EDQUOT EFBIG".split()  # what keeps a report from being written, whichever file it is
 UNWRITABLE = [*FULL, "EROFS", "EISDIR", "ENOTDIR", "EACCES", "EPERM"]  # and where an error names the file
+REMOVED: dict[str, str] = {
+    "case": "`parity replay CASE` runs a case and shows its settings where it disagrees",
+    "history-of": "`parity notify` says since when each finding is seen; kept runs are JSON in reports/history/",
+    "rollouts list": "`parity doctor` names the shipped recordings, `parity rollouts judge FILE` says where one comes from",
+    "rollouts live": "`parity rollouts record` and `parity rollouts judge` hold an engine against a model",
+    "rollouts replay": "cases of the policy family with a setting `recording` have a recorded importance ratio",
+    "merge": "one run on several machines is `parity run --ray ADDRESS`",
+    "env": "environments that nobody used for 30 days go when another is made; `parity doctor` names their folder",
+    "ledger accept": "`parity ledger add --all` takes all new findings of a run as a baseline",
+    "schema": "docs/results.md explains the fields of a results file",
+    "audit": "`parity list --settings RESULTS` says of a run which implementation agrees with which setting",
+    "matrix": "compare two releases with `parity compare PKG==VER PKG==VER`, find the one that changed with `parity bisect PKG`",
+    "mutants": "in a checkout, `make selftest` runs the deliberately wrong implementations with pytest",
+}
+"""Commands of earlier versions, and the sentence that says how to do their work today."""
+
 NARROWEST = 20  # columns below which COLUMNS says nothing: some terminals give 0
 
 
@@ -39,7 +55,19 @@ def silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Group(click.Group):
+class Commands(click.Group):
+    """Commands; one that was removed names its successor."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = " ".join([*([str(ctx.info_name)] if ctx.parent else []), *args[:1]])
+        if name in REMOVED:
+            raise UsageError(f"`parity {name}` was removed: {REMOVED[name]}")
+        return super().resolve_command(ctx, args)
+
+
+class Group(Commands):
     """Ends in the codes of this module, whatever is raised."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,13 +10,14 @@ import click
 
 from parity import data
 from parity.cli import options
+from parity.cli.group import Commands
 from parity.cli.progress import Shown
 from parity.errors import NOTHING, UsageError
 
 MONTH = 30 * 24 * 3600.0  # seconds
 
 
-@click.group("ledger")
+@click.group("ledger", cls=Commands)
 def ledger_command() -> None:
     """Add findings to the list of known ones; measure those anew."""
 

@@ -5,11 +5,12 @@ from typing import Any
 import click
 
 from parity.cli import options
+from parity.cli.group import Commands
 from parity.data import rollouts_dir
 from parity.process import prepare
 
 
-@click.group("rollouts")
+@click.group("rollouts", cls=Commands)
 def rollouts() -> None:
     """Compare log-probs of a real engine with the trainer's."""
 

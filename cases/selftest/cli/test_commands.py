@@ -48,6 +48,8 @@ def here(*words: str) -> Result:
         ("compare trl==1.0.0 trl==1.0.0", "name two"),
         ("compare trl trl==1.0.0", "write PKG==VER"),
         ("compare trl==1.0.0 trl==1.1.0 --family no", "'no'"),
+        ("audit --family policy", "`parity audit` was removed: `parity list --settings RESULTS`"),
+        ("rollouts replay name", "`parity rollouts replay` was removed"),
         ("ledger measure liger-luspo-paddin", "did you mean liger-luspo-padding?"),
         ("ledger measure zzz", ", such as "),
     ],
