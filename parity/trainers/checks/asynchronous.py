@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import itertools
 import queue
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -58,35 +58,6 @@ CASES: list[CheckCase] = [
     *((t, {"budget": True}) for t in (TRAINER, DISTILLATION)),
     *((t, {"split": "2x4", **more}) for t in (TRAINER, DISTILLATION) for more in ({}, {"even": True})),
 ]
-
-
-class _Worker:
-    """Rollouts that are there from the start."""
-
-    def __init__(self, samples: Iterable[Any]):
-        self.rollout_buffer, self.metrics_queue, self.samples = self, queue.Queue[Any](), iter(samples)
-
-    def get(self, timeout: float) -> Any:
-        return next(self.samples)
-
-    def qsize(self) -> int:
-        return 1
-
-    def __getattr__(self, name: str) -> Any:  # start, stop, and news of the trainer
-        return lambda *args: None
-
-
-class _Engine:
-    """An inference server; `weights`: what it was sent last."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, Tensor] = {}
-
-    def send_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self.weights = {name: x.detach().clone() for name, x in named}
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
 
 
 def _attention(
@@ -187,19 +158,24 @@ def _run(call: CheckCall, a: Loss, samples: list[Any], room: int) -> tuple[recor
         raise Unsupported(f"{call.trainer} of the installed version packs no tree of rollouts")
     ids, width = models.ids(23, "behind the window", room + 1), (models.VOCABULARY,) * distils
     no_row, other = (_sample(ids[:n], 4, torch.zeros(n - 4, *width), a, model_version=1) for n in (room + 1, room))
-    last = vars(samples[-1])  # ending a token earlier it takes one token of a row
-    over = {**last, **{name: x[:-1] for name, x in last.items() if isinstance(x, np.ndarray)}, "model_version": 1}
+    full = vars(samples[-1])  # ending a token earlier it takes one token of a row
+    over = {**full, **{name: x[:-1] for name, x in full.items() if isinstance(x, np.ndarray)}, "model_version": 1}
     too_old = _sample(ids[4:20], 4, torch.zeros(12, *width), a, model_version=-STALE)
     dropped = [too_old, no_row] if s.budget else [too_old]
-    engine, worker = _Engine(), _Worker([*samples[:4], *dropped, *samples[4:], SimpleNamespace(**over), *[other] * 64])
+    rollouts = iter([*samples[:4], *dropped, *samples[4:], SimpleNamespace(**over), *[other] * 64])
+    buffer = SimpleNamespace(get=lambda timeout: next(rollouts), qsize=lambda: 1)
+    worker, engine = mock.Mock(rollout_buffer=buffer, metrics_queue=queue.Queue()), mock.Mock()
+    sent: list[dict[str, Tensor]] = [{}]
+    engine.send_weights = lambda named: sent.append({name: x.detach().clone() for name, x in named})
     wanted = recorder.plain(s.split) | recorder.LOGGED | {"temperature": s.temperature, "token_budget": s.budget * room}
-    wanted |= {"max_staleness": STALE} | ({} if distils else {"epsilon": LOW, "epsilon_high": HIGH})
-    if distils:  # attention that does not need a GPU
-        wanted |= {"beta": s.beta, "teacher_temperature": s.temperature, "teacher_top_k": TOP}
-        wanted |= {
-            "teacher_server_urls": {"": "http://127.0.0.1"},
-            "model_init_kwargs": {"attn_implementation": "eager"},
-        }
+    wanted |= {"max_staleness": STALE, "epsilon": LOW, "epsilon_high": HIGH, "beta": s.beta}
+    wanted |= {
+        "teacher_temperature": s.temperature,
+        "teacher_top_k": TOP,
+        "teacher_server_urls": {"": "http://127.0.0.1"},
+    }
+    # attention that does not need a GPU
+    wanted |= {"model_init_kwargs": {"attn_implementation": "eager"}} if distils else {}
     kernels, no_peak = (mock.Mock(return_value=x) for x in (SimpleNamespace(flash_attn_varlen_func=_attention), None))
     packed = contextlib.nullcontext() if distils else mock.patch(f"{name}._flash_attn", kernels)
     with (
@@ -213,12 +189,9 @@ def _run(call: CheckCall, a: Loss, samples: list[Any], room: int) -> tuple[recor
         trainer = drive.build(call.trainer, str(models.saved(s.model)), wanted, **given)
         trainer.model.load_state_dict(stored_window.policy(s.model).state_dict())
         steps = twin_runs.train(trainer, call.path)
-    weights = dict(trainer.model.named_parameters())
-    unsent = [
-        n
-        for n in sorted({*weights, *engine.weights})
-        if n not in weights or n not in engine.weights or not torch.equal(weights[n], engine.weights[n])
-    ]
+    weights, last = dict(trainer.model.named_parameters()), sent[-1]
+    equal = {n for n in weights.keys() & last.keys() if torch.equal(weights[n], last[n])}
+    unsent = sorted((weights.keys() | last.keys()) - equal)
     return steps, drive.logged(trainer), unsent
 
 

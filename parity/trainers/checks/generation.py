@@ -4,7 +4,6 @@ Everywhere else completions are stored ones. Here the model generates, with its 
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +33,8 @@ SETTINGS = {
     "min_p": Setting(None, "those with a share of the likeliest one's probability", (None, 0.02)),
     "repetition_penalty": Setting(1.0, "divides a seen token's logit above 0, multiplies it below", (1.0, 1.3)),
 }
+Generated = tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]
+"""A call of `generate`: prompts and their mask (N, T), what it returned, and of each draw what from, (N, V), and which."""
 FILTERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 PR: list[CheckCase] = [
     ("grpo-trainer", {"temperature": 1.4}),
@@ -72,20 +73,21 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
         trained = recorder.train(trainer)
     if len(calls) != 1:
         raise Unsupported("the trainer of the installed version draws its tokens elsewhere")
-    seen = calls[0]
-    if not seen.draws:
+    ids, mask, out, draws = calls[0]
+    if not draws:
         yield holds("tokens", False, "no token is drawn", "exact")
         return
-    sequences = [seen.sequence(b) for b in range(len(seen.ids))]
-    returned = all(seen.returned(b) == tokens[start:] for b, (tokens, start) in enumerate(sequences))
-    yield holds("tokens", returned, "what is returned is not what was drawn", "exact")
+    prompts = [row[there.bool()].tolist() for row, there in zip(ids, mask, strict=True)]
+    drawn = [_ended([int(chosen[b]) for _, chosen in draws]) for b in range(len(ids))]
+    returned = [_ended(row[ids.shape[1] :].tolist()) for row in out]
+    sequences = [(prompt + tokens, len(prompt)) for prompt, tokens in zip(prompts, drawn, strict=True)]
+    yield holds("tokens", returned == drawn, "what is returned is not what was drawn", "exact")
     kept = sorted(recorder.sequences_of(trained.batches)) == sorted(sequences)
     yield holds("sequences", kept, "what reaches the loss is not what was drawn", "exact")
-    short = [len(tokens) - start for tokens, start in sequences if tokens[-1] != models.EOS]
+    short = [len(tokens) for tokens in drawn if tokens[-1] != models.EOS]
     message = f"completions without <eos> have {short} tokens instead of {LIMIT}"
     yield holds("length", set(short) <= {LIMIT}, message, "exact")
-    steps = [seen.draws[: len(tokens) - start] for tokens, start in sequences]
-    found = torch.stack([p[b] for b, own in enumerate(steps) for p, _ in own])
+    found = torch.stack([p[b] for b, tokens in enumerate(drawn) for p, _ in draws[: len(tokens)]])
 
     met = torch.zeros(len(found), models.VOCABULARY, dtype=torch.bool)
     before = [tokens[:i] for tokens, start in sequences for i in range(start, len(tokens))]
@@ -122,24 +124,6 @@ def _kept(p: Tensor, kept: Tensor) -> Tensor:
     return p / p.sum(-1, keepdim=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Generated:
-    """A call of `generate`: prompts and their mask (N, T), what it returned, and of each draw what from, (N, V), and which."""
-
-    ids: Tensor
-    mask: Tensor
-    out: Tensor
-    draws: list[tuple[Tensor, Tensor]]
-
-    def sequence(self, b: int) -> tuple[list[int], int]:
-        """Prompt and drawn tokens of a row up to <eos>, and the length of the prompt."""
-        prompt = self.ids[b][self.mask[b].bool()].tolist()
-        return prompt + _ended([int(chosen[b]) for _, chosen in self.draws]), len(prompt)
-
-    def returned(self, b: int) -> list[int]:
-        return _ended(self.out[b, self.ids.shape[1] :].tolist())
-
-
 def _ended(tokens: list[int]) -> list[int]:
     """Up to the first <eos>."""
     return tokens[: tokens.index(models.EOS) + 1 if models.EOS in tokens else None]
@@ -161,11 +145,8 @@ def _watched(model: Any) -> Iterator[list[Generated]]:
 
         with mock.patch.object(torch, "multinomial", drawing):
             out = original(input_ids=input_ids, attention_mask=attention_mask, **more)
-        calls.append(Generated(input_ids, attention_mask, out, draws))
+        calls.append((input_ids, attention_mask, out, draws))
         return out
 
-    model.generate = generate
-    try:
+    with mock.patch.object(model, "generate", generate):
         yield calls
-    finally:
-        del model.generate

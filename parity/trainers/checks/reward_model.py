@@ -1,6 +1,5 @@
 """A reward model: the score of each sequence, and the loss of Bradley and Terry on pairs of them."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -53,26 +52,6 @@ def _rewards(model: Any, sequences: list[list[int]]) -> Tensor:
     return model.score(hidden[torch.arange(len(sequences)), last]).squeeze(-1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pairs:
-    chosen: list[list[int]]
-    rejected: list[list[int]]
-    margins: Tensor
-    center: float
-
-    def __call__(self, model: Any) -> Tensor:
-        """-log σ(r_c - r_r - margin) + center·(r_c + r_r)², the mean over pairs (arXiv 2307.09288, 2312.09244)."""
-        better, worse = _rewards(model, self.chosen + self.rejected).chunk(2)
-        return (-logsigmoid(better - worse - self.margins) + self.center * (better + worse).square()).mean()
-
-    def logged(self, model: Any) -> Mapping[str, Tensor]:
-        earned = _rewards(model, self.chosen + self.rejected)
-        better, worse = earned.chunk(2)
-        out = {"min_reward": earned.min(), "mean_reward": earned.mean(), "max_reward": earned.max()}
-        out |= {"accuracy": (better > worse).double().mean(), "margin": (better - worse).mean()}
-        return out | {"num_tokens": torch.tensor(float(sum(map(len, self.chosen + self.rejected))))}
-
-
 @check("reward-model", (REWARD,), SETTINGS, lambda seed: ((REWARD, s) for s in pairwise(SETTINGS, seed)), pr=CASES)
 def reward_model(call: CheckCall) -> Iterator[Quantity]:
     """Pairs as they were given, loss, gradients and logged numbers by the score of each sequence's last token."""
@@ -86,8 +65,20 @@ def reward_model(call: CheckCall) -> Iterator[Quantity]:
         yield tells("left out", len(kept) < len(lengths), f"{len(kept)} of {len(lengths)} pairs are within {limit}")
     if len(kept) % 2 and s.split != "8x1":
         raise Unsupported("the last micro-batch has one pair, and weighs as much as one of two")
-    chosen, rejected = ([side[i] for i in kept] for side in sides)
-    pairs = _Pairs(chosen, rejected, torch.tensor(margins)[kept].double() * s.margin, s.center)
+    both, own = [side[i] for side in sides for i in kept], torch.tensor(margins)[kept].double() * s.margin
+
+    def loss(model: Any) -> Tensor:
+        """-log σ(r_c - r_r - margin) + center·(r_c + r_r)², the mean over pairs (arXiv 2307.09288, 2312.09244)."""
+        better, worse = _rewards(model, both).chunk(2)
+        return (-logsigmoid(better - worse - own) + s.center * (better + worse).square()).mean()
+
+    def numbers(model: Any) -> Mapping[str, Tensor]:
+        earned = _rewards(model, both)
+        better, worse = earned.chunk(2)
+        out = {"min_reward": earned.min(), "mean_reward": earned.mean(), "max_reward": earned.max()}
+        out |= {"accuracy": (better > worse).double().mean(), "margin": (better - worse).mean()}
+        return out | {"num_tokens": torch.tensor(float(sum(map(len, both))))}
+
     data = window.dataset()
     data = data.add_column("margin", margins) if s.margin else data
     wanted = recorder.plain(s.split) | recorder.LOGGED | {"per_device_eval_batch_size": 8}
@@ -102,12 +93,12 @@ def reward_model(call: CheckCall) -> Iterator[Quantity]:
         raise Unsupported("the installed version hands chosen and rejected sequences to its loss apart")
     batches = [zip(part["input_ids"], part["attention_mask"], strict=True) for part in steps.batches]
     found = sorted(tokens[there.bool()].tolist() for batch in batches for tokens, there in batch)
-    given = sorted(chosen + rejected)
+    given = sorted(both)
     yield holds("sequences", found == given, f"{found} instead of {given}", "exact")
-    step = shared(call, "step", lambda: exact_step(_model(s.model).double(), pairs))
+    step = shared(call, "step", lambda: exact_step(_model(s.model).double(), loss))
     yield from first_step(step, steps)
     yield window_loss(step, evaluated["eval_loss"], "evaluation loss")
-    truth = shared(call, "logged", lambda: measured(_model(s.model).double(), pairs.logged, COUNTED))
+    truth = shared(call, "logged", lambda: measured(_model(s.model).double(), numbers, COUNTED))
     if s.split == "8x1":
         yield from logged(truth, drive.logged(trainer))
     yield from logged(truth, evaluated, of="eval_")

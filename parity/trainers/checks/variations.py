@@ -11,7 +11,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.fixes.override import source_of
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, always, check, holds
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, check, holds
 from parity.trainers.checks.twin_windows import EPOCH
 from parity.trainers.checks.twins import RATE, SETTINGS, judged, moved, step_of, twin
 from parity.trainers.definitions.formulas import Loss
@@ -19,7 +19,7 @@ from parity.trainers.definitions.scored import logits, rows
 from parity.trainers.definitions.training_step import gradients, measured
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.recorder import Sequences
-from parity.trainers.rig.stored_window import Sample, Window
+from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import SPECS, TWINS, having
 from parity.upstream import trl
@@ -91,8 +91,6 @@ def adapter_cases(seed: int) -> Iterator[CheckCase]:
 def adapters(call: CheckCall) -> Iterator[Quantity]:
     """One batch with a LoRA: loss and every gradient of the adapter, by the reference that its kind implies."""
     trainer, s = call.case.family, call.settings
-    if s.adapter == "existing" and trainer not in REFERRED:
-        raise Unsupported(f"{trainer} has no reference: an existing adapter is a new one to it")
     _estimates(call)
     more: dict[str, Any] = {PRECOMPUTED: True} if s.precomputed else {}
     drive.needs(call.trainer, *more)
@@ -175,7 +173,7 @@ def truncation_cases(seed: int) -> Iterator[CheckCase]:
     yield from ((ONLINE, {"mode": "keep_end", "level": level}) for level in (False, True))
 
 
-@check("truncation", CUTTING, CUT, truncation_cases, pr=CUT_IN_PR, covered=always, paths=EVERY_PATH)
+@check("truncation", CUTTING, CUT, truncation_cases, pr=CUT_IN_PR, covered=lambda case: True, paths=EVERY_PATH)
 def truncation(call: CheckCall) -> Iterator[Quantity]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
     _estimates(call)
@@ -196,26 +194,20 @@ def truncation(call: CheckCall) -> Iterator[Quantity]:
         limits["truncation_mode"] = s.mode
     settings = twin(call.case.family, split=s.split, kl=s.kl, whole=packed)
     kept = Window.of(call.case.family).rows
-    kept = [dataclasses.replace(r, limit=8, **_long(r)) for r in kept] if s.level else kept
+    if s.level:  # completions that only a limit ends
+        texts = [(f"{r.completion} " * 8, f"{r.other} " * 8) for r in kept]
+        kept = [dataclasses.replace(r, limit=8, completion=a, other=b) for r, (a, b) in zip(kept, texts, strict=True)]
     if s.full and ".filter(" not in source_of(vars(kind).get("_prepare_dataset")):
         raise Unsupported("the installed version keeps prompts that fill max_length")
-    full = [_filled(kept[0], n) for n in (MAX_LENGTH, MAX_LENGTH + 2)] if s.full else []
+    # without room for a completion
+    prompts = [models.words(n, "prompt", n) + " " for n in (MAX_LENGTH, MAX_LENGTH + 2)]
+    full = [dataclasses.replace(kept[0], prompt=text) for text in prompts] if s.full else []
     run = Run(call.case.family, settings, call.path, [*full, *kept], plain=True, **limits)
     whole = sorted(run.window.expected)
     _ = run.steps  # on all rows
     run.window = Cut(run.trainer, kept, packed, mode=s.mode)
     late = sorted(recorder.sequences_of(run.steps.batches)) == whole  # DPO up to 1.3 cuts behind where a batch is seen
     yield from judged(call, run, Loss(run.window, settings), there=not late)
-
-
-def _long(row: Sample) -> dict[str, Any]:
-    """Completions that only a limit ends."""
-    return {name: " ".join(getattr(row, name).split() * 8) for name in ("completion", "other")}
-
-
-def _filled(row: Sample, length: int) -> Sample:
-    """A sample whose prompt leaves no room for a completion, which is left out."""
-    return dataclasses.replace(row, prompt=models.words(length, "prompt", length) + " ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,17 +246,6 @@ STORED: dict[str, dict[str, Any]] = {
 STORED_CASES: list[CheckCase] = [("kto-trainer", {}), *(("dpo-trainer", {"other": other}) for other in STORED)]
 
 
-class _OnDisk(Run):
-    """A run over the window as a dataset in a folder, beside which `datasets` stores what is made of it."""
-
-    folder = ""
-
-    def data(self) -> Any:
-        import datasets
-
-        return datasets.load_from_disk(self.folder)
-
-
 @check(
     "stored-reference",
     having(PRECOMPUTED),
@@ -275,6 +256,8 @@ class _OnDisk(Run):
 )
 def stored_reference(call: CheckCall) -> Iterator[Quantity]:
     """Reference log-probs that another run has stored with the dataset are not this run's: one batch by its own."""
+    import datasets
+
     other: dict[str, Any] = STORED[call.settings.other]
     stored: dict[str, Any] = {"max_length": None, PRECOMPUTED: True}
     drive.needs(call.trainer, PRECOMPUTED, *(name for name in other if name != "model"))
@@ -284,8 +267,9 @@ def stored_reference(call: CheckCall) -> Iterator[Quantity]:
 
         def over(model: str = "llama", **config: Any) -> Run:
             settings = twin(call.case.family, model=model)
-            run = _OnDisk(call.case.family, settings, call.path, plain=True, **config)
-            run.folder = folder
+            run = Run(call.case.family, settings, call.path, plain=True, **config)
+            # beside it `datasets` stores what is made of it
+            run.data = lambda: datasets.load_from_disk(folder)  # type: ignore[method-assign]
             return run
 
         over(**stored | other).build()
