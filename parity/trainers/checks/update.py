@@ -1,5 +1,7 @@
-"""What becomes of the gradients: clipped, at the scheduler's learning rate, with weight decay, and after a resumed run."""
+"""What becomes of the gradients: clipped, at the scheduler's learning rate, with weight decay, and after a resumed run. And of
+the model that a trainer has had, which a reference, an average of weights or the next trainer is a copy of."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -21,7 +23,7 @@ from parity.trainers.checks.twin_windows import STORED
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.training_step import Parameters, exact_step, gradients
-from parity.trainers.rig import recorder, stored_window
+from parity.trainers.rig import models, recorder, stored_window
 from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import JUDGED
 
@@ -46,6 +48,8 @@ PR: list[CheckCase] = [
     ("sft-trainer", {"clip": 0.2, "decay": 0.5, "schedule": "linear"}),
     ("sft-trainer", {"optimizer": "adamw_torch", "clip": 0.2, "decay": 0.5, "schedule": "warm-up", "resumed": True}),
 ]
+RESTORED = {"restored": Setting(False, "the model gets its own forward back before the copy", (False, True))}
+COPIED: list[CheckCase] = [(trainer, settings) for trainer in JUDGED for settings in ({}, {"restored": True})]
 OF_USER = [(trainer, settings) for trainer in JUDGED for _, settings in PR]
 """A subclass may override what trainers share."""
 
@@ -85,7 +89,8 @@ def update(call: CheckCall) -> Iterator[Quantity]:
         policy.load_state_dict(before)
         loss = Loss(run.window.found_in(steps.window(i)), run.s)
         exact = exact_step(policy, loss)
-        norm, share = _norm(exact), 1.0
+        norm = math.sqrt(sum(float(g.square().sum()) for g in Parameters(exact).exact.values()))  # of all together
+        share = 1.0
         if s.clip:
             share = min(1.0, s.clip / (norm + 1e-6))  # torch's own 1e-6
             yield tells("clipped", share < 0.5, f"gradients of norm {norm:.3g} are clipped at {s.clip}", norm)
@@ -121,11 +126,6 @@ def _config(s: SimpleNamespace, folder: str) -> dict[str, Any]:
     return {"optim": s.optimizer, "max_grad_norm": s.clip, **recorder.LOGGED, **own, **steps, **kept}
 
 
-def _norm(step: Oracle) -> float:
-    """Of all gradients together."""
-    return math.sqrt(sum(float(g.square().sum()) for g in Parameters(step).exact.values()))
-
-
 def moved(s: SimpleNamespace, before: Mapping[str, Tensor], taken: Sequence[Mapping[str, Tensor]]) -> Oracle:
     """Parameters, from those before the last step and the gradients of every step, name by name: SGD, θ - η(g + λθ); or
     AdamW (arXiv 1711.05101, algorithm 2), θ - η·λθ - η·m̂/(√v̂ + ε). λ is 0 for what is no matrix."""
@@ -148,3 +148,32 @@ def moved(s: SimpleNamespace, before: Mapping[str, Tensor], taken: Sequence[Mapp
     inputs = {"before": dict(before), "taken": [dict(g) for g in taken]}
     oracle = Problem(define, inputs, {}, ()).oracle
     return dataclasses.replace(oracle, kind=lambda name, found: {"scalar": False, "entrywise": True})
+
+
+@check("copies", JUDGED, RESTORED, lambda seed: COPIED, pr=COPIED[:2], paths=("released",))
+def copies(call: CheckCall) -> Iterator[Quantity]:
+    """The copy computes as the original did, and goes on to when the weights of the original change."""
+    built = Run(call.case.family, twin(call.case.family)).built
+    original = built.model.eval()
+    if call.settings.restored:
+        vars(original).pop("forward", None)
+    copied = copy.deepcopy(original)
+    ids = torch.tensor([models.ids(9, "copied", 12)], device=original.device)
+
+    @torch.no_grad()
+    def logits(model: torch.nn.Module) -> Tensor:
+        found: Tensor = model(input_ids=ids).logits
+        return found
+
+    before, of_copy = logits(original), logits(copied)
+    yield holds("logits of the copy", torch.equal(before, of_copy), "they are not those of the original", "exact")
+    with torch.no_grad():
+        for p in original.parameters():
+            p.mul_(1.25)
+    off = float((logits(copied) - of_copy).abs().max())
+    moved = float((logits(original) - before).abs().max())
+    yield holds("logits of the original", moved > 0, "its weights were changed, and its logits are the same", "exact")
+    message = (
+        f"the weights of the original were changed: the copy's logits are {off:.3g} off, the original's {moved:.3g}"
+    )
+    yield holds("logits of the copy behind a step of the original", off == 0, message, "exact", off, 0.0)
