@@ -1,5 +1,5 @@
-"""Mistakes planted beneath a trainer's class, in TRL's other code, transformers, PEFT or torch: each is seen, by the case and
-the quantity that can see it."""
+"""Mistakes planted in a trainer's methods and beneath its class, in TRL's other code, transformers, PEFT or torch: each is seen,
+by the case and the quantity that can see it."""
 
 import contextlib
 import dataclasses
@@ -12,6 +12,7 @@ pytest.importorskip("trl")
 from cases.selftest.trainers.asked import planted, right, wrong
 from parity.trainers import catalogue
 from parity.trainers.checks import generation, twins, update
+from parity.trainers.checks.twin_windows import OF_SEQUENCES
 from parity.trainers.definitions import decoder
 from parity.trainers.rig import drive, models
 
@@ -20,24 +21,48 @@ def of(trainer, check, **settings):
     return f"{trainer}-trainer", {"check": check, **settings}
 
 
+def even(trainer, loss):
+    return of(trainer, "losses", loss=loss, split="2x4", even=True)
+
+
 SGD, ADAM = (of("sft", "update", **settings) for _, settings in update.PR)
 ALONE, GROUPED = of("sft", "architecture"), of("sft", "architecture", model=models.GROUPED)
 ADAPTER, RSLORA = of("dpo", "adapters"), of("dpo", "adapters", adapter="rslora")
 GRPO, ONLINE_DPO = (of(trainer, "generation", temperature=1.4) for trainer in ("grpo", "online-dpo"))
-QUEUE, ASYNC = of("async-grpo", "rollout-queue"), "trl.experimental.async_grpo"
+QUEUE, SMALL = of("async-grpo", "rollout-queue"), of("async-grpo", "rollout-queue", budget=True)
+BOTH = ("loss", "gradient")
 PADDED, EAGER = "logits, sdpa attention, padded on the left", "logits, eager attention, padded on the right"
-LLAMA, LORA = "transformers.models.llama.modeling_llama", "peft.tuners.lora"
+LLAMA, LORA, TRAINER = "transformers.models.llama.modeling_llama", "peft.tuners.lora", "transformers.Trainer"
+SCHEDULE = "transformers.optimization._get_linear_schedule_with_warmup_lr_lambda"
+COLLATOR = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling.torch_call"
+SERVER = "trl.experimental.server_distillation.ServerDistillationTrainer.compute_loss"
+ASYNC, ATTENTION = "trl.experimental.async_grpo", "parity.trainers.checks.asynchronous._attention"
 MISTAKES = []
 
 
-def mistake(name, case, *quantities, exactly=False):
-    """A mistake in what the name stands for: of its case these quantities disagree, or others too."""
+def mistake(path, case, *quantities, name="", exactly=False):
+    """A mistake in what the path stands for: of its case these quantities disagree, or others too."""
 
     def register(changed):
-        MISTAKES.append(pytest.param(name, changed, *case, set(quantities), exactly, id=changed.__name__))
+        MISTAKES.append(pytest.param(path, changed, *case, set(quantities), exactly, id=name or changed.__name__))
         return changed
 
     return register
+
+
+def told(**options):
+    """Called with these options in place of others."""
+    return lambda original, *given, **more: original(*given, **more | options)
+
+
+def repacked(change):
+    """A row whose tensors are changed when it is packed."""
+
+    def pack(original, row):
+        batch = original(row)
+        return batch | change(batch)
+
+    return pack
 
 
 @mistake("torch.nn.utils.clip_grad_norm_", SGD, "gradient of step 1")
@@ -45,24 +70,18 @@ def unclipped(original, parameters, *given, **more):
     return torch.nn.utils.get_total_norm([p.grad for p in parameters])
 
 
-@mistake("transformers.Trainer.get_decay_parameter_names", SGD, "parameters behind step 1")
+@mistake(f"{TRAINER}.get_decay_parameter_names", SGD, "parameters behind step 1")
 def decayed_everywhere(original, self, model):
     return [n for n, _ in model.named_parameters()]
 
 
-@mistake("transformers.optimization._get_linear_schedule_with_warmup_lr_lambda", SGD, "parameters behind step 2")
-def constant_rate(original, *given, **more):
-    return 1.0
-
-
-@mistake("transformers.Trainer._load_optimizer_and_scheduler", ADAM, "parameters behind step 2")
-def moments_step_count_and_schedule_forgotten(original, self, checkpoint):
-    return None
-
-
-@mistake("transformers.trainer.skip_first_batches", ADAM, "sequences")
-def seen_again(original, loader, number):
-    return loader
+mistake(SCHEDULE, SGD, "parameters behind step 2", name="constant rate")(lambda *given, **more: 1.0)
+mistake(f"{TRAINER}._load_optimizer_and_scheduler", ADAM, "parameters behind step 2", name="state forgotten")(
+    lambda *_: None
+)
+mistake("transformers.trainer.skip_first_batches", ADAM, "sequences", name="seen again")(
+    lambda _, loader, number: loader
+)
 
 
 @mistake(f"{LLAMA}.apply_rotary_pos_emb", ALONE, PADDED)
@@ -70,53 +89,39 @@ def rotated_backward(original, q, k, cos, sin, *more):
     return original(q, k, cos, -sin, *more)[0], k
 
 
-@mistake(f"{LLAMA}.eager_attention_forward", ALONE, EAGER)
-def without_scale(original, *given, **more):
-    return original(*given, **more | {"scaling": 1.0})
+without_scale = mistake(f"{LLAMA}.eager_attention_forward", ALONE, EAGER, name="without scale")(told(scaling=1.0))
+ATTENDED = "torch.nn.functional.scaled_dot_product_attention"
+mistake(ATTENDED, ALONE, "logits, sdpa attention, one by one", name="not causal")(told(is_causal=False))
+mistake(f"{LLAMA}.repeat_kv", GROUPED, EAGER, name="keys in another order")(
+    lambda _, x, count: x.repeat(1, count, 1, 1)
+)
+for kind in (drive.REENTRANT, drive.NON_REENTRANT):  # in what checkpointing computes again
+    case = of("sft", "dropout", checkpointing=kind)
+    mistake("transformers.modeling_utils.checkpoint", case, "gradient", name="dropped anew")(
+        told(preserve_rng_state=False)
+    )
 
 
-@mistake(f"{LLAMA}.repeat_kv", GROUPED, EAGER)
-def keys_in_another_order(original, x, count):
-    return x.repeat(1, count, 1, 1)
-
-
-@mistake("torch.nn.functional.scaled_dot_product_attention", ALONE, "logits, sdpa attention, one by one")
-def not_causal(original, *given, **more):
-    return original(*given, **more | {"is_causal": False})
-
-
-@mistake("transformers.modeling_utils.checkpoint", of("sft", "dropout"), "gradient")
-@mistake("transformers.modeling_utils.checkpoint", of("sft", "dropout", checkpointing="non-reentrant"), "gradient")
-def dropped_anew(original, *given, **more):
-    """In what checkpointing computes again."""
-    return original(*given, **more | {"preserve_rng_state": False})
-
-
-@mistake(f"{LORA}.LoraLayer.update_layer", ADAPTER, "loss", "gradient")
+@mistake(f"{LORA}.LoraLayer.update_layer", ADAPTER, *BOTH)
 def scaled_twice(original, self, name, *given, **more):
     original(self, name, *given, **more)
     self.scaling[name] *= 2
 
 
-@mistake(f"{LORA}.LoraLayer.update_layer", RSLORA, "loss", "gradient")
+@mistake(f"{LORA}.LoraLayer.update_layer", RSLORA, *BOTH)
 def rank_as_ever(original, self, *given, config, **more):
     config.use_rslora = False
     original(self, *given, config=config, **more)
 
 
-@mistake("peft.tuners.tuners_utils.BaseTuner._mark_only_adapters_as_trainable", ADAPTER, "trained parameters")
-def trained_base(original, self, model):
-    return None
-
-
-@mistake(f"{LORA}.Linear.get_delta_weight", ADAPTER, "logits, merged")
-def merged_by_half(original, self, adapter):
-    return 0.5 * original(self, adapter)
-
-
-@mistake(f"{LORA}.Linear.unmerge", ADAPTER, "logits, unmerged")
-def merged_for_good(original, self):
-    self.merged_adapters.clear()
+TRAINABLE = "peft.tuners.tuners_utils.BaseTuner._mark_only_adapters_as_trainable"
+mistake(TRAINABLE, ADAPTER, "trained parameters", name="trained base")(lambda *given: None)
+mistake(f"{LORA}.Linear.get_delta_weight", ADAPTER, "logits, merged", name="merged by half")(
+    lambda f, *given: 0.5 * f(*given)
+)
+mistake(f"{LORA}.Linear.unmerge", ADAPTER, "logits, unmerged", name="merged for good")(
+    lambda _, x: x.merged_adapters.clear()
+)
 
 
 @mistake("peft.PeftModel.load_adapter", ADAPTER, "logits, saved and loaded")
@@ -138,19 +143,15 @@ def no_adapter_is_on(original, model, adapter_name):
 
 
 for trainer in ("dpo", "kto", "grpo"):
-    for kind, reference in (
-        ("new", adapter_stays_on),
-        ("saved-head", adapter_stays_on),
-        ("existing", no_adapter_is_on),
-    ):
-        name, case = f"trl.trainer.{trainer}_trainer.use_adapter", of(trainer, "adapters", adapter=kind)
-        mistake(name, case, "gradient")(reference)
-
+    for kind in ("new", "saved-head", "existing"):
+        reference = no_adapter_is_on if kind == "existing" else adapter_stays_on
+        path = f"trl.trainer.{trainer}_trainer.use_adapter"
+        mistake(path, of(trainer, "adapters", adapter=kind), "gradient")(reference)
 
 BEHIND = of("grpo", "adapters", checkpointing=drive.REENTRANT)
 
 
-@mistake("transformers.Trainer.create_optimizer", BEHIND, "learning rate has an effect", exactly=True)
+@mistake(f"{TRAINER}.create_optimizer", BEHIND, "learning rate has an effect", exactly=True)
 def others_are_optimised(original, self):
     self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
@@ -175,8 +176,7 @@ def cached_in_bf16(original, self, keys, values, *more, **given):
 def padding_attended(original, self, *given, **more):
     """By the tokens that are generated."""
     out = original(self, *given, **more)
-    out["attention_mask"] = torch.ones_like(out["attention_mask"])
-    return out
+    return out | {"attention_mask": torch.ones_like(out["attention_mask"])}
 
 
 PROCESSORS = {
@@ -188,20 +188,18 @@ PROCESSORS = {
 }
 for setting in generation.FILTERS:
     most = max((s for _, s in generation.PR if setting in s), key=len)  # beside all others that a case of pr has
-    name, case = (
+    path, case = (
         f"transformers.generation.logits_process.{PROCESSORS[setting]}.__call__",
         of("grpo", "generation", **most),
     )
-
-    @mistake(name, case, "probabilities", exactly=True)
-    def setting_ignored(original, self, ids, scores):
-        return scores
+    ignored = mistake(path, case, "probabilities", name=f"{setting} ignored", exactly=True)
+    ignored(lambda original, self, ids, scores: scores)
 
 
-KL, BOTH = of("kto", "truncation", kl=True), ("loss", "gradient")
+KL = "trl.trainer.kto_trainer.DataCollatorForUnpairedPreference.torch_call"
 
 
-@mistake("trl.trainer.kto_trainer.DataCollatorForUnpairedPreference.torch_call", KL, *BOTH, exactly=True)
+@mistake(KL, of("kto", "truncation", kl=True), *BOTH, exactly=True)
 def sequences_of_the_kl_uncut(original, self, examples):
     whole = original(dataclasses.replace(self, max_length=None), examples)
     return original(self, examples) | {name: x for name, x in whole.items() if name.startswith("KL_")}
@@ -212,9 +210,6 @@ def cut_at_the_other_end(original, window, mode):
     return original(window, "keep_end")
 
 
-COLLATOR = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling.torch_call"
-
-
 @mistake(COLLATOR, of("sft", "twins", padding="none", split="2x4"), *BOTH)
 @mistake(COLLATOR, of("sft", "twins", padding="packed", split="2x4"), *BOTH)
 def first_token_predicted_from_the_sequence_before(original, self, examples):
@@ -222,46 +217,29 @@ def first_token_predicted_from_the_sequence_before(original, self, examples):
     return out | {"labels": torch.where(out["position_ids"] == 0, out["input_ids"], out["labels"])}
 
 
-@mistake("parity.trainers.rig.twin_runs.generate_tools", of("grpo", "twins", tools=True), "gradient")
-def tool_mask_lost(original, trainer):
-    return None
+TOOLS = "parity.trainers.rig.twin_runs.generate_tools"
+mistake(TOOLS, of("grpo", "twins", tools=True), "gradient", name="tool mask lost")(lambda original, trainer: None)
 
-
-@mistake(f"{ASYNC}.packing.TreeRow.pack", QUEUE, "gradient")
-def places_in_the_row(original, row):
-    batch = original(row)
-    return batch | {"position_ids": torch.arange(len(batch["position_ids"]))}
-
-
-@mistake(f"{ASYNC}.packing.TreeRow.pack", QUEUE, "gradient")
-def branches_do_not_see_what_they_share(original, row):
-    batch = original(row)
-    starts = batch["tree_cu_seqlens_q"].tolist()
-    return batch | {"tree_kv_index": torch.arange(starts[-1]), "tree_cu_seqlens_k": batch["tree_cu_seqlens_q"]}
-
-
-@mistake(f"{ASYNC}.packing.TreeRow.pack", QUEUE, "loss")
-def advantages_turned_round(original, row):
-    batch = original(row)
-    return batch | {"advantages": -batch["advantages"]}
-
-
-@mistake(f"{ASYNC}.packing.TreeRow.pack", QUEUE, "gradient")
-def kernel_stops_before_the_end_of_the_longest_path(original, row):
-    batch = original(row)
-    return batch | {"tree_max_seqlens": batch["tree_max_seqlens"] - torch.tensor([0, 1])}
-
-
-@mistake("parity.trainers.checks.asynchronous._attention", QUEUE, "gradient")
-def attention_both_ways(original, *given, **options):
-    return original(*given, **options | {"causal": False})
-
-
-@mistake(
-    "parity.trainers.checks.asynchronous._attention", of("async-grpo", "rollout-queue", model="gemma2"), "gradient"
-)
-def attention_without_softcap(original, *given, **options):
-    return original(*given, **options | {"softcap": 0.0})
+ROWS = {
+    "places in the row": ("gradient", lambda row: {"position_ids": torch.arange(len(row["position_ids"]))}),
+    "branches do not see what they share": (
+        "gradient",
+        lambda row: {
+            "tree_kv_index": torch.arange(row["tree_cu_seqlens_q"][-1]),
+            "tree_cu_seqlens_k": row["tree_cu_seqlens_q"],
+        },
+    ),
+    "advantages turned round": ("loss", lambda row: {"advantages": -row["advantages"]}),
+    "kernel stops before the end of the longest path": (
+        "gradient",
+        lambda row: {"tree_max_seqlens": row["tree_max_seqlens"] - torch.tensor([0, 1])},
+    ),
+}
+for name, (quantity, change) in ROWS.items():
+    mistake(f"{ASYNC}.packing.TreeRow.pack", QUEUE, quantity, name=name)(repacked(change))
+mistake(ATTENTION, QUEUE, "gradient", name="attention both ways")(told(causal=False))
+CAPPED = of("async-grpo", "rollout-queue", model="gemma2")
+mistake(ATTENTION, CAPPED, "gradient", name="attention without softcap")(told(softcap=0.0))
 
 
 @mistake(f"{ASYNC}.async_grpo_trainer.AsyncGRPOTrainer._streaming_iter", QUEUE, "weights")
@@ -275,15 +253,76 @@ for step in (1, -1):
     def another_staleness(original, self, step=step, **given):
         original(self, **given | {"max_staleness": given["max_staleness"] + step})
 
-    @mistake(f"{ASYNC}.packing.TreeRow.fits", of("async-grpo", "rollout-queue", budget=True), "sequences")
+    @mistake(f"{ASYNC}.packing.TreeRow.fits", SMALL, "sequences")
     def another_budget(original, row, sample, budget, step=step):
         return original(row, sample, budget + step)
 
 
-@pytest.mark.parametrize(("name", "changed", "trainer", "asked", "quantities", "exactly"), MISTAKES)
-def test_the_mistake_is_seen(name, changed, trainer, asked, quantities, exactly):
+@mistake(
+    "trl.GRPOTrainer._generate_and_score_completions",
+    of("grpo", "windows", kind="adapter", loss="dapo"),
+    "gradient of step 1",
+    "gradient of step 2",
+    exactly=True,
+)
+def old_log_probs_without_the_adapter(original, self, inputs):
+    with self.accelerator.unwrap_model(self.model).disable_adapter():
+        return original(self, inputs)
+
+
+OWN = of("grpo", "sampler", mode="token_truncate", threshold=0.1)
+
+
+@mistake("trl.GRPOTrainer.get_off_policy_mask", OWN, *BOTH, exactly=True)
+def mask_by_own_log_probs_instead_of_the_sampler_s(original, self, per_token_logps, **given):
+    given["sampling_per_token_logps"] = per_token_logps.detach()
+    return original(per_token_logps=per_token_logps, **given)
+
+
+@mistake("trl.experimental.gkd.GKDTrainer.__init__", of("gkd", "ragged-control", beta=0.3), *BOTH, exactly=True)
+@mistake("trl.DistillationTrainer.__init__", of("distillation", "twins"), *BOTH, exactly=True)
+def student_and_teacher_exchanged_in_the_mixture(original, self, *given, **more):
+    """At beta 0.5 they stand alike."""
+    original(self, *given, **more)
+    self.beta = 1 - self.beta
+
+
+@mistake("trl.RLOOTrainer.log", of("rloo", "metrics"), "entropy", exactly=True)
+def nan_logged(original, self, *given, **more):
+    """TRL logs None for it, which was taken for an adapter that does not fit: nothing was compared."""
+    self._metrics["train"]["entropy"] = [torch.nan]
+    return original(self, *given, **more)
+
+
+GUESSES = ("entropy", "mean_token_accuracy", "eval_entropy", "eval_mean_token_accuracy")
+
+
+@mistake("parity.trainers.definitions.formulas.Scored", of("sft", "metrics"), *GUESSES, exactly=True)
+def prompts_scored(original, model, window, *given):
+    """SFT up to 1.2 took the entropy over the prompt too."""
+    return original(model, [(tokens, 1) for tokens, _ in window], *given)
+
+
+# Beside a mean over the tokens of each micro-batch, which the ledger knows, a window that nobody divides would hide
+@mistake("trl.experimental.cpo.CPOTrainer.compute_loss", even("cpo", "sigmoid"), *BOTH, exactly=True)
+@mistake("trl.experimental.orpo.ORPOTrainer.compute_loss", even("orpo", "orpo"), *BOTH, exactly=True)
+@mistake(SERVER, of("server-distillation", "teacher-server", beta=0.3, split="1x2"), *BOTH, exactly=True)
+def undivided(original, self, *given, **more):
+    return original(self, *given, **more) * self.args.gradient_accumulation_steps
+
+
+for setting in OF_SEQUENCES:
+
+    @mistake("trl.GRPOTrainer.__init__", of("grpo", "windows", kind="sequence"), "loss", name=f"{setting} ignored")
+    def setting_of_the_ratio_ignored(original, self, *given, args, setting=setting, **more):
+        setattr(args, setting, {"importance_sampling_level": "token", "use_bias_correction_kl": False}.get(setting))
+        original(self, *given, args=args, **more)
+
+
+@pytest.mark.parametrize(("path", "changed", "trainer", "asked", "quantities", "exactly"), MISTAKES)
+def test_the_mistake_is_seen(path, changed, trainer, asked, quantities, exactly):
     right(trainer, **asked)
-    with planted(name, changed):
+    with planted(path, changed):
         found = wrong(trainer, **asked)
     assert found == quantities if exactly else found >= quantities
 

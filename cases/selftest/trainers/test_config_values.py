@@ -23,20 +23,19 @@ def test_a_value_that_the_trainer_misses_is_red_and_names_the_token():
     assert "first model.embed_tokens.weight" in found["gradient"].message
 
 
-def test_a_head_that_cannot_be_honoured_is_refused_not_ignored():
-    found = rows("grpo-trainer", "config-values", head="lora")
-    assert [r.verdict for r in found.values()] == ["refused"]
-
-
 def test_a_head_that_this_machine_cannot_make_is_unsupported_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     found = rows("grpo-trainer", "config-values", head="quantised")
     assert "pip install" in found[None].message and found[None].verdict == "unsupported"
 
 
-def test_a_hook_on_the_head_is_found_with_our_fix():
-    found = rows("grpo-trainer", "config-values", "fixed", head="hook")
-    assert {q: r.verdict for q, r in found.items()} == {"logps": "agree", "gradient": "agree"}
+@pytest.mark.parametrize(
+    ("path", "head", "verdicts"),
+    [("released", "lora", {None: "refused"}), ("fixed", "hook", {"logps": "agree", "gradient": "agree"})],
+)
+def test_a_head_is_refused_or_found_with_our_fix_and_never_ignored(path, head, verdicts):
+    found = rows("grpo-trainer", "config-values", path, head=head)
+    assert {q: r.verdict for q, r in found.items()} == verdicts
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

@@ -5,12 +5,11 @@ import textwrap
 
 import pytest
 
-from cases.selftest.mutants.trainers import EDITS, mutated, released
+from cases.selftest.mutants.trainers import EDITS, mutated
 from cases.selftest.trainers.asked import right, wrong
-from parity.trainers.checks.twin_windows import OF_SEQUENCES
 from parity.trainers.rig import drive
 
-METRICS, SEQUENCE = {"check": "metrics"}, {"check": "windows", "kind": "sequence"}
+METRICS = {"check": "metrics"}
 GENERATED = {"check": "ragged-control", "sampler": "student", "prompts": "ragged"}
 QUEUE = {"check": "rollout-queue"}
 SELF = {"check": "self-distillation"}
@@ -18,7 +17,7 @@ ENTROPIES = {"check": "windows", "kind": "entropies", "loss": "dapo"}
 CASES = {
     "grpo-trainer.reward-std": (METRICS, "reward_std"),
     "grpo-trainer.terminated": (METRICS, "completions/min_terminated_length"),
-    "grpo-trainer.kl-weight-detached": (SEQUENCE, "gradient"),
+    "grpo-trainer.kl-weight-detached": ({"check": "windows", "kind": "sequence"}, "gradient"),
     "grpo-trainer.padding": (ENTROPIES, "gradient"),
     "grpo-trainer.iterations": ({"check": "windows", "kind": "again", "loss": "dapo"}, "gradient of step 2"),
     "grpo-trainer.aggregated": (
@@ -80,60 +79,6 @@ def test_the_mistake_is_seen(mistake):
     right(family, **asked)
     with drive.using(mutated(family, next(e for e in EDITS[family] if e.name == name))):
         assert quantity in wrong(family, **asked)
-
-
-@pytest.mark.parametrize("setting", OF_SEQUENCES)
-def test_every_setting_of_the_ratio_has_an_effect(setting):
-    """A trainer that ignores one of them is seen."""
-
-    class Ignoring(released("grpo-trainer")):
-        def __init__(self, *given, args, **more):
-            setattr(args, setting, {"importance_sampling_level": "token", "use_bias_correction_kl": False}.get(setting))
-            super().__init__(*given, args=args, **more)
-
-    with drive.using(Ignoring):
-        assert "loss" in wrong("grpo-trainer", **SEQUENCE)
-
-
-def test_old_log_probs_without_the_adapter_are_seen():
-    class WithoutAdapter(released("grpo-trainer")):
-        def _generate_and_score_completions(self, inputs):
-            with self.accelerator.unwrap_model(self.model).disable_adapter():
-                return super()._generate_and_score_completions(inputs)
-
-    asked = {"check": "windows", "kind": "adapter", "loss": "dapo"}
-    both = right("grpo-trainer", **asked)
-    with drive.using(WithoutAdapter):
-        assert wrong("grpo-trainer", **asked) == both == {"gradient of step 1", "gradient of step 2"}
-
-
-def test_a_mask_by_the_policy_s_own_log_probs_instead_of_the_sampler_s_is_seen():
-    class OwnMask(released("grpo-trainer")):
-        def get_off_policy_mask(self, per_token_logps, **given):
-            given["sampling_per_token_logps"] = per_token_logps.detach()
-            return super().get_off_policy_mask(per_token_logps=per_token_logps, **given)
-
-    asked = {"check": "sampler", "mode": "token_truncate", "threshold": 0.1}
-    right("grpo-trainer", **asked)
-    with drive.using(OwnMask):
-        assert wrong("grpo-trainer", **asked) == {"loss", "gradient"}
-
-
-@pytest.mark.parametrize(
-    ("trainer", "asked"),
-    [("gkd-trainer", {"check": "ragged-control", "beta": 0.3}), ("distillation-trainer", {"check": "twins"})],
-)
-def test_student_and_teacher_exchanged_in_the_mixture_are_seen(trainer, asked):
-    """At beta 0.5 they stand alike."""
-
-    class Exchanged(released(trainer)):
-        def __init__(self, *given, **more):
-            super().__init__(*given, **more)
-            self.beta = 1 - self.beta
-
-    right(trainer, **asked)
-    with drive.using(Exchanged):
-        assert wrong(trainer, **asked) == {"loss", "gradient"}
 
 
 def test_a_softmax_without_its_derivative_is_seen_at_the_beta_of_trl(monkeypatch):

@@ -125,19 +125,21 @@ def disagreeing(**settings):
 
 
 @pytest.mark.parametrize(
-    ("quantities", "damage"),
+    ("quantities", "damage", "sharding"),
     [
-        ({"gradient"}, lambda found: [g.mul_(2) for rank in found for g in rank.gradients.values()]),
-        ({"ranks"}, lambda found: found[1].gradients["lm_head.weight"].add_(1e-6)),
-        ({"sequences"}, lambda found: found[1].sequences.pop()),
-        ({"sequences", "unequal ranks"}, lambda found: [rank.sequences.clear() for rank in found]),
-        ({"entropy"}, lambda found: found[0].log.update(entropy=found[0].log["entropy"] / 2)),
+        ({"gradient"}, lambda found: [g.mul_(2) for rank in found for g in rank.gradients.values()], "none"),
+        ({"ranks"}, lambda found: found[1].gradients["lm_head.weight"].add_(1e-6), "none"),
+        ({"sequences"}, lambda found: found[1].sequences.pop(), "none"),
+        ({"sequences", "unequal ranks"}, lambda found: [rank.sequences.clear() for rank in found], "none"),
+        ({"entropy"}, lambda found: found[0].log.update(entropy=found[0].log["entropy"] / 2), "none"),
+        ({"trained"}, lambda found: found.append(ranks.Rank({}, [], failure="RuntimeError: hangs")), "none"),
+        ({"sharded"}, lambda found: None, "fsdp2"),
     ],
-    ids=["summed", "not reduced", "dropped", "equal", "logged by one"],
+    ids=["summed", "not reduced", "dropped", "equal", "logged by one", "failed", "whole"],
 )
-def test_what_two_ranks_may_do_wrong(two_ranks, quantities, damage):
+def test_what_two_ranks_may_do_wrong(two_ranks, quantities, damage, sharding):
     damage(two_ranks())
-    assert disagreeing().keys() == quantities
+    assert disagreeing(sharding=sharding).keys() == quantities
 
 
 def test_a_tied_matrix_that_is_sharded_as_two(two_ranks):
@@ -155,15 +157,6 @@ def test_a_rank_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(ranks.sys, "executable", "/bin/false")
     with pytest.raises(Unsupported, match="2 ranks failed: exit code 1"):
         ranks.launch(processes.BUILD, {"sft-trainer": {}}, "none", 2)
-
-
-@pytest.mark.parametrize(
-    ("sharding", "rank", "quantities"),
-    [("fsdp2", {}, {"sharded"}), ("none", {"failure": "RuntimeError: hangs"}, {"trained"})],
-)
-def test_ranks_that_do_not_do_as_told(two_ranks, sharding, rank, quantities):
-    two_ranks(**rank)
-    assert disagreeing(sharding=sharding).keys() == quantities
 
 
 def test_packed_rows_are_packed():
@@ -219,12 +212,7 @@ def test_the_names_that_a_user_s_method_hands_on_are_those_of_the_class_it_exten
 
 
 def test_a_release_that_writes_conversations_out_where_it_generates_is_not_crashed():
-    class Older:
-        def _generate_single_turn(self, prompts):
-            prompt_ids, completion_ids = prompts, prompts
-            return prompt_ids, completion_ids
-
-    trainer = Older()
+    trainer = Trainer()
     twin_runs._hand_out(trainer, stored_window.rows()[:1], None)
     with pytest.raises(Unsupported, match="conversation"):
         trainer._generate_single_turn([[{"role": "user", "content": "w2"}]])
