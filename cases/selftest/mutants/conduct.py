@@ -1,5 +1,6 @@
 """Mutants with right results and wrong side effects: changed inputs, environment, random state, patched functions."""
 
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -32,9 +33,10 @@ def _first(x: Inputs) -> str:
     return next(n for n, t in x.tensors.items() if t is not None and t.is_floating_point())
 
 
-def _parameter(x: Inputs) -> str:
-    """The head, or whatever a family's first parameter is."""
-    return next((n for n, t in x.tensors.items() if t is not None and n in x.parameters), _first(x))
+def _head(x: Inputs) -> tuple[str, torch.Tensor]:
+    """The head, or whatever a family's first parameter is, and its name."""
+    name = next((n for n, t in x.tensors.items() if t is not None and n in x.parameters), _first(x))
+    return name, x.tensors[name]  # type: ignore[return-value]
 
 
 def _halve(x: Inputs) -> None:
@@ -45,20 +47,18 @@ def _clamp_ids(x: Inputs) -> None:
     x.ids.detach().clamp_(min=0, max=0)
 
 
-def overwritten(call: Adapter) -> Adapter:
-    """The backward pass stores into .grad of the head itself, where it should add."""
+def _through_head(call: Adapter, edit: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]) -> Adapter:
+    """The gradient g of the head is `edit(head, g)`."""
 
     def adapter(x: Inputs) -> Outputs:
-        name = _parameter(x)
-        leaf = x.tensors[name]
-        assert leaf is not None
-
-        def store(g: torch.Tensor) -> None:
-            leaf.grad = g.to(leaf.dtype).clone()
-
-        return call(x.replace(**{name: through(leaf, store)}) if leaf.requires_grad else x)
+        name, leaf = _head(x)
+        return call(x.replace(**{name: through(leaf, functools.partial(edit, leaf))}) if leaf.requires_grad else x)
 
     return adapter
+
+
+def _store(leaf: torch.Tensor, g: torch.Tensor) -> None:
+    leaf.grad = g.to(leaf.dtype).clone()
 
 
 def second_call(call: Adapter) -> Adapter:
@@ -78,17 +78,11 @@ def leftover(call: Adapter) -> Adapter:
     """The buffer for the head's gradient, kept by shape, is not zeroed between calls."""
     buffers: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def adapter(x: Inputs) -> Outputs:
-        def add(g: torch.Tensor) -> torch.Tensor:
-            buffers[tuple(g.shape)] = total = g + buffers.get(tuple(g.shape), torch.zeros_like(g)).to(g.dtype)
-            return total
+    def add(leaf: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        buffers[tuple(g.shape)] = total = g + buffers.get(tuple(g.shape), torch.zeros_like(g)).to(g.dtype)
+        return total
 
-        name = _parameter(x)
-        leaf = x.tensors[name]
-        assert leaf is not None
-        return call(x.replace(**{name: through(leaf, add)}) if leaf.requires_grad else x)
-
-    return adapter
+    return _through_head(call, add)
 
 
 def kept_by_address(call: Adapter) -> Adapter:
@@ -96,9 +90,7 @@ def kept_by_address(call: Adapter) -> Adapter:
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def adapter(x: Inputs) -> Outputs:
-        name = _parameter(x)
-        leaf = x.tensors[name]
-        assert leaf is not None
+        name, leaf = _head(x)
         _, old = copies.setdefault(leaf.data_ptr(), (leaf.detach(), leaf.detach().clone()))  # the memory stays taken
         return call(x.replace(**{name: leaf + (old - leaf).nan_to_num(0.0).detach()}))
 
@@ -163,17 +155,10 @@ def _where(condition: Callable[[], bool]) -> Wrong:
     return lambda call: lambda x: {n: v * 1.01 if condition() else v for n, v in call(x).items()}
 
 
-def unasked(call: Adapter) -> Adapter:
-    """A frozen head gets a gradient."""
-
-    def adapter(x: Inputs) -> Outputs:
-        leaf = x.tensors[_parameter(x)]
-        assert leaf is not None
-        if not leaf.requires_grad:
-            leaf.grad = torch.zeros_like(leaf)
-        return call(x)
-
-    return adapter
+def _unasked(x: Inputs) -> None:
+    _, leaf = _head(x)
+    if not leaf.requires_grad:
+        leaf.grad = torch.zeros_like(leaf)
 
 
 UNSLOTH = "UNSLOTH_RETURN_HIDDEN_STATES"
@@ -193,7 +178,7 @@ MISCONDUCT: dict[str, tuple[str, Wrong]] = {
     ),
     "hidden-damaged": ("hidden states overwritten in place", _after(_halve)),
     "ids-damaged": ("ignored token ids replaced in place", _after(_clamp_ids)),
-    "grad-overwritten": (".grad of the head overwritten instead of added to", overwritten),
+    "grad-overwritten": (".grad of the head overwritten instead of added to", lambda call: _through_head(call, _store)),
     "second-call": ("wrong only in the second call", second_call),
     "leftover-gradient": ("gradient buffer not zeroed between calls: state leaks", leftover),
     "kept-by-address": ("a copy of the head kept by its address", kept_by_address),
@@ -202,7 +187,7 @@ MISCONDUCT: dict[str, tuple[str, Wrong]] = {
     "alone-missing": ("no gradient of the head unless the hidden states' is asked for too", alone_missing),
     "no-grad": ("wrong under no_grad and inference_mode", _where(lambda: not torch.is_grad_enabled())),
     "inference-mode": ("wrong under inference_mode", _where(torch.is_inference_mode_enabled)),
-    "unasked-gradient": ("a frozen head gets a .grad", unasked),
+    "unasked-gradient": ("a frozen head gets a .grad", _before(_unasked)),
 }
 """Name -> the mistake in one line, and what makes it."""
 

@@ -74,21 +74,17 @@ def stream_fates(
     """The fate of the `chosen` mutants and of the controls `watched` on the first `budget` cases of one stream."""
     warnings.simplefilter("ignore")
     by_id = {m.implementation.id: m for m in (*chosen, *watched)}
-    alive = {id: Fate(name, m.name, m.mistake, seed, 0, 0) for id, m in by_id.items()}
-    done: dict[str, Fate] = {}
+    fates = {id: Fate(name, m.name, m.mistake, seed, 0, 0) for id, m in by_id.items()}
     for number, case in enumerate(itertools.islice(drawn(name, seed), budget)):
-        if number >= CONTROL_CASES and not any(by_id[id].mistake for id in alive):
+        if number >= CONTROL_CASES and not any(f.mistake and not f.killed for f in fates.values()):
             break
         controlled = number < CONTROL_CASES or number % CONTROL_SHARE == 0
         oracle = oracle_of(case, device)
         known = [execute(m.implementation, oracle.offered(m.implementation).inputs) for m in originals(name)]
-        for id in list(alive):
-            if not by_id[id].mistake and not controlled:
-                continue
-            alive[id] = _judged(oracle, by_id[id], alive[id], known)
-            if alive[id].killed:
-                done[id] = alive.pop(id)
-    return [done.get(id) or alive[id] for id in by_id]
+        for id, fate in fates.items():
+            if not fate.killed and (fate.mistake or controlled):
+                fates[id] = _judged(oracle, by_id[id], fate, known)
+    return [*fates.values()]
 
 
 def _judged(oracle: CaseOracle, mutant: Mutant, fate: Fate, known: Sequence[Outcome]) -> Fate:
@@ -108,17 +104,18 @@ def _judged(oracle: CaseOracle, mutant: Mutant, fate: Fate, known: Sequence[Outc
         if outcome.verdict == "ran" and not same:
             for quantity, j in confirmed(oracle, implementation, outcome).items():
                 if not j.agrees:
-                    return _dead(fate, case, j.gate, quantity, j.message)
+                    return dead(fate, case, j.gate, quantity, j.message)
         if not outcome.leaks and not thorough and outcome.verdict in ("ran", "unsupported"):
             return dataclasses.replace(fate, judged=fate.judged + len(outcome.quantities))
     for row in rows_of(oracle, implementation, thorough):
         fate = dataclasses.replace(fate, judged=fate.judged + (row.verdict in DECIDED))
         if row.failing:
-            return _dead(fate, case, row.gate or row.verdict, row.quantity or "", row.message)
+            return dead(fate, case, row.gate or row.verdict, row.quantity or "", row.message)
     return fate
 
 
-def _dead(fate: Fate, case: Case, gate: str, quantity: str, message: str) -> Fate:
+def dead(fate: Fate, case: Case, gate: str, quantity: str, message: str) -> Fate:
+    """Killed on a case."""
     told = {"quantity": quantity, "dtype": case.dtype, "message": message, "case": case.to_json()}
     return dataclasses.replace(fate, gate=gate, **told)
 

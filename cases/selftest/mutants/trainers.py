@@ -8,14 +8,14 @@ has right.
 import dataclasses
 import importlib
 import inspect
+import itertools
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cases.selftest.mutants.matrix import Fate
+from cases.selftest.mutants.matrix import Fate, dead
 from parity import data
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
@@ -74,14 +74,10 @@ def mutated(family: str, edit: Edit) -> type:
     return type(kind.__name__, (kind,), {edit.method: made["_made"](base), "__module__": __name__})
 
 
-def cases(family: str, seed: int) -> Iterator[Case]:
+def cases(family: str, seed: int) -> list[Case]:
     """The cases of a trainer that drive its class in this process: those of profile pr first, then the others of nightly."""
-    seen: set[str] = set()
-    for profile in PROFILES:
-        for case in catalogue.cases(family, profile, seed):
-            if case.id not in seen and catalogue.family(family).check(case).drives:
-                seen.add(case.id)
-                yield case
+    found = {case.id: case for profile in PROFILES for case in catalogue.cases(family, profile, seed)}
+    return [case for case in found.values() if catalogue.family(family).check(case).drives]
 
 
 def fates(family: str, seed: int, budget: int, device: str = "cpu") -> list[Fate]:
@@ -94,17 +90,15 @@ def fates(family: str, seed: int, budget: int, device: str = "cpu") -> list[Fate
     kinds = {e.name: mutated(family, e) for e in EDITS[family]}
     kinds["correct"] = type("Same", (released(family),), {"__module__": __name__})
     mistakes = {e.name: e.mistake for e in EDITS[family]}
-    alive = {name: Fate(family, name, mistakes.get(name, ""), seed, 0, 0) for name in kinds}
-    done: dict[str, Fate] = {}
-    for number, case in enumerate(cases(family, seed)):
-        if number == budget or not any(mistakes.get(name) for name in alive):
+    fates = {name: Fate(family, name, mistakes.get(name, ""), seed, 0, 0) for name in kinds}
+    for case in itertools.islice(cases(family, seed), budget):
+        if not any(f.mistake and not f.killed for f in fates.values()):
             break
-        for name in list(alive):
-            with drive.using(kinds[name]):
-                alive[name] = _judged(case, implementation, alive[name], ledger, device)
-            if alive[name].killed:
-                done[name] = alive.pop(name)
-    return [done.get(name) or alive[name] for name in kinds]
+        for name, fate in fates.items():
+            if not fate.killed:
+                with drive.using(kinds[name]):
+                    fates[name] = _judged(case, implementation, fate, ledger, device)
+    return [*fates.values()]
 
 
 def _judged(case: Case, implementation: Implementation, fate: Fate, ledger: Ledger, device: str) -> Fate:
@@ -114,6 +108,5 @@ def _judged(case: Case, implementation: Implementation, fate: Fate, ledger: Ledg
     fate = dataclasses.replace(fate, cases=fate.cases + 1, judged=judged)
     for row in found:
         if row.verdict in DEADLY and ledger.match(row, facts(case)) is None:
-            seen = {"quantity": row.quantity or "", "dtype": case.dtype, "case": case.to_json()}
-            return dataclasses.replace(fate, gate=row.gate or row.verdict, message=row.message, **seen)
+            return dead(fate, case, row.gate or row.verdict, row.quantity or "", row.message)
     return fate
