@@ -58,18 +58,15 @@ class Patch:
     name: str
     changed: tuple[str, ...] = ()
     reason: str | None = None
-    warning: str | None = None  # what no patch can mend
     _undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         line = str(self)
         if line not in _logged:
             _logged.add(line)
-            logger.log(logging.WARNING if self.warning else logging.INFO, line)
+            logger.info(line)
 
     def __str__(self) -> str:
-        if self.warning:
-            return f"{self.name}: warning: {self.warning}"
         return f"{self.name}: {', '.join(self.changed) if self.changed else f'nothing to do: {self.reason}'}"
 
     def __bool__(self) -> bool:

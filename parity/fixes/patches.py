@@ -11,7 +11,6 @@ undone is exactly what was done, and each outcome is logged once.
 
 from parity.fixes.accumulation import average_over_window, divide_by_accumulation
 from parity.fixes.checkpointing import keep_gradient_checkpointing
-from parity.fixes.heads import compare_heads
 from parity.fixes.inputs import require_input_grads
 from parity.fixes.logits import use_model_logits
 from parity.fixes.padding import mask_padded_log_probs
@@ -22,7 +21,6 @@ from parity.fixes.preference import exchange_alpha
 __all__ = [
     "Patch",
     "average_over_window",
-    "compare_heads",
     "count_positions",
     "divide_by_accumulation",
     "exchange_alpha",

@@ -64,7 +64,6 @@ def apply(trainer: Any) -> Applied:
         patches.mask_padded_log_probs,
         patches.count_positions,
         _keep_checkpointing,
-        patches.compare_heads,
         patches.use_model_logits,
         kernel.use_selective_log_probs,
         wiring.use_fused_policy_loss,

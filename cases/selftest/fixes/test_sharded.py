@@ -33,8 +33,6 @@ def pair():
 
 def test_what_cannot_be_tried_in_shards_is_said():
     trainer = pair()
-    said = patches.compare_heads(trainer)
-    assert not said.warning and said.reason.startswith("the heads could not be compared (RuntimeError: ")
     assert (
         patches.use_model_logits(trainer).reason == "ZeRO-3 holds LlamaForCausalLM in shards, and no token can be tried"
     )
@@ -54,22 +52,18 @@ def sharded_by_fsdp(rank):
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2,))
-    whole, policy, reference = (models.model("llama") for _ in range(3))
+    whole, policy = models.model("llama"), models.model("llama")
     for model in (whole, policy):
         trl_utils.add_fused_lm_head(model)
-    with torch.no_grad():
-        reference.lm_head.weight.mul_(1.01)
     for module in (policy.lm_head, policy):  # a head in a unit of its own is in shards again behind the forward
         fully_shard(module, mesh=mesh)
-    said = patches.compare_heads(types.SimpleNamespace(model=policy, ref_model=reference)).warning
     assert use_selective_log_probs(whole) and use_selective_log_probs(policy)
     same = [torch.equal(a, b) for a, b in zip(scored(whole), scored(policy), strict=True)]
-    return said, same, float(whole.lm_head.weight.grad.norm())
+    return same, float(whole.lm_head.weight.grad.norm())
 
 
 def test_a_policy_of_fsdp2(tmp_path):
-    """Two processes over gloo: a whole reference is compared with it, and our kernel computes as on a whole model."""
-    for said, same, norm in of_two(sharded_by_fsdp, tmp_path):
-        assert "of the same hidden states: their weights differ. " in said
+    """Two processes over gloo: our kernel computes as on a whole model."""
+    for same, norm in of_two(sharded_by_fsdp, tmp_path):
         assert same == [True, True]
         assert norm > 0

@@ -131,7 +131,7 @@ def shared(name):
     return takes, lambda: not torch.equal(scores(owners[0].model), released)
 
 
-OF_ONE = {"compare_heads", "mask_padded_log_probs", "exchange_alpha", "average_over_window"}
+OF_ONE = {"mask_padded_log_probs", "exchange_alpha", "average_over_window"}
 SHARED = sorted(set(patches.__all__) - {"Patch"} - OF_ONE)
 
 
@@ -202,33 +202,9 @@ def test_a_wrapper_that_came_later_stays():
     assert calls
 
 
-def test_a_reference_without_the_policys_hook_is_said(grpo):
-    """Step-1 KL of 0.785, and nothing said."""
-    with halved(grpo.model):
-        with pytest.warns(UserWarning, match=r"policy.*1 forward hook.*reference.*none"):
-            applied = apply(grpo)
-        said = str(applied["compare_heads"])
+def test_a_hook_of_the_policy_alone_has_both_scored_by_their_own_logits(grpo):
+    with halved(grpo.model), apply(grpo) as applied:
         assert len(applied["use_model_logits"]) == 2  # whole losses on both sides: one path scores the two
-        applied.undo()
-    assert said.startswith("compare_heads: warning: ")
-    assert "step-1 KL is not 0" in said
-
-
-@pytest.mark.parametrize("difference", ["weights", "softcap", "class"])
-def test_any_other_difference_of_heads_is_said(grpo, difference):
-    reference = models.model("llama")
-    trainer = types.SimpleNamespace(model=grpo.model, ref_model=reference)
-    if difference == "weights":
-        with torch.no_grad():
-            reference.lm_head.weight.mul_(1.01)
-    elif difference == "softcap":
-        reference.config.final_logit_softcapping = 3.0  # Llama's own forward reads none: nothing differs
-    else:
-        reference.lm_head = torch.nn.Sequential(reference.lm_head, torch.nn.Tanh())
-    patch = patches.compare_heads(trainer)
-    assert bool(patch.warning) == (difference != "softcap")
-    if patch.warning:
-        assert {"weights": "weights", "class": "Sequential"}[difference] in patch.warning
 
 
 @pytest.mark.parametrize("kind", ["recurrent_gemma", "llama"])

@@ -81,7 +81,6 @@ def test_dead_parameters_are_seen_and_our_fix_revives_them(monkeypatch, asked, w
         assert {q for q, row in found.items() if row.verdict != "agree"} == seen
 
 
-@pytest.mark.filterwarnings("ignore:compare_heads")  # the policy is moved away from its reference on purpose
 def test_the_uneven_window_of_online_dpo_by_hand():
     """With our fix (g₁ + g₂)/2 of a micro-batch of two prompts and one of one; as released g₁ + g₂; right is (2g₁ + g₂)/3."""
     trainer, s = "online-dpo-trainer", processes.of_processes("online-dpo-trainer")
