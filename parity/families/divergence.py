@@ -67,7 +67,8 @@ def _loss(x: Inputs, measure: Any, zero_padded: bool = False) -> dict[str, torch
         label = x.ids.long().clamp(min=0).reshape(-1, 1).expand(*own.shape[:-1], 1)
         hard = -own.gather(-1, label).masked_fill(ignored.unsqueeze(-1), 0.0)
         terms = torch.cat([(1 - s.hard_loss) * terms, s.hard_loss * hard], -1)
-    terms = terms / normaliser(x)
+    labels = (~ignored).sum().clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch
+    terms = terms / float(labels)
     return {"loss": terms.sum((-2, -1)), "_logps": logps, "_terms": terms}
 
 
@@ -84,13 +85,6 @@ def _of_student(
     nothing = torch.zeros_like(terms[..., 0]).requires_grad_(z.requires_grad)
     rounding = stored(nothing, "divergence", size, lambda: head.log_partition(z, lp))
     return torch.cat([terms[..., :1] + rounding.unsqueeze(-1), terms[..., 1:]], -1)
-
-
-def normaliser(x: Inputs) -> float:
-    """Label positions ≠ -100, at least 1, or num_items_in_batch."""
-    if x.num_items_in_batch is not None:
-        return float(x.num_items_in_batch)
-    return float((x.ids != IGNORE_INDEX).sum().clamp(min=1))
 
 
 def teacher_logits(x: Inputs, vocabulary: int) -> torch.Tensor:
@@ -195,12 +189,10 @@ def features(case: Case) -> dict[str, Any]:
 def parameters(x: Inputs) -> set[str]:
     """The tensors, and what moves the value: beta, temperature, softcaps, scales, biases, normaliser, the teacher's kind and
     vocabulary."""
-    s = x.settings
     names = {"beta", "temperature", "softcap", "logit_scale", "extra_vocabulary", "hard_loss"}
     names |= {"teacher_softcap", "teacher_logit_scale"} if x.teacher_hidden is not None else set()
-    moved = {n for n in names if getattr(s, n) != inputs_of.SETTINGS[n].default}
     optional = ("bias", "teacher_hidden", "teacher_bias", "teacher_logits", "support_logps", "num_items_in_batch")
-    return moved | {*stored_tensors.REQUIRED} | {n for n in optional if x.tensors.get(n) is not None}
+    return head.needed(x, inputs_of.SETTINGS, names, optional)
 
 
 def _double_items(x: Inputs) -> Inputs | None:

@@ -56,7 +56,6 @@ SETTINGS = head.SETTINGS | {
 WIRING = ("softcap", "logit_scale", "teacher_softcap", "teacher_logit_scale", "num_items", "extra_vocabulary")
 """Settings that bare losses have no parameter for."""
 
-
 STORED = stored_tensors.HEAD | {
     "teacher_hidden": "BTG",
     "teacher_weight": "WG",
@@ -76,9 +75,8 @@ def derived(family: Family, tensors: Mapping[str, torch.Tensor], where: str) -> 
     kinds = [n for n in ("teacher_weight", "teacher_logits", "support_logps") if n in tensors]
     if len(kinds) != 1:
         raise UsageError(f"{where}: one of teacher_weight, teacher_logits or support_logps, it has {len(kinds)}")
-    found = sizes(family, tensors, where, stored_tensors.REQUIRED)
-    out = stored_tensors.of_head(family, tensors, where) | {
-        "ignored": stored_tensors.ignored(tensors["ids"]),
+    found = sizes(family, tensors, where, head.REQUIRED)
+    out = stored_tensors.of_labels(family, tensors, where) | {
         "teacher": "logits" if "teacher_logits" in tensors else "head",
         "teacher_bias": stored_tensors.of_bias(tensors.get("teacher_bias")),
         "sparse": "none" if "support_logps" not in tensors else "mixed" if "top1_logps" in tensors else "topk",
@@ -119,8 +117,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out["teacher_bias"] = "random" if out["teacher_bias"] == "banned" else out["teacher_bias"]
         out["bias"] = "random" if out["bias"] == "banned" and out["softcap"] is None else out["bias"]
     if draw(st.booleans()):  # half of the cases leave what bare losses cannot say at its default
-        for name in WIRING:
-            out[name] = SETTINGS[name].default
+        out |= {n: SETTINGS[n].default for n in WIRING}
     return canonical(dtype, out)
 
 
@@ -144,14 +141,11 @@ def bans(s: SimpleNamespace) -> tuple[bool, bool]:
     Bans that would make the divergence infinite are lifted: KL(q‖p) needs a student that allows what the teacher
     allows, KL(p‖q) the reverse. A softcap makes -inf finite. A sparse teacher names tokens that the student must allow.
     """
-    student = s.bias == "banned" and s.softcap is None and s.sparse == "none" and not (s.beta == 0.0 and _capped(s))
+    capped = s.teacher_softcap is not None
+    student = s.bias == "banned" and s.softcap is None and s.sparse == "none" and not (s.beta == 0.0 and capped)
     wanted = s.teacher_bias == "banned" or (s.beta == 0.0 and student)
-    teacher = wanted and not _capped(s) and (s.beta != 1.0 or student)
+    teacher = wanted and not capped and (s.beta != 1.0 or student)
     return student, teacher
-
-
-def _capped(s: SimpleNamespace) -> bool:
-    return s.teacher_softcap is not None
 
 
 def build(case: Case, s: SimpleNamespace) -> Inputs:

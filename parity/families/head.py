@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from parity.judge.stages import by_index, scaled, stored
 from parity.judge.values import integers, normal, uniform
 
 IGNORE_INDEX = -100
+REQUIRED = ("hidden", "weight", "ids")
 SETTINGS = {
     "B": Setting(2, "sequences, at least 1", size="rows"),
     "T": Setting(3, "positions, at least 1", size="rows"),
@@ -159,6 +160,13 @@ def logits(x: Inputs, of_teacher: bool = False) -> torch.Tensor:
     softcap(z) = c·tanh(z/c). The order scale, softcap, temperature is that of transformers' Gemma-2 and Cohere models
     followed by TRL's sampling temperature."""
     return of_model(x, of_teacher) / x.settings.temperature
+
+
+def needed(x: Inputs, table: Mapping[str, Setting], names: Iterable[str], optional: Iterable[str] = ()) -> set[str]:
+    """What a function must take: the tensors of a head, those of `names` that are not at their defaults, and the `optional`
+    tensors that are there."""
+    moved = {n for n in names if getattr(x.settings, n) != table[n].default}
+    return {*REQUIRED} | moved | {n for n in optional if x.tensors.get(n) is not None}
 
 
 def teacher(x: Any, s: SimpleNamespace, **more: Any) -> Any:
@@ -392,18 +400,13 @@ def largest(s: SimpleNamespace) -> float:
     return float(((5 + 12 / s.H**0.5) * s.peak + abs(s.level)) * s.logit_scale / s.temperature)
 
 
-def overflows(case: Case, s: SimpleNamespace) -> bool:
-    """Whether float16 may not hold the largest logit, before its softcap."""
-    return product_dtype(case, s) == "fp16" and largest(s) > LARGEST["fp16"]
-
-
 def features(case: Case, s: SimpleNamespace) -> dict[str, Any]:
     """Facts for coverage and ledger scopes that every loss of an LM head has."""
     return {
         "V = 1": s.V == 1,
         "V beyond a chunk": s.V > 4096,
         "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
-        "fp16 overflow": overflows(case, s),
+        "fp16 overflow": product_dtype(case, s) == "fp16" and largest(s) > LARGEST["fp16"],
         "logit_std": s.peak * s.logit_scale / s.temperature,
         "tokens": s.B * s.T,
     }

@@ -8,7 +8,6 @@ ignored: their value is 0 and they have no gradient (torch.nn.functional.cross_e
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,11 +123,6 @@ def build(case: Case) -> Inputs:
     return arranged(head.inputs(case, s, tensors, head.leaves(s), cotangents))
 
 
-def derived(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
-    """The settings that stored tensors decide."""
-    return stored_tensors.of_head(FAMILY, tensors, where) | {"ignored": stored_tensors.ignored(tensors["ids"])}
-
-
 def oracle(x: Inputs) -> dict[str, torch.Tensor]:
     """logps and entropy, (…, B, T)."""
     z = head.logits(x)
@@ -170,12 +164,9 @@ def features(case: Case) -> dict[str, Any]:
 
 def parameters(x: Inputs) -> set[str]:
     """The tensors, and what moves the value: temperature, softcap, scale, smoothing, z-loss, bias, ignored labels."""
-    s = x.settings
-    moved = {*stored_tensors.REQUIRED}
     names = ("temperature", "softcap", "logit_scale", "smoothing", "z_loss")
-    moved |= {n for n in names if getattr(s, n) != SETTINGS[n].default}
-    moved |= {"bias"} if x.bias is not None else set()
-    return moved | ({"ignore_index"} if s.ignored != "none" else set())
+    needed = head.needed(x, SETTINGS, names, ("bias",))
+    return needed | ({"ignore_index"} if x.settings.ignored != "none" else set())
 
 
 def _zero_cotangents(x: Inputs) -> Inputs | None:
@@ -194,7 +185,7 @@ FAMILY: Family = Family(
     draw=draw,
     canonical=canonical,
     stored=stored_tensors.HEAD,
-    derived=derived,
+    derived=lambda tensors, where: stored_tensors.of_labels(FAMILY, tensors, where),
     relations={
         "cotangent x2": head.LINEAR,
         "cotangent 0": Relation(_zero_cotangents, dict.fromkeys(head.GRADIENTS, 0.0), "no upstream gradient, none"),

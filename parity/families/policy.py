@@ -76,7 +76,8 @@ def parameters(x: Inputs) -> set[str]:
     """The tensors, and what changes the loss of this case: nothing of another loss type, or of an absent term."""
     s, table = x.settings, settings_of.SETTINGS
     names = {*CONFIG_FIELDS, "softcap", "logit_scale"} - settings_of.silent_beside(s.loss_type, s.beta)
-    out = {*policy_stored.REQUIRED} | {n for n in names if getattr(s, n) != table[n].default}
+    optional = ("bias", "old_logps", "importance_sampling_ratio", "top_entropy_quantile", "lora_a")
+    out = head.needed(x, table, names, optional) | {"mask", "advantages"}
     out |= {"cispo": {"epsilon_high"}, "dr_grpo": {"max_completion_length"}}.get(s.loss_type, set())
     out |= {"ref_logps"} if s.beta != 0.0 else set()
     if s.loss_type in WINDOW_NORMALISED:
@@ -87,9 +88,7 @@ def parameters(x: Inputs) -> set[str]:
         out |= {"accumulation"} | ({"mode"} if s.mode != table["mode"].default else set())
     if s.off_policy_mask_threshold is not None and x.sampling_logps is not None:
         out |= {"sampling_logps"}
-    optional = ("bias", "old_logps", "importance_sampling_ratio", "top_entropy_quantile", "lora_a")
-    out |= {"previous_ids"} if s.head == "tied" else set()
-    return out | {n for n in optional if x.tensors.get(n) is not None}
+    return out | ({"previous_ids"} if s.head == "tied" else set())
 
 
 def _double_advantages(x: Inputs) -> Inputs | None:

@@ -21,7 +21,7 @@ from parity.case.inputs import Inputs, product_dtype
 from parity.case.layouts import arranged
 from parity.errors import UsageError
 from parity.families import head
-from parity.families.policy_losses import epsilon_high
+from parity.families.policy_losses import epsilon_high, mean
 from parity.families.policy_settings import MASKS
 from parity.judge.recipe import UNIT_ROUNDOFF
 from parity.judge.values import integers, normal, uniform
@@ -211,8 +211,7 @@ def target_log_ratios(
     if not sequence:
         return target, undecided
     spread = normal(case.seed, "spread", (s.B, s.T)) * min(1.0, reach / 4) * mask
-    mean = spread.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return target + spread - mean, undecided
+    return target + spread - mean(spread, mask), undecided
 
 
 def _decided(
@@ -221,9 +220,8 @@ def _decided(
     """Whether each sequence's mean of (lp_old - lp) keeps away from the off-policy threshold; without old ones it is 0."""
     if old is None:
         return True
-    mean = ((old - lp) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    away = (mean - s.off_policy_mask_threshold).abs() > margin.amax(-1)
-    return bool((away | ~mask.any(-1)).all())
+    away = (mean(old - lp, mask) - s.off_policy_mask_threshold).abs() > margin.amax(-1, keepdim=True)
+    return bool((away | ~mask.any(-1, keepdim=True)).all())
 
 
 def _sampling(

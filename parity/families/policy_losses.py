@@ -52,7 +52,7 @@ def losses(s: SimpleNamespace, x: Any, lp: Tensor, entropy: Tensor, measure: Any
     advantages = x.advantages if x.advantages.dim() == 2 else x.advantages.unsqueeze(-1)
     # a masked token has no part in anything: excluded before its ratio could overflow in a recipe's rounding
     d = torch.where(x.mask.bool(), lp - (lp.detach() if x.old_logps is None else x.old_logps), 0.0)
-    log_w = d if s.importance_sampling_level == "token" else _mean(d, mask)
+    log_w = d if s.importance_sampling_level == "token" else mean(d, mask)
     w = log_w.exp()
 
     keep = mask
@@ -79,7 +79,7 @@ def losses(s: SimpleNamespace, x: Any, lp: Tensor, entropy: Tensor, measure: Any
     return {"loss": loss, "_logps": lp, "_terms": terms} | metrics(s, w, advantages, mask, kl, entropy)
 
 
-def _mean(values: Tensor, mask: Tensor) -> Tensor:
+def mean(values: Tensor, mask: Tensor) -> Tensor:
     """Σ_t m·v / max(Σ_t m, 1) of each sequence, (…, B, 1)."""
     return (values * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
@@ -134,7 +134,7 @@ def off_policy_mask(
     if sampling is None:  # a drift of 0, which nothing rounds
         return ((advantages >= 0) | (s.off_policy_mask_threshold >= 0)).to(lp.dtype)
     gap = (sampling - lp.detach()).nan_to_num(nan=0.0)
-    near = _mean(gap, mask) <= s.off_policy_mask_threshold
+    near = mean(gap, mask) <= s.off_policy_mask_threshold
     return ((advantages >= 0) | near).to(lp.dtype)
 
 
@@ -182,20 +182,20 @@ def metrics(
 ) -> dict[str, Tensor]:
     """Means over loss tokens; clip fractions at sequence level: one value a sequence."""
 
-    def mean(values: Tensor, per_sequence: bool = False) -> Tensor:
+    def of_tokens(values: Tensor, per_sequence: bool = False) -> Tensor:
         if per_sequence and values.shape[-1] == 1:
             return values.to(torch.float64).mean((-2, -1))
         return (values * mask).sum((-2, -1)) / mask.sum().clamp(min=1)
 
     sequence = s.importance_sampling_level == "sequence"
-    out = {"entropy": mean(entropy.detach())}
+    out = {"entropy": of_tokens(entropy.detach())}
     if kl is not None:
-        out["kl"] = mean(kl.detach())
+        out["kl"] = of_tokens(kl.detach())
     high = w > 1 + epsilon_high(s)
     if s.loss_type in CLIPPED and not cap_below_clip(s):  # else a share has two readings: with the cap or without
         low_clip, high_clip = (w < 1 - s.epsilon) & (advantages < 0), high & (advantages > 0)
-        out["clip_low"], out["clip_high"] = mean(low_clip, sequence), mean(high_clip, sequence)
-        out["clip_ratio"] = mean(low_clip | high_clip, sequence)
+        out["clip_low"], out["clip_high"] = of_tokens(low_clip, sequence), of_tokens(high_clip, sequence)
+        out["clip_ratio"] = of_tokens(low_clip | high_clip, sequence)
     elif s.loss_type == "cispo":
-        out["clip_ratio"] = mean((w > epsilon_high(s)) & (advantages > 0), sequence)
+        out["clip_ratio"] = of_tokens((w > epsilon_high(s)) & (advantages > 0), sequence)
     return out

@@ -14,9 +14,10 @@ from parity.case.inputs import Inputs
 from parity.errors import UsageError
 from parity.families import head, stored_tensors
 from parity.families.policy_inputs import check, error_bound, exactly, thresholds
+from parity.families.policy_losses import mean
 from parity.families.policy_settings import MASKS
 
-REQUIRED = (*stored_tensors.REQUIRED, "mask", "advantages")
+REQUIRED = (*head.REQUIRED, "mask", "advantages")
 BY_TOKEN = "mask completion_mask tool_mask old_logps ref_logps sampling_logps previous_ids".split()
 TENSORS = stored_tensors.HEAD | dict.fromkeys(BY_TOKEN, "BT")
 TENSORS |= {"advantages": "B|BT", "importance_sampling_ratio": "BT|B1", "lora_a": "RH", "lora_b": "VR"}
@@ -89,19 +90,15 @@ def _undecided(case: Case, s: SimpleNamespace, x: Inputs) -> Tensor:
     exact, z, all_logps, lp = exactly(x)
     margin, mask = error_bound(case, s, exact), x.mask.bool()
     out = torch.zeros_like(mask)
-
-    def mean(values: Tensor) -> Tensor:
-        return (values * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-
     if x.old_logps is not None:
         d = torch.where(mask, lp - exact.old_logps, 0.0)
         sequence = s.importance_sampling_level == "sequence"
-        value, room = (mean(d), margin.amax(-1, keepdim=True)) if sequence else (d, margin)
+        value, room = (mean(d, mask), margin.amax(-1, keepdim=True)) if sequence else (d, margin)
         for cut in thresholds(s):
             out |= (value - cut).abs() < room
     sampling = exact.sampling_logps if x.sampling_logps is not None else exact.old_logps
     if s.off_policy_mask_threshold is not None and sampling is not None:
-        gap = mean((sampling - lp).nan_to_num(nan=0.0))
+        gap = mean((sampling - lp).nan_to_num(nan=0.0), mask)
         out |= (gap - s.off_policy_mask_threshold).abs() < margin.amax(-1, keepdim=True)
     if x.top_entropy_quantile is not None and bool(mask.any()):
         entropy = head.entropy(exact, z, all_logps)

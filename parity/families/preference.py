@@ -17,7 +17,7 @@ from parity.case.family import Family, Kind
 from parity.case.inputs import Inputs, Setting
 from parity.case.layouts import arranged
 from parity.errors import UsageError
-from parity.families import head, stored_tensors
+from parity.families import head
 from parity.families.head import IGNORE_INDEX
 from parity.families.preference_losses import AVERAGED, CDPO, DIVERGENCES, DPO, SCORED, Pairs, cpo, log_odds, unpaired
 from parity.judge.recipe import DTYPES
@@ -268,10 +268,8 @@ def features(case: Case) -> dict[str, Any]:
 def parameters(x: Inputs) -> set[str]:
     s = x.settings
     words = "method loss_type beta average nll smoothing gamma tau divergence alpha ld_alpha weighting kl desirable undesirable"
-    names = set(words.split())
-    names = names - (_silent(vars(s)) - {"average"}) | {*WIRING}  # some divide the means again
-    moved = {n for n in names if getattr(s, n) != SETTINGS[n].default} | {*stored_tensors.REQUIRED, "beta"}
-    return moved | {n for n in ("bias", "ref_hidden", "labels") if x.tensors.get(n) is not None}
+    names = set(words.split()) - (_silent(vars(s)) - {"average"}) | {*WIRING}  # some divide the means again
+    return head.needed(x, SETTINGS, names, ("bias", "ref_hidden", "labels")) | {"beta"}
 
 
 FAMILY: Family = Family(

@@ -13,10 +13,9 @@ from parity.case.layouts import arranged, laid_out
 from parity.case.stored import check_values, read, sizes
 from parity.errors import UsageError
 from parity.families import head
-from parity.families.head import IGNORE_INDEX
+from parity.families.head import IGNORE_INDEX, REQUIRED
 from parity.judge.recipe import DTYPES
 
-REQUIRED = ("hidden", "weight", "ids")
 HEAD = {"hidden": "BTH", "weight": "VH", "bias": "V", "ids": "BT"}
 """Letters of the dimensions of each tensor; a letter is one size throughout."""
 
@@ -45,10 +44,10 @@ def of_bias(bias: Tensor | None) -> str:
     return "none" if bias is None else "banned" if bool((bias == -torch.inf).any()) else "random"
 
 
-def ignored(ids: Tensor) -> str:
-    """The setting `ignored` of labels."""
-    hidden = ids == IGNORE_INDEX
-    return "all" if bool(hidden.all()) else "some" if bool(hidden.any()) else "none"
+def of_labels(family: Family, tensors: Mapping[str, Tensor], where: str) -> dict[str, Any]:
+    """`of_head`, and the setting `ignored` of its labels."""
+    out, hidden = of_head(family, tensors, where), tensors["ids"] == IGNORE_INDEX
+    return out | {"ignored": "all" if bool(hidden.all()) else "some" if bool(hidden.any()) else "none"}
 
 
 def inputs(family: Family, case: Case, scalar: bool = False) -> Inputs:

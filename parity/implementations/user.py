@@ -26,7 +26,7 @@ import torch
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.errors import Returned, UsageError
-from parity.families import policy_stored, stored_tensors
+from parity.families import head, policy_stored
 from parity.implementations import plain
 from parity.implementations.implementation import Implementation, Named, Outputs
 from parity.implementations.limits import only, require
@@ -38,10 +38,10 @@ ALIASES |= {f"{name}_per_token_logps": f"{name}_logps" for name in ("old", "ref"
 ALIASES |= {"epsilon_low": "epsilon", "label_smoothing": "smoothing", "lse_square_scale": "z_loss"}
 """Other spellings of a parameter, TRL's and transformers' among them."""
 REQUIRED = {
-    "logprobs": stored_tensors.REQUIRED,
+    "logprobs": head.REQUIRED,
     "policy": policy_stored.REQUIRED,
-    "divergence": (*stored_tensors.REQUIRED, "beta", "teacher"),
-    "preference": (*stored_tensors.REQUIRED, "beta"),
+    "divergence": (*head.REQUIRED, "beta", "teacher"),
+    "preference": (*head.REQUIRED, "beta"),
 }
 """Parameters by which a function is recognised as of a family, a teacher's of any kind; elsewhere what the default case needs."""
 
