@@ -26,14 +26,13 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome, worst: Sequence[int] 
     value, truth = outcome.quantities.get(name), oracle.exact.get(name)
     if value is None or truth is None or value.shape != truth.shape:
         return []
-    v, o = value.detach().cpu().double(), truth.double()
-    out = []
+    value = value.detach().cpu()
+    v, o = value.double(), truth.double()
     if not bool(torch.isfinite(v).all()):
         loss = outcome.quantities.get(oracle.family.first)
-        if name.startswith("grad_") and loss is not None and bool(torch.isfinite(loss).all()):
-            out.append("the value is finite, but its gradient is not")
-        return out
-    out += patterns(value.detach().cpu(), truth.double(), _factors(oracle.inputs), worst) if o.numel() else []
+        of_finite = name.startswith("grad_") and loss is not None and bool(torch.isfinite(loss).all())
+        return ["the value is finite, but its gradient is not"] if of_finite else []
+    out = patterns(value, o, _factors(oracle.inputs), worst) if o.numel() else []
     out += _tf32(oracle, name, v, o) + _through(oracle, name, outcome)
     mask = oracle.inputs.tensors.get("mask")
     if mask is not None and v.dim() >= 2 and v.shape[:2] == mask.shape:

@@ -32,27 +32,23 @@ def mean_slope(slopes: Sequence[tuple[float, float]], floor: float) -> tuple[flo
 
 def pooled(rows: Sequence[Row]) -> list[Row]:
     """|mean slope| ≤ max(8·standard error, floor) over the cases of an implementation, quantity and dtype that agree."""
-    groups: dict[tuple[str, str, str, str], list[Row]] = collections.defaultdict(list)
-    measured: dict[tuple[str, str, str, str], list[tuple[float, float]]] = collections.defaultdict(list)
+    groups = collections.defaultdict[tuple[str, str, str, str], list[tuple[Row, float, float]]](list)
     for row in rows:
         slope, headroom = row.slope, row.gates.get("slope")
         if row.verdict == "agree" and slope is not None and headroom is not None:
-            key = row.implementation, row.family, row.subject, row.dtype
-            groups[key].append(row)
-            measured[key].append((slope, abs(slope) / headroom if headroom > 0 else 0.0))  # and what its gate allowed
+            allowed = abs(slope) / headroom if headroom > 0 else 0.0  # by its gate
+            groups[row.implementation, row.family, row.subject, row.dtype].append((row, slope, allowed))
     out = []
-    for key, found in sorted(groups.items()):
+    for (*_, subject, dtype), found in sorted(groups.items()):
         if len(found) < POOL_MINIMUM:
             continue
-        floor = POOL_FLOOR[key[3]]
-        slopes = measured[key]
-        mean, error = mean_slope(slopes, floor)
-        headroom = abs(mean) / max(POOL_SIGMAS * error, floor)
-        row = replace(found[0], case=f"pooled over {len(slopes)} cases", quantity=f"pooled slope: {key[2]}")
+        mean, error = mean_slope([(slope, allowed) for _, slope, allowed in found], POOL_FLOOR[dtype])
+        headroom = abs(mean) / max(POOL_SIGMAS * error, POOL_FLOOR[dtype])
+        row = replace(found[0][0], case=f"pooled over {len(found)} cases", quantity=f"pooled slope: {subject}")
         row = replace(row, gate="pooled slope", gates={"pooled slope": headroom}, headroom=headroom, slope=mean)
-        row = replace(row, verdict="agree", cls=None, blame=None, worst=[], settings={}, replay="", message="")
+        row = replace(row, cls=None, blame=None, worst=[], settings={}, replay="", message="")
         if not headroom <= 1.0:
-            said = f"mean slope {mean:.3g} over {len(slopes)} cases, error {error:.2g}"
+            said = f"mean slope {mean:.3g} over {len(found)} cases, error {error:.2g}"
             row = replace(row, verdict="disagree", cls="precision", blame="candidate", message=said)
         out.append(row)
     return out

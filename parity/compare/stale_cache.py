@@ -48,9 +48,8 @@ def calls(family: Family, case: Case) -> tuple[Case, Case] | None:
     if kind == 0:
         return case, family.case(case.seed + 1, "fp32", shapes)
     if kind == 1:
-        moved = {
-            n: float(f"{v * MOVED:.4g}") for n, v in case.settings.items() if isinstance(v, float) and n not in shapes
-        }
+        numbers = {n: v for n, v in case.settings.items() if isinstance(v, float) and n not in shapes}
+        moved = {n: float(f"{v * MOVED:.4g}") for n, v in numbers.items()}
         later = family.case(case.seed + 1, case.dtype, family.canonical(case.dtype, vars(s) | moved))
         return (case, later) if moved else None
     own = {family.shapes[-1]: shapes.get(family.shapes[-1], 0) + 1}
@@ -62,12 +61,9 @@ def number(case: Case) -> int:
     return share(case, "kept")
 
 
-Built = tuple[Case, Inputs | None, CaseOracle]
-"""The first case, its inputs unless it is the one that was judged, and the second's oracle."""
-
-
-def _built(whole: CaseOracle) -> Built | None:
-    """The two calls that belong to a case; None where there are none."""
+def _built(whole: CaseOracle) -> tuple[Case, Inputs | None, CaseOracle] | None:
+    """The two calls that belong to a case: the first, its inputs unless it is the one that was judged, and the second's
+    oracle; None where there are none."""
     family, case, device = whole.family, whole.inputs.case, whole.inputs.device.type
     try:
         if (pair := calls(family, case)) is None:

@@ -44,11 +44,17 @@ class AdapterCalls(protocol.Calls[Inputs]):
             return fresh(self.values)
         tensors = {n: None if t is None else like(t, t) for n, t in self.values.tensors.items()}
         x = fresh(self.values.replace(**tensors))
-        _write(x, self.other)
+        self.write(x, False, self.other)
         return x
 
-    def write(self, x: Inputs, through_data: bool) -> None:
-        _write(x, self.values, through_data)
+    def write(self, x: Inputs, through_data: bool, values: Inputs | None = None) -> None:
+        """The case's own values unless others are given; none of another shape, nor where entries share memory."""
+        given = (self.values if values is None else values).tensors
+        with torch.no_grad():
+            for name, tensor in x.tensors.items():
+                new = given.get(name)
+                if tensor is not None and new is not None and new.shape == tensor.shape and all(tensor.stride()):
+                    (tensor.data if through_data else tensor).copy_(new)
 
     def inputs(self, x: Inputs) -> Iterable[torch.Tensor]:
         return (t for t in x.tensors.values() if t is not None)
@@ -110,25 +116,13 @@ class AdapterCalls(protocol.Calls[Inputs]):
     def _ways(self, first: Values) -> list[tuple[str, Part]]:
         """Calls of other kinds: under another default dtype, a checkpoint that is not reentrant. Both for a user's function, one
         by the case's id for others."""
-        inputs, implementation = self.values, self.implementation
         parts: list[tuple[str, Part]] = [
             ("the call fails under another default dtype: ", lambda c: protocol.other_default(c, first)),
             ("the call fails under a checkpoint that is not reentrant: ", lambda c: protocol.recomputed(c, first)),
         ]
-        if not inputs.leaves:
-            parts = parts[:1]
-        if not implementation.is_function:
-            parts = [parts[share(inputs.case, "ways") % len(parts)]]
-        return parts
-
-
-def _write(x: Inputs, values: Inputs, through_data: bool = False) -> None:
-    """Write values into the tensors, but for those of another shape and those whose entries share memory."""
-    with torch.no_grad():
-        for name, tensor in x.tensors.items():
-            new = values.tensors.get(name)
-            if tensor is not None and new is not None and new.shape == tensor.shape and all(tensor.stride()):
-                (tensor.data if through_data else tensor).copy_(new)
+        parts = parts if self.values.leaves else parts[:1]
+        own = self.implementation.is_function
+        return parts if own else [parts[share(self.values.case, "ways") % len(parts)]]
 
 
 def share(case: Case, what: str) -> int:

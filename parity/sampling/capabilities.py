@@ -206,12 +206,9 @@ def _shown_of_own(case: Case) -> frozenset[Hashable]:
     length = s.get("T", 1)
     tokens = length * s.get("B", 1)
     long = {(name, case.dtype) for name in ("long", *_deciding(case)) if length > LONG}
-    numbers = {
-        (n, v)
-        for n in _deciding(case)
-        if isinstance(v := case.settings[n], int | float) and v and not isinstance(v, bool)
-    }
-    decades = {(n, "decade", math.floor(math.log10(abs(v)))) for n, v in numbers}
+    given = {n: case.settings[n] for n in _deciding(case)}
+    numbers = {n: v for n, v in given.items() if isinstance(v, int | float) and v and not isinstance(v, bool)}
+    decades = {(n, "decade", math.floor(math.log10(abs(v)))) for n, v in numbers.items()}
     return shown(case) | {("tokens", tokens.bit_length(), tokens % CHUNK == 1)} | long | decades
 
 
@@ -285,8 +282,7 @@ def _joined(implementation: Implementation, cases: Sequence[Case], device: str) 
             for one, other in itertools.product(having[a][:TRIED], having[b][:TRIED]):
                 wanted = {**one.settings, b: other.settings[b]}
                 near, settings = family.settled(one.seed, one.dtype, wanted)
-                taken = {*pair} <= near.settings.keys() and refusal(implementation, near, device, settings) is None
-                if taken:
+                if {*pair} <= near.settings.keys() and refusal(implementation, near, device, settings) is None:
                     yield near
                     break
 
@@ -295,26 +291,23 @@ def second_pass(case: Case, device: str, long: bool = False) -> Iterator[Case]:
     """On CUDA a case once more: a share of the plain float32 ones under `torch.set_float32_matmul_precision("high")`, as
     trainers set it, and in `long` profiles a share of the small ones with a real vocabulary. Judged with tf32 recipes. A
     case of its own in results and replays; a finding of it is not minimised."""
-    fam = loss_family(case.family)
-    number = zlib.crc32(f"vocabulary/{case.id}".encode())
-    if device == "cuda" and long and "V" in fam.settings and number % REAL == 0:
-        s = fam.full_settings(case)
-        if case.tensors is None and s.B * s.T <= TOKENS and getattr(s, "context", "plain") != "compile":
-            real = {"V": VOCABULARIES[number // REAL % len(VOCABULARIES)], "H": min(s.H, HIDDEN)}
-            real |= {"peak": PEAKED} if "peak" in fam.settings and number // REAL // 3 % 2 else {}
-            yield dataclasses.replace(case, settings=dict(case.settings) | real)
-    known = "context" in loss_family(case.family).settings
-    plain = known and case.dtype == "fp32" and case.settings.get("context", "plain") == "plain"
-    if device == "cuda" and plain and zlib.crc32(case.id.encode()) % SECOND_PASS == 0:
+    if device != "cuda":
+        return
+    s, number = loss_family(case.family).full_settings(case), zlib.crc32(f"vocabulary/{case.id}".encode())
+    context = getattr(s, "context", None)
+    small = case.tensors is None and hasattr(s, "V") and s.B * s.T <= TOKENS and context != "compile"
+    if long and small and number % REAL == 0:
+        real = {"V": VOCABULARIES[number // REAL % len(VOCABULARIES)], "H": min(s.H, HIDDEN)}
+        real |= {"peak": PEAKED} if hasattr(s, "peak") and number // REAL // 3 % 2 else {}
+        yield dataclasses.replace(case, settings=dict(case.settings) | real)
+    if case.dtype == "fp32" and context == "plain" and zlib.crc32(case.id.encode()) % SECOND_PASS == 0:
         yield dataclasses.replace(case, settings=dict(case.settings) | {"context": "tf32"})
 
 
 def selected(implementation: Implementation, case: Case, cost: int, device: str) -> bool:
     """Whether a drawn case is among those that a costly implementation gets: by the case's id, the same on every run. Of
     the cases near the defaults it gets twice as many: kernels have few parameters, and refuse most of the others."""
-    if implementation.seeks & case.settings.keys():
-        return True
-    if implementation.every == 1 and not implementation.interpreted:
+    if implementation.seeks & case.settings.keys() or (implementation.every == 1 and not implementation.interpreted):
         return True
     known = loss_family(case.family)
     every = implementation.every * cost if implementation.every > 1 else 1
@@ -345,9 +338,8 @@ def left_out(implementation: Implementation, case: Case) -> str:
     every = _one_in(implementation)
     if zlib.crc32(f"slow/{implementation.id}/{case.id}".encode()) % every == 0:
         return ""
-    return (
-        f"left out: a call takes {statistics.median(SECONDS[implementation.id]):.1f} s, so it gets one case in {every}"
-    )
+    took = statistics.median(SECONDS[implementation.id])
+    return f"left out: a call takes {took:.1f} s, so it gets one case in {every}"
 
 
 def _one_in(implementation: Implementation) -> int:

@@ -28,10 +28,6 @@ class Mode(torch.overrides.TorchFunctionMode):
     """Left entered, it sees every call of torch."""
 
 
-def hook(*args):
-    return None
-
-
 EFFECTS = {
     "environment variable": lambda: os.environ.update(UNSLOTH_RETURN_HIDDEN_STATES="1"),
     "python RNG": lambda: random.seed(1),
@@ -154,15 +150,3 @@ def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
     assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
     assert "operations of torch compute something else" in rows[0].message
     assert process_state.broken()
-
-
-def test_who_exchanges_the_code_of_a_function_is_named_and_the_process_given_up(monkeypatch):
-    """The name leads to the same function, so nothing is rebound."""
-    monkeypatch.setattr(process_state, "_broken", [])
-    code = from_file.__code__
-    try:
-        rows = list(run_case(CASE, [after(lambda: setattr(from_file, "__code__", hook.__code__)), PLAIN]))
-    finally:
-        from_file.__code__ = code
-    assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
-    assert rows[0].message == "parity.registry.from_file has other code since own.leaves was called"
