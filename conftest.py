@@ -1,6 +1,4 @@
-"""Settings of a test process, made before torch is imported; leaves out the slow tests where nobody asked for them."""
-
-import pytest
+"""Settings of a test process, made before torch is imported."""
 
 from parity.process import prepare
 
@@ -15,10 +13,3 @@ def pytest_configure(config):
     import torch
 
     prepare("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def pytest_collection_modifyitems(config, items):
-    if "slow" not in config.option.markexpr:
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="slow: python -m pytest cases -m slow"))

@@ -136,6 +136,20 @@ def test_a_malformed_case_is_one_line(data, says):
         ("logprobs", {"grad": "hidden nothing"}, "nothing"),
         ("logprobs", {"temperature": "warm"}, "warm"),
         ("logprobs", {"V": True}, "V=True"),
+        ("logprobs", {"V": 256, "rare": 0}, "rare=0"),
+        ("logprobs", {"V": 256, "rare": -1.0}, "rare=-1.0"),
+        ("logprobs", {"level": 1e6}, "level=1000000.0"),
+        ("logprobs", {"level": float("nan")}, "level=nan"),
+        ("logprobs", {"smoothing": 1.5}, "smoothing=1.5"),
+        ("logprobs", {"smoothing": 0.1, "bias": "banned"}, "smoothing=0.1"),
+        ("logprobs", {"z_loss": -1.0}, "z_loss=-1.0"),
+        ("divergence", {"hard_loss": 1.5}, "hard_loss=1.5"),
+        ("divergence", {"hard_loss": 0.5, "sparse": "topk"}, "hard_loss=0"),
+        ("preference", {"B": 3}, "B=3"),
+        ("preference", {"method": "kto"}, "loss_type='sigmoid'"),
+        ("preference", {"beta": 0.0}, "beta=0.0"),
+        ("preference", {"loss_type": "exo_pair"}, "smoothing=0.0"),
+        ("preference", {"smoothing": 0.5}, "smoothing=0.5"),
         ("policy", {"loss_type": "ppo"}, "'ppo'"),
         ("policy", {"lengths": [1]}, "lengths=[1]"),
         ("policy", {"lengths": [1, 9]}, "[1, 9]"),
@@ -147,7 +161,7 @@ def test_a_malformed_case_is_one_line(data, says):
 )
 def test_settings_without_a_value_are_one_line(loss, settings, says):
     with pytest.raises(UsageError) as error:
-        family(loss).build(Case(loss, 0, "fp32", settings))
+        family(loss).build(Case(loss, 0, "fp16", settings))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 

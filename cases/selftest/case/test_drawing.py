@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import importlib
 import itertools
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,25 +81,26 @@ FEATURES = {
 """Family -> facts of its features that must be drawn both ways."""
 
 
-@dataclasses.dataclass
-class Drawn:
-    """The cases of one family's stream, and for each the dimensions that are away from their default."""
-
-    name: str
-    cases: list[Case]
-    moved: list[set[str]]
-
-
 @functools.cache
 def stream(name: str) -> list[Case]:
     return list(drawn_cases(name, 0))
 
 
-@pytest.fixture(scope="module", params=sorted(EXCLUDED))
-def drawn(request: pytest.FixtureRequest) -> Drawn:
-    found = stream(request.param)
-    moved = [set(case.settings) | ({"dtype"} if case.dtype != "fp32" else set()) for case in found]
-    return Drawn(request.param, found, moved)
+@functools.cache
+def full(name: str) -> list[SimpleNamespace]:
+    """The settings of each case of a stream, and its dtype."""
+    return [SimpleNamespace(**vars(family(name).full_settings(c)), dtype=c.dtype) for c in stream(name)]
+
+
+@functools.cache
+def moved(name: str) -> list[set[str]]:
+    """The dimensions of each case that are away from their default."""
+    return [set(case.settings) | ({"dtype"} if case.dtype != "fp32" else set()) for case in stream(name)]
+
+
+@pytest.fixture(params=sorted(EXCLUDED))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def _dimensions(name: str) -> set[str]:
@@ -118,65 +119,52 @@ def test_what_few_functions_take_is_in_a_share_of_the_cases(name: str) -> None:
     assert all(n in family(name).needed(family(name).build(case)) for n, case in one_by_one.items())
 
 
-def test_every_dimension_is_away_from_its_default_often_enough(drawn: Drawn) -> None:
-    counts = collections.Counter(name for moved in drawn.moved for name in moved)
-    shares = {name: counts[name] / len(drawn.cases) for name in _dimensions(drawn.name)}
-    assert {name: share for name, share in shares.items() if share < FLOOR} == {}
+def test_every_dimension_is_away_from_its_default_often_enough(name: str) -> None:
+    counts = collections.Counter(itertools.chain(*moved(name)))
+    shares = {dimension: counts[dimension] / len(stream(name)) for dimension in _dimensions(name)}
+    assert {dimension: share for dimension, share in shares.items() if share < FLOOR} == {}
 
 
-def test_every_pair_of_dimensions_occurs(drawn: Drawn) -> None:
-    seen = {pair for moved in drawn.moved for pair in itertools.combinations(sorted(moved), 2)}
-    pairs = set(itertools.combinations(sorted(_dimensions(drawn.name)), 2))
-    assert sorted(pairs - seen - EXCLUDED[drawn.name].keys()) == []
+def test_every_pair_of_dimensions_occurs_unless_they_exclude_each_other(name: str) -> None:
+    seen = {pair for of in moved(name) for pair in itertools.combinations(sorted(of), 2)}
+    pairs = set(itertools.combinations(sorted(_dimensions(name)), 2))
+    assert sorted(pairs - seen - EXCLUDED[name].keys()) == []
+    assert sorted(seen & EXCLUDED[name].keys()) == []
 
 
-def test_excluded_pairs_do_exclude_each_other(drawn: Drawn) -> None:
-    for pair in EXCLUDED[drawn.name]:
-        assert not any(moved.issuperset(pair) for moved in drawn.moved), pair
+def test_every_choice_and_dtype_occurs(name: str) -> None:
+    wanted = {(n, choice) for n, setting in family(name).settings.items() for choice in setting.choices or ()}
+    wanted |= {("dtype", dtype) for dtype in ("fp32", "fp16", "bf16")}
+    seen = {(n, getattr(s, n)) for s in full(name) for n, _ in wanted}
+    assert sorted(wanted - seen - UNDRAWN[name].keys(), key=str) == []
 
 
-def test_every_choice_and_dtype_occurs(drawn: Drawn) -> None:
-    fam = family(drawn.name)
-    wanted = {(name, choice) for name, setting in fam.settings.items() for choice in setting.choices or ()}
-    seen = {(name, getattr(fam.full_settings(case), name)) for case in drawn.cases for name, _ in wanted}
-    assert sorted(wanted - seen - UNDRAWN[drawn.name].keys(), key=str) == []
-    assert {case.dtype for case in drawn.cases} == {"fp32", "fp16", "bf16"}
-
-
-def test_sizes_at_which_kernels_change_their_path(drawn: Drawn) -> None:
-    """Rows, vocabulary and hidden sizes beyond a tile, in 16 bit too: (tokens or size, narrow)."""
-    of = [(family(drawn.name).full_settings(case), case.dtype != "fp32") for case in drawn.cases]
-    tokens = {(s.B * s.T, narrow) for s, narrow in of}
-    for bound, narrow in ((128, True), (512, True), (1024, False)):
-        assert any(n > bound and kind >= narrow for n, kind in tokens), bound
-    assert any(s.H > 256 and s.H % 16 and narrow for s, narrow in of)
-    assert any(s.V > 16384 for s, _ in of)
-
-
-def test_last_tiles_are_full_and_of_one_token(drawn: Drawn) -> None:
-    """Behind a full tile, among all tokens and in a row."""
-    of = [family(drawn.name).full_settings(case) for case in drawn.cases]
+def test_sizes_at_which_kernels_change_their_path(name: str) -> None:
+    """Rows, vocabulary and hidden sizes beyond a tile, in 16 bit too; a last tile that is full, or of one token, behind a full
+    one, among all tokens and in a row."""
+    of, narrow = full(name), [s for s in full(name) if s.dtype != "fp32"]
+    assert any(s.B * s.T > 512 for s in narrow) and any(s.B * s.T > 1024 for s in of)
+    assert any(s.H > 256 and s.H % 16 for s in narrow)
+    assert any(s.V > 16384 for s in of)
     for sizes in ([s.B * s.T for s in of], [s.T for s in of]):
         for tile, left in itertools.product((32, 64, 128), (0, 1)):
             assert any(n > tile and n % tile == left for n in sizes), (tile, left)
 
 
-def test_what_changes_logits_meets_sizes_beyond_a_chunk_and_a_tile(drawn: Drawn) -> None:
+def test_what_changes_logits_meets_sizes_beyond_a_chunk_and_a_tile(name: str) -> None:
     """A vocabulary beyond 4,096, and more than 128 tokens, each beside every setting of the logits and every kind of bias."""
-    of = [(case, family(drawn.name).full_settings(case)) for case in drawn.cases]
-    wanted = {*"level padded_rows temperature softcap logit_scale head_dtype random banned".split(), "H > 16"}
-    beyond = {"vocabulary": lambda s: s.V > 4096, "tokens": lambda s: s.B * s.T > 128}
-    for name, large in beyond.items():
-        here = [(case, s) for case, s in of if large(s)]
-        met = {k for case, _ in here for k in case.settings} | {s.bias for _, s in here}
-        assert wanted - met - ({"H > 16"} if any(s.H > 16 for _, s in here) else set()) == set(), name
+    wanted = {*"level padded_rows temperature softcap logit_scale head_dtype random banned wide".split()}
+    for large in (lambda s: s.V > 4096, lambda s: s.B * s.T > 128):
+        here = [(of, s) for of, s in zip(moved(name), full(name), strict=True) if large(s)]
+        met = set[str]().union(*(of | {s.bias, "wide" if s.H > 16 else ""} for of, s in here))
+        assert wanted - met == set()
 
 
-def test_every_fact_is_drawn_both_ways(drawn: Drawn) -> None:
-    features = [family(drawn.name).features(case) for case in drawn.cases]
-    assert not features[0].keys() & family(drawn.name).settings.keys()  # a ledger scope names either
-    for name in FEATURES[drawn.name].split(", "):
-        assert {bool(found[name]) for found in features} == {True, False}, name
+def test_every_fact_is_drawn_both_ways(name: str) -> None:
+    features = [family(name).features(case) for case in stream(name)]
+    assert not features[0].keys() & family(name).settings.keys()  # a ledger scope names either
+    for fact in FEATURES[name].split(", "):
+        assert {bool(found[fact]) for found in features} == {True, False}, fact
 
 
 def test_every_loss_type_meets_every_dimension() -> None:
@@ -210,29 +198,17 @@ def test_every_group_of_policy_settings_moves_nearly_alone() -> None:
 
 def test_rows_are_as_long_as_completions_are() -> None:
     """A counter in 16 bits, a sum of lengths in float16, a block of 2,048: of policy losses and of the others."""
-    names = (*EXCLUDED, "preference")
-    lengths = {name: [family(name).full_settings(case).T for case in stream(name)] for name in names}
+    lengths = {name: [s.T for s in full(name)] for name in (*EXCLUDED, "preference")}
     assert {name for name, of in lengths.items() if sum(n > 2048 for n in of) < 3} == set()
     assert sum(n > 32768 for of in lengths.values() for n in of) >= 3
 
 
-def test_a_policy_loss_meets_an_upper_clip_of_zero_and_a_reference_close_to_the_policy() -> None:
-    of = [family("policy").full_settings(case) for case in stream("policy")]
+def test_rare_values_of_a_policy_loss_are_met() -> None:
+    """An upper clip of zero, a reference close to the policy, a cap of the ratio below the upper clip."""
+    of = full("policy")
     assert sum(s.epsilon_high == 0 and s.old != "absent" for s in of) >= 3
     assert sum(s.ref == "close" and s.beta != 0 for s in of) >= 30
-
-
-STREAM = """
-from hypothesis import strategies as st
-from parity.case.drawing import batch
-found = []
-for number in range(80):
-    found += batch(st.integers(0, 1 << 20), str(number))
-"""
-
-
-def test_a_cap_of_the_ratio_is_also_below_the_upper_clip() -> None:
-    caps = [s for c in stream("policy") if (s := family("policy").full_settings(c)).delta is not None]
+    caps = [s for s in of if s.delta is not None]
     below = [s for s in caps if s.delta <= 1 + (s.epsilon if s.epsilon_high is None else s.epsilon_high)]
     assert len(below) > 10 and len(caps) > 3 * len(below)
 
@@ -247,20 +223,23 @@ def test_often_the_only_possible_token_is_the_label() -> None:
 
 def test_tokens_that_the_sampler_did_not_score_decide_about_their_sequence() -> None:
     """A mean that leaves them out is above the threshold, where it is at most that with zeros in their places."""
-    settings = {
-        "B": 16,
-        "T": 9,
-        "off_policy_mask_threshold": 1.0,
-        "sampler": "nan",
-        "advantages": "negative",
-        "beta": 1.0,
-    }
+    settings = {"B": 16, "T": 9, "off_policy_mask_threshold": 1.0, "sampler": "nan", "beta": 1.0}
+    settings |= {"advantages": "negative"}
     x = family("policy").build(family("policy").case(3, "fp32", settings))
     lp = exact(family("policy"), x)["_logps"]
     gap = x.sampling_logps.double() - lp
     left_out = gap.nanmean(-1) > 1.0
     kept = gap.nan_to_num(nan=0.0).mean(-1) <= 1.0
     assert int((kept & left_out).sum()) > 4 and int((~kept).sum()) > 4
+
+
+STREAM = """
+from hypothesis import strategies as st
+from parity.case.drawing import batch
+found = []
+for number in range(80):
+    found += batch(st.integers(0, 1 << 20), str(number))
+"""
 
 
 def test_one_seed_draws_the_same_cases_whatever_is_loaded(tmp_path, monkeypatch):

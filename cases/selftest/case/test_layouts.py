@@ -11,17 +11,10 @@ from parity.registry import family
 
 SETTINGS = {
     "logprobs": {"ignored": "some", "bias": "random", "entropy": "gradient"},
-    "policy": {
-        "bias": "random",
-        "lengths": [4, 2],
-        "holes": True,
-        "beta": 0.1,
-        "advantages": "token",
-        "ratio": "token",
-    },
+    "policy": {"bias": "random", "lengths": [4, 2], "holes": True, "beta": 0.1, "off_policy_mask_threshold": 0.1},
     "divergence": {"bias": "random", "num_items": "given", "teacher_bias": "random"},
 }
-SETTINGS["policy"]["off_policy_mask_threshold"] = 0.1
+SETTINGS["policy"] |= {"advantages": "token", "ratio": "token"}
 NUMBERS = torch.arange(6.0).view(2, 3)
 
 

@@ -11,7 +11,6 @@ from cases.selftest.controls.soak import drawn
 from cases.selftest.mutants.mutant import mutants
 from parity import data
 from parity.case.case import Case
-from parity.errors import UsageError
 from parity.families.head import IGNORE_INDEX
 from parity.families.preference import FAMILY, KTO_PARTS, LOSS_TYPES
 from parity.implementations import user
@@ -87,25 +86,10 @@ def test_each_sum_of_kto_is_judged(name):
         assert rows[name] == verdict and {v for n, v in rows.items() if n != name} == {"agree"}, rows
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"B": 3}, {"method": "kto"}, {"beta": 0.0}, {"loss_type": "exo_pair"}, {"smoothing": 0.5}], ids=str
-)
-def test_settings_without_a_meaning_are_refused(wrong):
-    with pytest.raises(UsageError):
-        FAMILY.build(Case("preference", 0, "fp32", wrong))
-
-
-def test_every_loss_type_is_drawn_and_has_a_gradient():
-    seen = set()
-    for case in drawn("preference", 250, 0):
-        s = FAMILY.full_settings(case)
-        seen.add((s.method, s.loss_type))
-    assert seen == {(m, t) for m, types in LOSS_TYPES.items() for t in types}
-
-
-def test_the_edges_of_the_numbers_are_drawn():
+def test_every_loss_type_and_the_edges_of_the_numbers_are_drawn():
     """beta where hinge and sigmoid are flat or straight; SimPO's margin at 0 and far out; labels of which half are wrong."""
     every = [FAMILY.full_settings(case) for case in drawn("preference", 250, 0)]
+    assert {(s.method, s.loss_type) for s in every} == {(m, t) for m, types in LOSS_TYPES.items() for t in types}
     betas = [s.beta for s in every]
     assert min(betas) <= 0.001 and max(betas) >= 32
     margins = [s.gamma for s in every if s.loss_type == "simpo"]
