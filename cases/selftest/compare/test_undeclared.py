@@ -54,11 +54,9 @@ class Kernel(torch.autograd.Function):
         hidden, weight, ids, logps = ctx.saved_tensors
         dz = (torch.nn.functional.one_hot(ids, len(weight)) - logps.exp()) * g.float().unsqueeze(-1)
         dz = buffer(dz, ctx.narrow == "dlogits")
-        parts = [
-            torch.einsum("btv,bth->vh", z, h.float()) for z, h in zip(dz.split(10, 1), hidden.split(10, 1), strict=True)
-        ]
-        grad = torch.zeros_like(parts[0])
-        for part in parts:
+        grad = torch.zeros_like(weight, dtype=torch.float32)
+        for z, h in zip(dz.split(10, 1), hidden.split(10, 1), strict=True):
+            part = torch.einsum("btv,bth->vh", z, h.float())
             grad = buffer(grad + buffer(part, ctx.narrow == "sums"), ctx.narrow == "sums")
         return (dz @ weight.float()).to(hidden.dtype), grad.to(weight.dtype), None, None
 
@@ -82,16 +80,14 @@ def wrong_in_one(hidden, weight, ids):
 SHORT = {"B": 1, "H": 4, "T": 4, "V": 7, "peak": 12.0, "targets": "likely"}
 LONG = {"B": 1, "H": 8, "T": 90, "V": 17, "peak": 4.0}
 NARROW = [Case("logprobs", 3, "bf16", SHORT), Case("logprobs", 3, "bf16", LONG)]
+PEAKED = [Case("logprobs", 3, "bf16", size | {"peak": 20.0}) for size in (SHORT, LONG)]
 CASES = [Case("logprobs", 3, "fp32", SHORT), Case("logprobs", 5, "fp32", LONG), *NARROW]
 
 
 def failing(function, cases, recipe=None):
-    def declared(hidden, weight, ids):
-        return function(hidden, weight, ids)
-
+    implementation = from_function(function, "here.py:declared", [LOGPROBS])
     if recipe is not None:
-        declared.recipe = recipe
-    implementation = from_function(declared, "here.py:declared", [LOGPROBS])
+        implementation = dataclasses.replace(implementation, recipe=lambda x: recipe)
     rows = [r for case in cases for r in run_case(LOGPROBS, case, [implementation], thorough=False)]
     assert any(r.judged for r in rows)
     return [r for r in suggested(rows) if r.failing]
@@ -106,11 +102,7 @@ def named(rows):
     [
         (wide, NARROW, "logits='input'"),
         (narrow, NARROW, "softmax='input'"),
-        (
-            gathered,
-            [Case("logprobs", 3, "bf16", size | {"peak": 20.0}) for size in (SHORT, LONG)],
-            "log_sum_exp='input'",
-        ),
+        (gathered, PEAKED, "log_sum_exp='input'"),
         (cast, CASES, "inputs='bf16'"),
         (kernel("logits"), CASES, "(logits)='bf16'"),
         (kernel("dlogits"), CASES, "dlogits='bf16'"),
@@ -146,19 +138,12 @@ def with_entropy(factor=1.0):
 
 def test_an_entropy_of_logits_that_are_not_shifted_is_weak_and_no_logic_error():
     settings = {"B": 1, "H": 2, "T": 5, "V": 80, "entropy": "gradient", "peak": 50.0, "temperature": 1.2}
-    case = Case("logprobs", 327, "fp32", settings)
-
-    def failing(function, recipe=None):
-        implementation = from_function(function, "here.py:unshifted", [LOGPROBS])
-        if recipe is not None:
-            implementation = dataclasses.replace(implementation, recipe=lambda x: recipe)
-        return [r for r in suggested(run_case(LOGPROBS, case, [implementation], thorough=False)) if r.failing]
-
-    rows = failing(with_entropy())
+    cases, weak = [Case("logprobs", 327, "fp32", settings)], Recipe(entropy="unshifted", output="any")
+    rows = failing(with_entropy(), cases)
     assert rows[0].quantity == "entropy" and {r.cls for r in rows} == {"precision"}
     assert "Recipe(entropy='unshifted')" in rows[0].message
-    assert failing(with_entropy(), Recipe(entropy="unshifted", output="any")) == []
-    assert "logic" in {r.cls for r in failing(with_entropy(1.001), Recipe(entropy="unshifted", output="any"))}
+    assert failing(with_entropy(), cases, weak) == []
+    assert "logic" in {r.cls for r in failing(with_entropy(1.001), cases, weak)}
 
 
 def test_a_recipe_is_said_in_the_rows_that_it_explains_alone():

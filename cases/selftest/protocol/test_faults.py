@@ -31,16 +31,31 @@ def test_what_ends_a_context(error, ends):
 @pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
 def test_a_library_is_one_wherever_pip_put_it(packages):
     """Debian's own Python has dist-packages."""
-    folder = f"/usr/local/lib/python3.12/{packages}"
-    assert exceptions.is_library(f"{folder}/trl/losses.py") and not exceptions.is_library(
-        f"{folder}/torch/nn/functional.py"
-    )
-    assert (
-        process.packaged(f"{folder}/trl/losses.py") == "trl/losses.py"
-        and process.packaged("/home/me/lib/mine.py") is None
-    )
-    assert exceptions.is_library("/home/me/lib/mine.py")
-    assert not exceptions.is_library(exceptions.__file__) and not exceptions.is_library(dataclasses.__file__)
+    folder, mine = f"/usr/local/lib/python3.12/{packages}", "/home/me/lib/mine.py"
+    others = (f"{folder}/torch/nn/functional.py", exceptions.__file__, dataclasses.__file__)
+    assert exceptions.is_library(f"{folder}/trl/losses.py") and exceptions.is_library(mine)
+    assert not any(map(exceptions.is_library, others))
+    assert process.packaged(f"{folder}/trl/losses.py") == "trl/losses.py" and process.packaged(mine) is None
+
+
+def guarded(run, trainer=True):
+    """How a call by a trainer ends, or by a loss."""
+    return call.guarded(next(i for i in load().values() if i.is_trainer is trainer), run)
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Writes a module; what calls one of its functions."""
+
+    def module(name, text, function, folder=""):
+        place = tmp_path / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(str(place))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return lambda: getattr(importlib.import_module(name), function)()
+
+    return module
 
 
 @pytest.mark.parametrize(
@@ -59,59 +74,44 @@ def test_a_package_that_is_not_installed_is_nobodys_failure(error, needed):
     def run():
         raise error
 
-    implementation = next(i for i in load().values() if not i.is_trainer)
-    outcome = call.guarded(implementation, run)
+    outcome = guarded(run, trainer=False)
     assert (outcome.verdict == "unsupported") is bool(needed) and (not needed or f"needs {needed}," in outcome.message)
 
 
-def test_a_library_that_does_not_import_here_is_said_once_and_is_no_crash(tmp_path, monkeypatch):
+def test_a_library_that_does_not_import_here_is_said_once_and_is_no_crash(written):
     """Liger 0.5.4 asks for torch.hip where there is no CUDA."""
-    (tmp_path / "needs_a_gpu.py").write_text("def infer():\n    return torch.hip\n\n\nimport torch\n\ninfer()\n")
-    (tmp_path / "imports_later.py").write_text(
-        "def loss():\n    import needs_a_gpu\n\n\ndef wrong():\n    loss.nowhere\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    implementation = next(i for i in load().values() if not i.is_trainer)
-    outcome = call.guarded(implementation, lambda: importlib.import_module("imports_later").loss())
+    written("needs_a_gpu", "def infer():\n    return torch.hip\n\n\nimport torch\n\ninfer()\n", "infer")
+    text = "def loss():\n    import needs_a_gpu\n\n\ndef wrong():\n    loss.nowhere\n"
+    outcome = guarded(written("imports_later", text, "loss"), trainer=False)
     assert outcome.verdict == "unsupported"
     assert outcome.message.startswith("needs_a_gpu does not import here: AttributeError")
-    outcome = call.guarded(implementation, lambda: importlib.import_module("imports_later").wrong())
-    assert outcome.verdict == "crashed"
+    assert guarded(written("imports_later", text, "wrong"), trainer=False).verdict == "crashed"
 
 
 @pytest.mark.parametrize(
     ("line", "verdict"),
     [("{}['x']", "refused"), ("loss(mask=1, **{'mask': 2})", "crashed"), ("1 / None", "crashed")],
 )
-def test_a_type_error_of_a_trainer_is_no_refusal(line, verdict, tmp_path, monkeypatch):
+def test_a_type_error_of_a_trainer_is_no_refusal(line, verdict, written):
     """TRL 0.19.0's DPO on Liger with an adapter, 0.23.0's dft in evaluation. Another format of the data is a refusal."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "some_trainer.py").write_text(f"def loss(mask):\n    return mask\n\n\ndef step():\n    {line}\n")
-    trainer = next(i for i in load().values() if i.is_trainer)
-    monkeypatch.delitem(sys.modules, "some_trainer", raising=False)
-    outcome = call.guarded(trainer, lambda: importlib.import_module("some_trainer").step())
+    text = f"def loss(mask):\n    return mask\n\n\ndef step():\n    {line}\n"
+    outcome = guarded(written("some_trainer", text, "step"))
     assert outcome.verdict == verdict, outcome
 
 
 @pytest.mark.parametrize(("folder", "verdict"), [("trainers", "refused"), ("transformers/models", "crashed")])
-def test_what_a_model_refuses_is_a_crash_of_its_trainer(folder, verdict, tmp_path, monkeypatch):
+def test_what_a_model_refuses_is_a_crash_of_its_trainer(folder, verdict, written, tmp_path):
     """A step that lost input_ids: no setting was refused."""
-    place = tmp_path / folder
-    place.mkdir(parents=True)
-    (place / "refusing.py").write_text("def forward(inputs):\n    raise ValueError('no input_ids')\n")
-    monkeypatch.syspath_prepend(str(place))
-    monkeypatch.delitem(sys.modules, "refusing", raising=False)
-    trainer = next(i for i in load().values() if i.is_trainer)
-    outcome = call.guarded(trainer, lambda: importlib.import_module("refusing").forward({}))
-    where = f", at {place}/refusing.py:2 forward" * (verdict == "crashed")
+    text = "def forward():\n    raise ValueError('no input_ids')\n"
+    outcome = guarded(written("refusing", text, "forward", folder))
+    where = f", at {tmp_path}/{folder}/refusing.py:2 forward" * (verdict == "crashed")
     assert (outcome.verdict, outcome.message) == (verdict, f"ValueError: no input_ids{where}")
 
 
 def test_the_time_limit_of_a_test_is_no_verdict_on_what_it_calls():
     """It was "unsupported" of the trainer that ran at that moment."""
-    trainer = next(i for i in load().values() if i.is_trainer)
     with pytest.raises(pytest.fail.Exception, match="pytest-timeout"):
-        call.guarded(trainer, lambda: pytest.fail("Timeout (>600.0s) from pytest-timeout."))
+        guarded(lambda: pytest.fail("Timeout (>600.0s) from pytest-timeout."))
 
 
 def test_what_torchs_compiler_says_names_the_cache_that_a_kill_may_have_broken(monkeypatch):

@@ -150,10 +150,8 @@ def test_what_an_older_release_refuses_within_the_call_is_known_before_it(name, 
 
 def test_a_release_without_an_entropy_gets_log_probs_without(monkeypatch):
     monkeypatch.setattr(trl_module, "found_at", lambda path: None)
-    near = nearest(
-        load()["trl.selective_log_softmax"], Case("logprobs", 3, "fp32", {"entropy": "value", "V": 9}), "cpu"
-    )
-    assert near.settings == {"V": 9}
+    case = Case("logprobs", 3, "fp32", {"entropy": "value", "V": 9})
+    assert nearest(load()["trl.selective_log_softmax"], case, "cpu").settings == {"V": 9}
 
 
 @pytest.mark.parametrize(
@@ -211,77 +209,82 @@ RECIPE = load()["trl.selective_log_softmax"].recipe
 NARROW = Implementation("own.narrow", "logprobs", "candidate", narrow, RECIPE, limits=LIMITS)
 
 
-def test_all_pairs_that_are_taken_are_met_and_nothing_else_is_tried(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_module, "cases_drawn", lambda family, profile: 60)
-    events: list = []
-    profile = dataclasses.replace(PROFILES["pr"], least=0)
-    own = Session([NARROW], "pr", profile, DTYPES, "cpu", Ledger((), tmp_path), tmp_path, events.append)
-    for index, of in enumerate(streams(60, "cpu")):
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    """A run of so many draws: `session(implementations, draws, **profile)`, and the rows that it judged."""
+
+    def begun(chosen, draws, **fields):
+        monkeypatch.setattr(shard_module, "cases_drawn", lambda family, profile: draws)
+        rows: list = []
+        profile = dataclasses.replace(PROFILES["pr"], **fields)
+        note = lambda event: rows.append(event.row) if isinstance(event, Judged) else None  # noqa: E731
+        return Session(chosen, "pr", profile, DTYPES, "cpu", Ledger((), tmp_path), tmp_path, note), rows
+
+    return begun
+
+
+def run_drawn(own, draws):
+    for index, of in enumerate(streams(draws, "cpu")):
         own.run(Shard(family="logprobs", kind="drawn", seed=1, count=of, index=index, of=of))
-    by_draws = len(events)
-    assert own.run(Shard(family="logprobs", kind="besides", seed=1, count=1, implementations=("own.narrow",))) == 1
-    rows = [e.row for e in events if isinstance(e, Judged)]
+
+
+def run_besides(own, *ids):
+    assert own.run(Shard(family="logprobs", kind="besides", seed=1, count=1, implementations=ids)) == 1
+
+
+def test_all_pairs_that_are_taken_are_met_and_nothing_else_is_tried(session):
+    own, rows = session([NARROW], 60, least=0)
+    run_drawn(own, 60)
+    by_draws = len(rows)
+    run_besides(own, "own.narrow")
     assert {row.verdict for row in rows} <= {"agree", "unsupported"}
     assert not any("tried" in row.message for row in rows)
     agreeing = [sorted({*r.settings} & TAKEN) for r in rows if r.verdict == "agree"]
     met = {pair for names in agreeing for pair in itertools.combinations(names, 2)}
     apart = {("rare", "softcap"), ("rare", "temperature"), ("softcap", "temperature")}
     assert met == set(itertools.combinations(sorted(TAKEN), 2)) - apart
-    added = {e.row.case for e in events[by_draws:] if isinstance(e, Judged)}
-    assert 0 < len(added) < 12
+    assert 0 < len({row.case for row in rows[by_draws:]}) < 12
 
 
-def test_a_draw_that_no_candidate_takes_was_not_given_to_the_reference(tmp_path, monkeypatch):
+def test_a_draw_that_no_candidate_takes_was_not_given_to_the_reference(session):
     """On TRL 0.22 a run of the reference beside candidates that the release lacks compared nothing."""
-    monkeypatch.setattr(shard_module, "cases_drawn", lambda family, profile: 20)
-    events: list = []
     absent = dataclasses.replace(NARROW, limits=(only("not in this release", lambda s: False),))
     both = [load()["trl.selective_log_softmax"], absent]
-    profile = dataclasses.replace(PROFILES["pr"], least=5)
-    own = Session(both, "pr", profile, DTYPES, "cpu", Ledger((), tmp_path), tmp_path, events.append)
-    for index, of in enumerate(streams(20, "cpu")):
-        own.run(Shard(family="logprobs", kind="drawn", seed=1, count=of, index=index, of=of))
-    assert not any(isinstance(e, Judged) for e in events)
-    own.run(Shard(family="logprobs", kind="besides", seed=1, count=1, implementations=(both[0].id,)))
+    own, rows = session(both, 20, least=5)
+    run_drawn(own, 20)
+    assert not rows
+    run_besides(own, both[0].id)
     drawn = {case.id for _, drawn in own.streams.values() for case in drawn}
-    assert len(drawn & {e.row.case for e in events if isinstance(e, Judged)}) >= 5
+    assert len(drawn & {row.case for row in rows}) >= 5
 
 
 @pytest.fixture
-def none_given(monkeypatch):
-    """No draw is given to anybody: all that an implementation gets comes besides."""
-    monkeypatch.setattr(shard_module, "cases_drawn", lambda family, profile: 40)
-    monkeypatch.setattr(shard_module, "dealt", lambda profile, counts, own: [0 for _ in counts])
+def besides_of(session, monkeypatch):
+    """The rows of what implementations get besides their draws, of which nobody is given any: at least 8 cases each, a user's
+    function 12."""
+
+    def judged(*chosen):
+        monkeypatch.setattr(shard_module, "dealt", lambda profile, counts, own: [0 for _ in counts])
+        own, rows = session(chosen, 40, least=8, least_own=12, cost=2)
+        run_besides(own, *(i.id for i in chosen))
+        return rows
+
+    return judged
 
 
-def besides_of(chosen, tmp_path):
-    """The rows of what these implementations get besides their draws: at least 8 cases each, a user's function 12."""
-    events: list = []
-    profile = dataclasses.replace(PROFILES["pr"], least=8, least_own=12, cost=2)
-    own = Session(chosen, "pr", profile, DTYPES, "cpu", Ledger((), tmp_path), tmp_path, events.append)
-    ids = tuple(i.id for i in chosen)
-    own.run(Shard(family="logprobs", kind="besides", seed=1, count=1, implementations=ids))
-    return [e.row for e in events if isinstance(e, Judged)]
-
-
-def test_what_is_refused_in_the_call_counts_as_no_case(tmp_path, none_given):
+def test_what_is_refused_in_the_call_counts_as_no_case(besides_of):
     """A function that takes no odd vocabulary and does not say so before it is called."""
 
     def picky(x):
         require(x.settings.V % 2 == 0, "an even vocabulary only")
         return NARROW.call(x)
 
-    rows = besides_of([dataclasses.replace(NARROW, call=picky)], tmp_path)
+    rows = besides_of(dataclasses.replace(NARROW, call=picky))
     judged, declined = ({r.case for r in rows if r.judged is said} for said in (True, False))
     assert len(judged) == 8 and declined
 
 
-def test_a_user_s_function_gets_more_than_the_least_of_a_profile(tmp_path, none_given):
-    rows = besides_of([dataclasses.replace(NARROW, id="my.py:own")], tmp_path)
-    assert len({r.case for r in rows if r.judged}) == 12
-
-
-def test_a_user_s_function_of_few_parameters_is_called_repeatedly(tmp_path, none_given, monkeypatch):
+def test_a_user_s_function_gets_more_than_the_least_and_is_called_repeatedly(besides_of, monkeypatch):
     """In profile pr a KTO loss takes six draws, and none of them was among those with repeated calls."""
 
     def evaluated(x):
@@ -289,21 +292,22 @@ def test_a_user_s_function_of_few_parameters_is_called_repeatedly(tmp_path, none
 
     asked, ids = [], ("my.py:own", "lib.own")
     monkeypatch.setattr(shard_module, "repeated", lambda own, *more: asked.append(own.id) or True)
-    for id, gates in zip(ids, ({"protocol"}, set()), strict=True):
-        rows = besides_of([dataclasses.replace(NARROW, id=id, call=evaluated)], tmp_path)
+    for id, gates, count in zip(ids, ({"protocol"}, set()), (12, 8), strict=True):
+        rows = besides_of(dataclasses.replace(NARROW, id=id, call=evaluated))
         assert {r.gate for r in rows if r.failing} == gates
+        assert len({r.case for r in rows if r.judged}) == count
     assert {*asked} == {ids[0]}
 
 
-def test_a_case_besides_the_draws_is_judged_once_for_all_that_get_it(tmp_path, none_given, monkeypatch):
+def test_a_case_besides_the_draws_is_judged_once_for_all_that_get_it(besides_of, monkeypatch):
     asked, original = [], Session._judged
     monkeypatch.setattr(
         Session, "_judged", lambda self, case, *more: asked.append(case.id) or original(self, case, *more)
     )
     both = [NARROW, dataclasses.replace(NARROW, id="own.other")]
-    together = besides_of(both, tmp_path)
+    together = besides_of(*both)
     assert len(asked) == len({*asked}) == 8
-    alone = [row for one in both for row in besides_of([one], tmp_path)]
+    alone = [row for one in both for row in besides_of(one)]
     same = lambda rows: sorted((r.implementation, r.case, r.subject, r.verdict, r.headroom) for r in rows)  # noqa: E731
     assert len(asked) == 3 * 8 and same(together) == same(alone)
 
@@ -329,43 +333,40 @@ def test_a_users_function_that_is_written_for_a_number_gets_cases_with_it():
     assert len(new) >= 30 and all(case.settings["beta"] == 1.0 for case in new)
 
 
-def test_a_users_function_gets_each_decade_of_a_number():
-    family = loss_family("logprobs")
-    drawn = [family.case(n, "fp32", {"V": 9, "temperature": 0.2 + n / 100}) for n in range(60)]
-    small = family.case(1, "fp32", {"V": 9, "temperature": 0.002})
-    for id, gets in (("own.py:narrow", True), ("own.narrow", False)):
-        own = dataclasses.replace(NARROW, id=id, limits=())
-        found, *_ = besides(own, [*drawn, small], lambda case: False, 5, "cpu")
-        assert (small.id in {case.id for case in found}) is gets
+LONG = [("fp32", {"B": 3, "T": 11}), *((dtype, {"T": 300, "softcap": 3.0}) for dtype in DTYPES)]
+WIDE = [(dtype, {"T": 1, "V": 4097}) for dtype in ("fp32", "fp16")]
 
 
-def test_a_users_function_gets_long_sequences_and_a_chunk_with_a_rest_of_one_token():
-    """A last chunk of one token that was left out was in one of its 76 cases, and that token was ignored."""
-    family = loss_family("logprobs")
-    short = [family.case(n, "fp32", {"B": 1, "T": 1 + n % 12, "V": 9}) for n in range(80)]
-    one_more = family.case(1, "fp32", {"B": 3, "T": 11, "V": 9})
-    long = [family.case(1, dtype, {"B": 1, "T": 300, "V": 9, "softcap": 3.0}) for dtype in DTYPES]
-    for id, gets in (("own.py:narrow", True), ("own.narrow", False)):
-        own = dataclasses.replace(NARROW, id=id)
-        found, *_ = besides(own, [*short, one_more, *long], lambda case: False, 9, "cpu")
-        assert ({case.id for case in [*long, one_more]} <= {case.id for case in found}) is gets
+@pytest.mark.parametrize(
+    ("who", "few", "many"),
+    [  # each decade of a number that decides the loss
+        ({"id": "own.py:f"}, [("fp32", {"temperature": 0.002})], [{"temperature": 0.2 + n / 100} for n in range(60)]),
+        # a last chunk of one token that was left out was in one of 76 cases, and that token was ignored
+        ({"id": "own.py:f"}, LONG, [{"T": 1 + n % 12} for n in range(80)]),
+        # a loop over the blocks of a row that ended after one was right in all cases
+        ({"interpreted": True}, WIDE, [{"T": 1 + n % 4, "V": 4096 - n} for n in range(80)]),
+    ],
+    ids=["decades", "lengths", "blocks"],
+)
+def test_a_users_function_and_a_kernel_in_the_interpreter_get_what_shows_their_mistakes(who, few, many):
+    base = {"B": 1, "V": 9}
+    wanted = [Case("logprobs", 1, dtype, base | settings) for dtype, settings in few]
+    others = [Case("logprobs", n, "fp32", base | settings) for n, settings in enumerate(many)]
+    for fields in (who, {}):
+        own = dataclasses.replace(NARROW, limits=(), **fields)
+        found, *_ = besides(own, [*others, *wanted], lambda case: False, 9, "cpu")
+        assert ({case.id for case in wanted} <= {case.id for case in found}) is bool(fields)
 
 
 @pytest.mark.parametrize("name", ["logprobs", "policy", "preference", "divergence"])
 def test_whether_a_users_function_takes_a_case_is_known_before_the_case_is_built(name):
     """A search asks fifty thousand times: with each case built in full, an hour for a policy loss of few parameters."""
     family = loss_family(name)
-    drawn = [
-        c for c in drawn_of(family, 120) if not {"entropy_quantile", "sampler"} & c.settings.keys()
-    ]  # these go by values
+    by_value = {"entropy_quantile", "sampler"}
+    drawn = [case for case in drawn_of(family, 120) if not by_value & case.settings.keys()]
     every = sorted(set[str]().union(*(family.needed(family.build(case)) for case in drawn)))
-    own = Implementation(
-        "a.py:f",
-        name,
-        "candidate",
-        lambda x: {},
-        parameters=frozenset(every[::2]) | family.needed(family.build(drawn[0])),
-    )
+    takes = frozenset(every[::2]) | family.needed(family.build(drawn[0]))
+    own = Implementation("a.py:f", name, "candidate", lambda x: {}, parameters=takes)
     wanted, built = [own.lacks(family, family.build(case)) or None for case in drawn], []
     counting = dataclasses.replace(family, build=lambda case: built.append(case) or family.build(case))
     for _ in range(2):
@@ -375,17 +376,6 @@ def test_whether_a_users_function_takes_a_case_is_known_before_the_case_is_built
     assert None in wanted and any(wanted) and len(built) == len({case.id for case in built})
 
 
-def test_a_kernel_in_the_interpreter_gets_rows_of_more_than_a_block():
-    """A loop over the blocks of a row that ended after one was right in all of its cases."""
-    family = loss_family("logprobs")
-    short = [family.case(n, "fp32", {"B": 1, "T": 1 + n % 4, "V": 4096 - n}) for n in range(80)]
-    wide = [family.case(1, dtype, {"B": 1, "T": 1, "V": 4097}) for dtype in ("fp32", "fp16")]
-    for interpreted, gets in ((True, True), (False, False)):
-        own = dataclasses.replace(NARROW, interpreted=interpreted)
-        found, *_ = besides(own, [*short, *wide], lambda case: False, 9, "cpu")
-        assert ({case.id for case in wide} <= {case.id for case in found}) is gets
-
-
 def test_a_covering_part_shows_all_and_the_most_first():
     found = list(covering(["ab", "abc", "d", "cd", "a"], set))
     assert found == ["abc", "d"] and list(covering(["ab", "cd"], set, {"a", "b"})) == ["cd"]
@@ -393,17 +383,16 @@ def test_a_covering_part_shows_all_and_the_most_first():
 
 
 def test_a_kernel_in_the_interpreter_gets_its_pairs_in_small_cases():
-    family = loss_family("logprobs")
-    small, large = (family.case(1, "fp32", {"B": 1, "T": t, "V": 9, "chunk_size": 2, "softcap": 3.0}) for t in (2, 200))
-    kernel = dataclasses.replace(NARROW, interpreted=True)
-    for one, first in ((kernel, small), (dataclasses.replace(kernel, interpreted=False), large)):
+    settings = {"B": 1, "V": 9, "chunk_size": 2, "softcap": 3.0}
+    small, large = (Case("logprobs", 1, "fp32", settings | {"T": t}) for t in (2, 200))
+    for interpreted, first in ((True, small), (False, large)):
+        one = dataclasses.replace(NARROW, interpreted=interpreted)
         found, *_ = besides(one, [large, small], lambda case: False, 1, "cpu")
         assert found == [first]
 
 
 def test_of_costly_cases_few_fill_up_what_an_implementation_gets():
-    family = loss_family("logprobs")
-    large, small = ([family.case(n, "fp32", {"B": 1, "T": t, "V": 9}) for n in range(40)] for t in (1 << 16, 2))
+    large, small = ([Case("logprobs", n, "fp32", {"B": 1, "T": t, "V": 9}) for n in range(40)] for t in (1 << 16, 2))
     found, *_ = besides(NARROW, [*large, *small], lambda case: False, 30, "cpu")
     assert len(found) == 30 and 1 <= sum(case in large for case in found) < 10
     found, *_ = besides(NARROW, large, lambda case: False, 30, "cpu")  # there is nothing else
@@ -422,7 +411,6 @@ def test_every_implementation_of_a_run_has_a_shard_besides_its_draws():
     chosen = Options(families=("divergence",), implementations=("liger.fused_linear_kl_div",))
     kinds = [(s.kind, s.name) for s in planned(chosen, "cpu", 1).shards if s.kind == "besides"]
     assert ("besides", "divergence besides liger.fused_linear_kl_div") in kinds
-    every = [
-        s.implementations for s in planned(Options(families=("divergence",)), "cpu", 1).shards if s.kind == "besides"
-    ]
+    shards = planned(Options(families=("divergence",)), "cpu", 1).shards
+    every = [s.implementations for s in shards if s.kind == "besides"]
     assert len({one.partition(".")[0] for ids in every for one in ids}) == len(every), "a shard for each library"
