@@ -70,24 +70,24 @@ def test_a_token_of_each_chunk_that_a_mask_drops():
     ]
 
 
-def test_every_number_that_a_factor_may_be_is_named():
+TWO = {"accumulation": 2, "temperature": 0.5}
+LENGTHS = {"B": 3, "T": 5, "lengths": [4, 0, 2], "loss_type": "dr_grpo", "max_completion_length": 16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor", "label"),
+    [
+        (TWO, 2, "1 ÷ (temperature) or B or accumulation"),
+        (TWO, 4, "(B)² or (accumulation)²"),
+        (LENGTHS, 16 / 5, "max_completion_length ÷ T"),
+        (LENGTHS, 1.5, "B ÷ sequences with a loss token"),
+    ],
+)
+def test_every_number_that_a_factor_may_be_is_named(settings, factor, label):
     """Two sequences in two micro-batches: a loss that forgets to divide by the latter is no hint at the former alone."""
-    found = oracle_of(family("policy").case(3, "fp32", {"accumulation": 2, "temperature": 0.5}))
-    value = {"loss": 2 * found.exact["loss"]}
-    assert hints(found, "loss", Outcome("ran", value)) == [
-        "2 times the definition, which is 1 ÷ (temperature) or B or accumulation"
-    ]
-    assert hints(found, "loss", Outcome("ran", {"loss": 4 * found.exact["loss"]})) == [
-        "4 times the definition, which is (B)² or (accumulation)²"
-    ]
-
-
-def test_lengths_and_sequences_that_are_exchanged_are_named():
-    settings = {"B": 3, "T": 5, "lengths": [4, 0, 2], "loss_type": "dr_grpo", "max_completion_length": 16}
     found = oracle_of(family("policy").case(3, "fp32", settings))
-    for factor, label in ((16 / 5, "max_completion_length ÷ T"), (1.5, "B ÷ sequences with a loss token")):
-        says = hints(found, "loss", Outcome("ran", {"loss": factor * found.exact["loss"]}))
-        assert says == [f"{factor:.6g} times the definition, which is {label}"]
+    says = hints(found, "loss", Outcome("ran", {"loss": factor * found.exact["loss"]}))
+    assert says == [f"{factor:.6g} times the definition, which is {label}"]
 
 
 def test_a_gradient_through_a_teacher_that_is_the_student():
@@ -115,9 +115,8 @@ def test_a_family_of_ones_own_may_call_a_tensor_ids():
     def looked_up(x):
         return {"entropy": x.weight[..., x.ids, :] * x.settings.scale}
 
-    embedding = Family(
-        "embedding", {"scale": Setting(3.0, "factor")}, build, looked_up, outputs={"entropy": "required"}
-    )
+    settings, outputs = {"scale": Setting(3.0, "factor")}, {"entropy": "required"}
+    embedding = Family("embedding", settings, build, looked_up, outputs)
     forgotten = Implementation("forgotten", "embedding", "candidate", lambda x: {"entropy": x.weight[x.ids]})
     rows = list(run_case(embedding, embedding.case(1, "fp32", {}), [forgotten], thorough=False))
     first = next(row for row in rows if row.quantity == "entropy")

@@ -20,28 +20,20 @@ def rows(scale: float, count: int = 100, dtype: str = "fp32", noise: float = 1e-
         yield row(f"c{k}", "grad_weight", family="logprobs", dtype=dtype, device=device, slope=slope, gates=gates)
 
 
-def test_honest_noise_agrees():
-    (row,) = pooled(list(rows(0.0)))
-    assert row.verdict == "agree"
-    assert row.quantity == "pooled slope: grad_weight"
-
-
-def test_a_scale_below_the_unit_of_every_case_is_seen():
+def test_a_scale_below_the_unit_of_every_case_is_seen_and_honest_noise_agrees():
     """2e-4 beside a unit of 1e-4 a case, whose gates allow 6e-4; five cases in which rounding is a thousand times the value."""
-    (row,) = pooled(list(rows(2e-4)))
-    assert row.verdict == "disagree"
-    assert row.cls == "precision"
-    assert row.slope == pytest.approx(2e-4, rel=0.3)
+    (right,), (wrong,) = pooled(list(rows(0.0))), pooled(list(rows(2e-4)))
+    assert (right.verdict, right.quantity) == ("agree", "pooled slope: grad_weight")
+    assert (wrong.verdict, wrong.cls) == ("disagree", "precision")
+    assert wrong.slope == pytest.approx(2e-4, rel=0.3)
 
 
-def test_a_bias_below_the_floor_is_rounding():
-    small = POOL_FLOOR["bf16"] / 2
-    (row,) = pooled(list(rows(small, dtype="bf16", noise=1e-6)))
-    assert row.verdict == "agree"
-    large = 3 * POOL_FLOOR["bf16"]
-    for device in ("cpu", "cuda"):
-        (row,) = pooled(list(rows(large, dtype="bf16", noise=1e-6, device=device)))
-        assert row.verdict == "disagree", device
+@pytest.mark.parametrize(
+    ("floors", "device", "verdict"), [(0.5, "cpu", "agree"), (3, "cpu", "disagree"), (3, "cuda", "disagree")]
+)
+def test_a_bias_below_the_floor_is_rounding(floors, device, verdict):
+    (row,) = pooled(list(rows(floors * POOL_FLOOR["bf16"], dtype="bf16", noise=1e-6, device=device)))
+    assert row.verdict == verdict
 
 
 def test_too_few_cases_are_not_pooled():

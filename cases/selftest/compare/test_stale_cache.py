@@ -109,12 +109,10 @@ def test_an_upstream_gradient_kept_by_shape_is_seen():
         return out | {"loss": through(out["loss"], lambda g: first.setdefault(key, g.clone()))}
 
     implementation = Implementation("wrong", "policy", "candidate", call, base.recipe, outputs=base.outputs)
-    case = cases("policy", "to the defaults")[0]
-    rows = list(run_case(case, [implementation]))
-    failing = [row for row in rows if row.verdict == "disagree"]
-    assert [row.quantity for row in failing] == ["protocol"]
+    (case,) = cases("policy", "to the defaults")
+    (failing,) = (row for row in run_case(case, [implementation]) if row.verdict == "disagree")
     said = "grad_hidden, grad_weight wrong in a call right after one of the same shapes, right in others: "
-    assert said in failing[0].message
+    assert failing.quantity == "protocol" and said in failing.message
 
 
 def test_a_users_function_has_more_of_them():

@@ -32,11 +32,8 @@ def test_a_sign_for_each_token():
     assert found.tokens == ["".join("0123456789abcdefghij"[n] for n in line) for line in expected.tolist()]
 
 
-def test_what_agrees_has_none():
+def test_what_agrees_has_none_nor_another_shape_and_another_dtype_has_them():
     found = row(lambda logps: logps)
     assert found.verdict == "agree" and not found.tokens
-
-
-def test_another_shape_has_none_and_another_dtype_has_them():
     assert row(lambda logps: logps[:, :2] + 1).tokens == []
     assert [len(line) for line in row(lambda logps: 1.5 * logps.double()).tokens] == [4, 4]
