@@ -7,7 +7,7 @@ import mpmath as mp
 import pytest
 import torch
 
-from cases.selftest.families.written_out import differences, drawn, table
+from cases.selftest.families.written_out import differences, drawn, logits, table
 from parity.implementations.implementation import Implementation
 from parity.judging.oracle import exact
 from parity.registry import family, run_case
@@ -25,37 +25,26 @@ class Written:
 
     def __init__(self, x):
         self.x, self.s = x, x.settings
-        self.leaf = {n: self.numbers(n) for n in ("hidden", "weight", "bias")}
-        names = ("teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits", "support_logps")
-        self.data = {n: self.numbers(n) for n in names}
-
-    def numbers(self, name):
-        return None if self.x.tensors[name] is None else table(self.x.tensors[name])
-
-    def logits(self, hidden, weight, bias, scale, softcap):
-        out = []
-        for v in range(self.s.V):
-            z = mp.fsum(h * w for h, w in zip(hidden, weight[v], strict=True)) + (bias[v] if bias else 0)
-            z *= mp.mpf(scale)
-            out.append(z if softcap is None else softcap * mp.tanh(z / softcap))
-        return out
+        self.leaf = {n: table(t) for n, t in x.tensors.items() if t is not None and t.is_floating_point()}
 
     def probabilities(self, z):
         top = max(z)
         weights = [mp.exp((v - top) / mp.mpf(self.s.temperature)) for v in z]
         return [w / mp.fsum(weights) for w in weights]
 
+    def student(self, b, t):
+        leaf, s = self.leaf, self.s
+        return logits(leaf["hidden"][b][t], leaf["weight"], leaf.get("bias"), s.logit_scale, s.softcap)
+
     def pair(self, b, t):
         """Student's and teacher's probabilities at a position, over the vocabulary or the completed support."""
-        s, leaf, data = self.s, self.leaf, self.data
-        head = leaf["weight"], leaf["bias"], s.logit_scale, s.softcap
-        p = self.probabilities(self.logits(leaf["hidden"][b][t], *head))
+        s, leaf, p = self.s, self.leaf, self.probabilities(self.student(b, t))
         if s.sparse == "none":
-            if data["teacher_logits"] is not None:
-                return p, self.probabilities(data["teacher_logits"][b][t][: s.V])
-            head = data["teacher_weight"], data["teacher_bias"], s.teacher_logit_scale, s.teacher_softcap
-            return p, self.probabilities(self.logits(data["teacher_hidden"][b][t], *head))
-        support = zip(self.x.support_ids[b, t], data["support_logps"][b][t], strict=True)
+            if "teacher_logits" in leaf:
+                return p, self.probabilities(leaf["teacher_logits"][b][t][: s.V])
+            head = leaf["teacher_weight"][: s.V], leaf.get("teacher_bias"), s.teacher_logit_scale, s.teacher_softcap
+            return p, self.probabilities(logits(leaf["teacher_hidden"][b][t], *head))
+        support = zip(self.x.support_ids[b, t], leaf["support_logps"][b][t], strict=True)
         named = [(int(i), l) for i, l in support if l > -mp.inf]
         p, q = [p[i] for i, _ in named], [mp.exp(l) for _, l in named]
         if s.tail:
@@ -65,8 +54,7 @@ class Written:
 
     def of_label(self, b, t):
         """The label's cross entropy at temperature 1."""
-        leaf, s = self.leaf, self.s
-        z = self.logits(leaf["hidden"][b][t], leaf["weight"], leaf["bias"], s.logit_scale, s.softcap)
+        z = self.student(b, t)
         return mp.log(mp.fsum(map(mp.exp, z))) - z[int(self.x.ids[b, t])]
 
     def loss(self):

@@ -70,36 +70,35 @@ def differences(
             yield name, float(grad[index]), (sides[0] - sides[1]) / (2 * step), float(grad.abs().max())
 
 
+def logits(hidden: Any, weight: Any, bias: Any, scale: float, softcap: float | None, more: Any = None) -> list[Any]:
+    """The logits of one token before its temperature; `more` is added like the bias."""
+    out = []
+    for v, row in enumerate(weight):
+        z = mp.fsum(map(operator.mul, hidden, row)) + sum(given[v] for given in (bias, more) if given)
+        z *= number(scale)
+        out.append(z if softcap is None else number(softcap) * mp.tanh(z / number(softcap)))
+    return out
+
+
 class Values:
     """Leaves of a case as numbers, so that one entry can be moved."""
 
     def __init__(self, x: Inputs):
         self.x = x
-        self.leaf = {
-            name: table(tensor.detach())
-            for name, tensor in x.tensors.items()
-            if tensor is not None and name in ("hidden", "weight", "bias", "lora_a", "lora_b")
-        }
+        names = ("hidden", "weight", "bias", "lora_a", "lora_b")
+        self.leaf = {n: table(t.detach()) for n in names if (t := x.tensors.get(n)) is not None}
 
     def logits(self, b: int, t: int) -> list[Any]:
         """The logits of one token."""
-        s, x, leaf = self.x.settings, self.x, self.leaf
-        hidden = list(leaf["hidden"][b][t])
+        s, leaf, more = self.x.settings, self.leaf, None
+        hidden = leaf["hidden"][b][t]
         if getattr(s, "head", "plain") == "tied":
-            hidden = [h + w for h, w in zip(hidden, leaf["weight"][int(x.previous_ids[b, t])], strict=True)]
-        out = []
-        for v, row in enumerate(leaf["weight"]):
-            z = mp.fsum(h * w for h, w in zip(hidden, row, strict=True))
-            if getattr(s, "head", "plain") == "lora":
-                low = [mp.fsum(h * a for h, a in zip(hidden, direction, strict=True)) for direction in leaf["lora_a"]]
-                z += mp.fsum(p * q for p, q in zip(low, leaf["lora_b"][v], strict=True))
-            if "bias" in leaf:
-                z += leaf["bias"][v]
-            z *= number(s.logit_scale)
-            if s.softcap is not None:
-                z = number(s.softcap) * mp.tanh(z / number(s.softcap))
-            out.append(z / number(s.temperature))
-        return out
+            hidden = [*map(operator.add, hidden, leaf["weight"][int(self.x.previous_ids[b, t])])]
+        if getattr(s, "head", "plain") == "lora":
+            low = [mp.fsum(map(operator.mul, hidden, direction)) for direction in leaf["lora_a"]]
+            more = [mp.fsum(map(operator.mul, low, row)) for row in leaf["lora_b"]]
+        z = logits(hidden, leaf["weight"], leaf.get("bias"), s.logit_scale, s.softcap, more)
+        return [v / number(s.temperature) for v in z]
 
     def logp_and_entropy(self, b: int, t: int) -> tuple[Any, Any]:
         """Selected log-prob and entropy of one token; an ignored one has neither."""
@@ -132,23 +131,16 @@ class Policy:
     def __init__(self, x: Inputs):
         self.x, self.s = x, x.settings
         self.rows, self.width = x.ids.shape
-        self.m = [[int(x.mask[b, t]) for t in range(self.width)] for b in range(self.rows)]
+        self.m = [[int(v) for v in row] for row in x.mask.tolist()]
         self.size = [sum(row) for row in self.m]
-
-    def given(self, name: str, b: int, t: int) -> Any:
-        """An entry of a (B, T) or (B, 1) tensor."""
-        tensor = self.x.tensors[name]
-        assert tensor is not None
-        return number(tensor[b, t if tensor.shape[1] > 1 else 0])
-
-    def advantage(self, b: int, t: int) -> Any:
-        """A of a token, from (B,) or (B, T)."""
-        a = self.x.advantages
-        return number(a[b] if a.dim() == 1 else a[b, t])
+        self.tokens = [(b, t) for b in range(self.rows) for t in range(self.width) if self.m[b][t]]
+        self.a = table(x.advantages.view(self.rows, -1).expand(x.ids.shape))
+        names = ("old_logps", "ref_logps", "sampling_logps", "importance_sampling_ratio")
+        self.given = {n: table(t.expand(x.ids.shape)) for n in names if (t := x.tensors[n]) is not None}
 
     def log_ratio(self, lp: Tokens, stop: Tokens, b: int, t: int) -> Any:
         """lp - lp_old."""
-        return lp[b][t] - (stop[b][t] if self.x.old_logps is None else self.given("old_logps", b, t))
+        return lp[b][t] - self.given.get("old_logps", stop)[b][t]
 
     def weight(self, lp: Tokens, stop: Tokens, b: int, t: int) -> Any:
         """Importance weight of a token, or of its sequence."""
@@ -163,7 +155,7 @@ class Policy:
 
     def surrogate(self, lp: Tokens, stop: Tokens, b: int, t: int) -> Any:
         """The policy term of a token, before masks, sampler ratio and KL."""
-        s, a, w = self.s, self.advantage(b, t), self.weight(lp, stop, b, t)
+        s, a, w = self.s, self.a[b][t], self.weight(lp, stop, b, t)
         if s.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
             first = (w if s.delta is None else min(w, number(s.delta))) * a
             second = clamp(w, 1 - number(s.epsilon), 1 + self.high()) * a
@@ -177,34 +169,28 @@ class Policy:
         low, top = mp.log(mp.mpf("1e-8")), mp.mpf(20)
         log_w = mp.fsum(self.m[b][u] * clamp(self.log_ratio(stop, stop, b, u), -top, top) for u in range(self.width))
         ratio = self.x.importance_sampling_ratio
-        if ratio is not None:
-            for u in range(ratio.shape[1]):
-                rho = number(ratio[b, u])
-                log_w += clamp(mp.log(rho) if rho > 0 else -mp.inf, low, top)
+        for rho in () if ratio is None else map(number, ratio[b]):
+            log_w += clamp(mp.log(rho) if rho > 0 else -mp.inf, low, top)
         log_w = clamp(log_w, low, top)
         k, lam = (s.vespo_k_pos, s.vespo_lambda_pos) if a >= 0 else (s.vespo_k_neg, s.vespo_lambda_neg)
         return -mp.exp(number(lam) + number(k) * log_w - number(lam) * mp.exp(log_w)) * a * lp[b][t]
 
     def kept_sequence(self, stop: Tokens, b: int, t: int) -> int:
         """Off-policy mask of DeepSeek-V3.2."""
-        if self.advantage(b, t) >= 0:
+        sampled = self.given.get("sampling_logps", self.given.get("old_logps"))
+        if self.a[b][t] >= 0 or sampled is None:
             return 1
-        name = "old_logps" if self.x.sampling_logps is None else "sampling_logps"
-        if self.x.tensors[name] is None:
-            return 1
-        gaps = [
-            mp.mpf(0) if mp.isnan(self.given(name, b, u)) else self.m[b][u] * (self.given(name, b, u) - stop[b][u])
-            for u in range(self.width)
-        ]
-        return int(mp.fsum(gaps) / max(self.size[b], 1) <= number(self.s.off_policy_mask_threshold))
+        scored = [u for u in range(self.width) if self.m[b][u] and not mp.isnan(sampled[b][u])]
+        gap = mp.fsum(sampled[b][u] - stop[b][u] for u in scored) / max(self.size[b], 1)
+        return int(gap <= number(self.s.off_policy_mask_threshold))
 
     def kept_tokens(self, entropy: Tokens) -> list[list[int]]:
         """Mask times the tokens of highest entropy; the quantile interpolates linearly between order statistics."""
         if self.x.top_entropy_quantile is None:
             return self.m
-        values = sorted(entropy[b][t] for b in range(self.rows) for t in range(self.width) if self.m[b][t])
+        values = sorted(entropy[b][t] for b, t in self.tokens)
         if not values:
-            return [[0] * self.width for _ in range(self.rows)]
+            return self.m
         place = (1 - number(self.x.top_entropy_quantile)) * (len(values) - 1)
         below = int(mp.floor(place))
         above = min(below + 1, len(values) - 1)
@@ -213,7 +199,7 @@ class Policy:
 
     def kl(self, lp: Tokens, stop: Tokens, b: int, t: int) -> Any:
         """k3 of a token, importance-weighted where the setting asks for it."""
-        r = self.given("ref_logps", b, t) - lp[b][t]
+        r = self.given["ref_logps"][b][t] - lp[b][t]
         k3 = mp.exp(r) - r - 1
         return k3 * self.weight(lp, stop, b, t) if self.s.use_bias_correction_kl else k3
 
@@ -221,22 +207,14 @@ class Policy:
         """The loss; `kept` is the entropy mask, which no gradient enters either."""
         s = self.s
         steps = s.accumulation if s.mode == "train" else 1
-        per_row = []
-        for b in range(self.rows):
-            total = mp.mpf(0)
-            for t in range(self.width):
-                if not self.m[b][t]:
-                    continue
-                l = self.surrogate(lp, stop, b, t)
-                if s.off_policy_mask_threshold is not None:
-                    l *= self.kept_sequence(stop, b, t)
-                l *= kept[b][t]
-                if self.x.importance_sampling_ratio is not None and s.loss_type != "vespo":
-                    l *= self.given("importance_sampling_ratio", b, t)
-                if s.beta:
-                    l += number(s.beta) * self.kl(lp, stop, b, t)
-                total += l
-            per_row.append(total)
+        per_row = [mp.mpf(0)] * self.rows
+        for b, t in self.tokens:
+            l = self.surrogate(lp, stop, b, t) * kept[b][t]
+            if s.off_policy_mask_threshold is not None:
+                l *= self.kept_sequence(stop, b, t)
+            if "importance_sampling_ratio" in self.given and s.loss_type != "vespo":
+                l *= self.given["importance_sampling_ratio"][b][t]
+            per_row[b] += l + (number(s.beta) * self.kl(lp, stop, b, t) if s.beta else 0)
         if s.loss_type in ("grpo", "sapo"):
             out = mp.fsum(p / max(n, 1) for p, n in zip(per_row, self.size, strict=True)) / self.rows / steps
         elif s.loss_type == "bnpo":
@@ -249,13 +227,13 @@ class Policy:
             share = mp.mpf(s.accumulation) / s.steps_per_generation if s.mode == "train" else mp.mpf(1)
             out = mp.fsum(per_row) / (max(int(self.x.num_items_in_batch), 1) * share)
         if s.entropy_coef:
-            both = [(entropy[b][t], kept[b][t]) for b in range(self.rows) for t in range(self.width)]
-            out -= number(s.entropy_coef) * mp.fsum(h * k for h, k in both) / max(sum(k for _, k in both), 1) / steps
+            total = mp.fsum(entropy[b][t] * kept[b][t] for b, t in self.tokens)
+            out -= number(s.entropy_coef) * total / max(sum(map(sum, kept)), 1) / steps
         return out
 
     def metrics(self, lp: Tokens, entropy: Tokens) -> dict[str, Any]:
         """Means over loss tokens; clip fractions at sequence level count sequences."""
-        s, tokens = self.s, [(b, t) for b in range(self.rows) for t in range(self.width) if self.m[b][t]]
+        s, tokens = self.s, self.tokens
         count = max(len(tokens), 1)
         out = {"entropy": mp.fsum(entropy[b][t] for b, t in tokens) / count}
         if s.beta:
@@ -263,7 +241,7 @@ class Policy:
         places, divisor = tokens, count
         if s.importance_sampling_level == "sequence" and self.x.advantages.dim() == 1:
             places, divisor = [(b, 0) for b in range(self.rows)], self.rows
-        facts = [(self.weight(lp, lp, b, t), self.advantage(b, t)) for b, t in places]
+        facts = [(self.weight(lp, lp, b, t), self.a[b][t]) for b, t in places]
         if s.loss_type == "cispo":
             out["clip_ratio"] = mp.mpf(sum(w > self.high() and a > 0 for w, a in facts)) / divisor
         elif s.loss_type not in ("sapo", "vespo") and (s.delta is None or number(s.delta) > 1 + self.high()):
