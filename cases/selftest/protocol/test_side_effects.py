@@ -31,9 +31,15 @@ def inputs(fam=LOGPROBS, dtype="fp32", seed=3, **settings):
     return fam.build(fam.case(seed, dtype, {"V": 11, "H": 5, "bias": "random"} | settings))
 
 
-def wrong(call, base=PLAIN, **fields):
+def wrong(call, base=PLAIN, id="wrong"):
     """An implementation that does something before or after an honest one."""
-    return Implementation("wrong", base.family, "candidate", call, base.recipe, outputs=base.outputs, **fields)
+    return Implementation(id, base.family, "candidate", call, base.recipe, outputs=base.outputs)
+
+
+def failing(implementation, **settings):
+    """Quantity -> row, of those that do not agree on a case."""
+    case = family(implementation.family).case(3, "fp32", {"V": 11, "H": 5} | settings)
+    return {r.quantity: r for r in run_case(case, [implementation]) if r.verdict != "agree"}
 
 
 def leaving(effect, base=PLAIN):
@@ -175,33 +181,42 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("base", [PLAIN, LOSS], ids=["logprobs", "policy"])
 def test_calls_that_go_wrong_are_named(base, name):
-    case = family(base.family).case(3, "fp32", {"V": 11, "H": 5, "layouts": "mixed"})
-    rows = {r.quantity: r for r in run_case(case, [wrong(MISCONDUCT[name][1](base.call), base)])}
-    said = rows.pop("protocol")
+    found = failing(wrong(MISCONDUCT[name][1](base.call), base), layouts="mixed")
+    said = found.pop("protocol")
     assert CALLS[name] in said.message
     assert (wording.protocol(said) == GATES["protocol"]) == (name == "upstream-damaged")
-    assert {r.verdict for n, r in rows.items() if not n.startswith("relation")} == {"agree"}
+    assert all(n.startswith("relation") for n in found)
 
 
 def _in_backward(x):
     return x * 2 if torch._C._current_graph_task_id() != -1 else x
 
 
-WAYS = {
-    "another default dtype: crashed: RuntimeError": _on_hidden(lambda h: h @ torch.eye(h.shape[-1])),
-    "grad_hidden differs under a checkpoint that is not reentrant": _on_hidden(_in_backward),
-}
+def capped(x):
+    """The cap of GRPO's ratio in a loss that has none: drawn cases have it at its default."""
+    out = LOSS.call(x)
+    return out | {"loss": out["loss"] * (1.0 if x.settings.delta is None else 2.0)}
 
 
-@pytest.mark.parametrize("says", WAYS)
-def test_calls_of_other_kinds_that_go_wrong_are_named(says):
-    case = LOGPROBS.case(3, "fp32", {"V": 11, "H": 5})
-    rows = {r.quantity: r for r in run_case(case, [dataclasses.replace(wrong(WAYS[says]), id="own.py:wrong")])}
-    said = rows.pop("protocol")
-    assert says in said.message and wording.protocol(said) != GATES["protocol"]
-    assert {r.verdict for r in rows.values()} == {"agree"}
-    function = dataclasses.replace(PLAIN, id="own.py:right")
-    assert {r.verdict for r in run_case(case, [function])} == {"agree"}
+DEFAULT = wrong(_on_hidden(lambda h: h @ torch.eye(h.shape[-1])), id="own.py:wrong")
+RECOMPUTED = wrong(_on_hidden(_in_backward), id="own.py:wrong")
+HIDES = wrong(_on_hidden(lambda h: h.nan_to_num(0.0)))
+CAPPED = wrong(capped, LOSS, id="own.py:wrong")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "row", "says"),
+    [
+        (DEFAULT, "protocol", "the call fails under another default dtype: crashed: RuntimeError"),
+        (RECOMPUTED, "protocol", "grad_hidden differs under a checkpoint that is not reentrant"),
+        (HIDES, "relation: NaN", "a NaN in hidden is not seen in logps"),
+        (CAPPED, "relation: unused settings", ": delta means nothing beside"),
+    ],
+)
+def test_what_calls_of_other_kinds_show_alone_is_named(implementation, row, says):
+    found = failing(implementation, **{"loss_type": "sapo"} if implementation is CAPPED else {})
+    assert [*found] == [row] and says in found[row].message
+    assert row != "protocol" or wording.protocol(found[row]) != GATES["protocol"]
 
 
 def test_a_call_of_another_kind_is_judged_by_what_it_moves():
@@ -212,42 +227,24 @@ def test_a_call_of_another_kind_is_judged_by_what_it_moves():
         return {"loss": LOSS.call(x)["loss"] * by, "entropy": torch.tensor(torch.nan)}
 
     function = dataclasses.replace(wrong(moved, LOSS), id="own.py:moved", outputs=frozenset({"loss", "entropy"}))
-    rows = run_case(POLICY.case(3, "fp32", {"V": 11, "H": 5}), [function])
-    assert [r.quantity for r in rows if r.failing] == ["entropy"]
+    assert [*failing(function)] == ["entropy"]
 
 
-def test_honest_functions_have_no_use_for_what_means_nothing():
+@pytest.mark.parametrize(
+    ("base", "settings"),
+    [
+        ("logprobs", {}),
+        ("policy", {"loss_type": "sapo"}),
+        ("policy", {"old": "absent"}),
+        ("policy", {"loss_type": "cispo", "epsilon_high": 2.0}),
+        ("preference", {"loss_type": "ipo"}),
+        ("preference", {"gap": "apart"}),
+    ],
+)
+def test_honest_functions_have_no_use_for_what_means_nothing(base, settings):
     """A mean over tokens may be asked for where a loss takes it anyway."""
-    for base, settings in (
-        ("control.policy.plain", {"old": "absent"}),
-        ("control.policy.plain", {"loss_type": "cispo", "epsilon_high": 2.0}),
-        ("control.preference.plain", {"loss_type": "ipo"}),
-        ("control.preference.plain", {"gap": "apart"}),
-    ):
-        function = dataclasses.replace(control(base), id="own.py:right")
-        case = family(function.family).case(3, "fp32", {"V": 11, "H": 5} | settings)
-        assert {r.verdict for r in run_case(case, [function])} == {"agree"}
-
-
-def test_a_nan_that_does_not_show_is_named():
-    hides = wrong(_on_hidden(lambda h: h.nan_to_num(0.0)))
-    rows = {r.quantity: r for r in run_case(LOGPROBS.case(3, "fp32", {"V": 11, "H": 5}), [hides])}
-    assert rows.pop("relation: NaN").message == "a NaN in hidden is not seen in logps"
-    assert {r.verdict for r in rows.values()} == {"agree"}
-
-
-def test_a_setting_that_means_nothing_beside_the_others_changes_nothing():
-    """The cap of GRPO's ratio in a loss that has none: drawn cases have it at its default."""
-
-    def capped(x):
-        out = LOSS.call(x)
-        return out | {"loss": out["loss"] * (1.0 if x.settings.delta is None else 2.0)}
-
-    case = POLICY.case(3, "fp32", {"loss_type": "sapo", "V": 11})
-    rows = {r.quantity: r for r in run_case(case, [dataclasses.replace(wrong(capped, LOSS), id="own.py:wrong")])}
-    assert ": delta means nothing beside" in rows.pop("relation: unused settings").message
-    assert {r.verdict for r in rows.values()} == {"agree"}
-    assert {r.verdict for r in run_case(case, [dataclasses.replace(LOSS, id="own.py:right")])} == {"agree"}
+    function = dataclasses.replace(control(f"control.{base}.plain"), id="own.py:right")
+    assert not failing(function, **settings)
 
 
 def test_a_ring_of_buffers_is_seen_by_as_many_forwards():
@@ -283,15 +280,13 @@ def test_another_way_without_gradients_may_round_otherwise():
     def other_way(x):
         return (PLAIN if torch.is_grad_enabled() else control("control.logprobs.online")).call(x)
 
-    case = LOGPROBS.case(3, "fp32", {"V": 300, "H": 5})
-    assert {r.verdict for r in run_case(case, [wrong(other_way)])} == {"agree"}
-    refusing = wrong(lambda x: PLAIN.call(x) if torch.is_grad_enabled() else raising(x))
-    (row,) = [r for r in run_case(case, [refusing]) if r.failing]
-    assert row.message.startswith("the call fails under no_grad: crashed: ZeroDivisionError: a bug, at ")
+    assert not failing(wrong(other_way), V=300)
 
+    def dividing(x):
+        return PLAIN.call(x) if torch.is_grad_enabled() else 1 / 0
 
-def raising(x):
-    raise ZeroDivisionError("a bug")
+    (row,) = failing(wrong(dividing), V=300).values()
+    assert row.message.startswith("the call fails under no_grad: crashed: ZeroDivisionError: division by zero, at ")
 
 
 def test_tf32_is_a_call_context_that_is_left_again():
@@ -305,7 +300,7 @@ def test_tf32_is_a_call_context_that_is_left_again():
     assert torch.get_float32_matmul_precision() == before
     assert {r.verdict for r in rows} == {"agree"}
     try:
-        rows = list(run_case(case, [leaving(lambda x: torch.set_float32_matmul_precision("medium"))]))
-        assert [r.quantity for r in rows if r.verdict == "disagree"] == ["protocol"]
+        medium = leaving(lambda x: torch.set_float32_matmul_precision("medium"))
+        assert [*failing(medium, context="tf32", V=31)] == ["protocol"]
     finally:
         torch.set_float32_matmul_precision(before)
