@@ -25,7 +25,7 @@ from parity.case.case import Case
 from parity.case.family import Family, Relation
 from parity.case.inputs import Inputs, product_dtype
 from parity.families import divergence_inputs as inputs_of
-from parity.families import head, stored_tensors
+from parity.families import head
 from parity.families.head import IGNORE_INDEX
 from parity.judge.recipe import LARGEST
 from parity.judge.stages import in_dtype, of_teacher, stored
@@ -212,18 +212,10 @@ def _garbage(x: Inputs) -> Inputs | None:
     return None if x.product_dtype == "fp16" and reach > LARGEST["fp16"] / 2 else out
 
 
-def _build(case: Case) -> Inputs:
-    s = FAMILY.full_settings(case)
-    if not case.tensors:
-        return inputs_of.build(case, s)
-    inputs_of.check(case, s)
-    return stored_tensors.inputs(FAMILY, case, scalar=True)
-
-
 FAMILY: Family = Family(
     name="divergence",
     settings=inputs_of.SETTINGS,
-    build=_build,
+    build=lambda case: inputs_of.build(FAMILY, case),
     oracle=oracle,
     outputs={"loss": "required"},
     zeros=head.unlabelled,

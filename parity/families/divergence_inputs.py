@@ -148,7 +148,7 @@ def bans(s: SimpleNamespace) -> tuple[bool, bool]:
     return student, teacher
 
 
-def build(case: Case, s: SimpleNamespace) -> Inputs:
+def build(family: Family, case: Case) -> Inputs:
     """The inputs of a case, on the CPU.
 
     Tensors besides those of `head.build`: teacher_hidden (B, T, H_t), teacher_weight (V + extra, H_t), teacher_bias
@@ -157,14 +157,19 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
     top1_logps, label_logps (B, T) for the mixed support; num_items_in_batch (0-dim) or None. A sparse case returns no
     dense teacher. Raises UsageError for settings outside their range.
     """
-    check(case, s)
-    tensors = head.build(case, s)
+    s = family.full_settings(case)
+    head.check(s, case)
+    if s.sparse == "mixed" and s.beta == 0.0:
+        raise UsageError(f"case {case.id}: sparse='mixed' needs beta above 0")
+    if s.sparse != "none" and (s.extra_vocabulary or s.hard_loss or s.teacher != "head"):
+        raise UsageError(f"case {case.id}: sparse={s.sparse!r} needs teacher='head', extra_vocabulary=0, hard_loss=0")
+    if case.tensors:
+        return stored_tensors.inputs(family, case, scalar=True)
+    tensors: dict[str, Any] = dict.fromkeys(STORED) | head.build(case, s)
     if s.bias != "none" and s.softcap is None and not bans(s)[0]:
         tensors["bias"] = tensors["bias"].masked_fill(tensors["bias"] == -torch.inf, 0.0)
     tensors |= _teacher(case, s, tensors)
     ignored = head.ignored(case, s)
-    tensors |= dict.fromkeys(("support_ids", "support_logps", "top1_ids", "top1_logps", "label_logps"))
-    tensors["num_items_in_batch"] = None
     if s.sparse != "none":
         tensors |= _support(case, s, tensors, ignored)
         tensors |= dict.fromkeys(("teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logits"))
@@ -173,15 +178,6 @@ def build(case: Case, s: SimpleNamespace) -> Inputs:
         tensors["num_items_in_batch"] = torch.tensor(max(int((~ignored).sum()) + s.other_tokens, 1))
     inputs = head.inputs(case, s, tensors, head.leaves(s), {"loss": head.of_a_loss(case, s)})
     return arranged(head.shared(inputs, "teacher_"))
-
-
-def check(case: Case, s: SimpleNamespace) -> None:
-    """Refuse settings outside their range. Raises UsageError naming the setting and its value."""
-    head.check(s, case)
-    if s.sparse == "mixed" and s.beta == 0.0:
-        raise UsageError(f"case {case.id}: sparse='mixed' needs beta above 0")
-    if s.sparse != "none" and (s.extra_vocabulary or s.hard_loss or s.teacher != "head"):
-        raise UsageError(f"case {case.id}: sparse={s.sparse!r} needs teacher='head', extra_vocabulary=0, hard_loss=0")
 
 
 def _teacher(case: Case, s: SimpleNamespace, tensors: dict[str, Any]) -> dict[str, Any]:

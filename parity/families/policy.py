@@ -14,7 +14,7 @@ from parity.case.case import Case
 from parity.case.family import Family, Relation
 from parity.case.inputs import Inputs
 from parity.case.layouts import like
-from parity.families import head, policy_stored
+from parity.families import head
 from parity.families import policy_inputs as inputs_of
 from parity.families import policy_settings as settings_of
 from parity.families.policy_losses import CONFIG_FIELDS, WINDOW_NORMALISED, cap_below_clip, divergence, losses
@@ -117,16 +117,11 @@ def _garbage(x: Inputs) -> Inputs | None:
     return x.replace(**tensors)
 
 
-def _build(case: Case) -> Inputs:
-    s = FAMILY.full_settings(case)
-    return policy_stored.build(FAMILY, case, s) if case.tensors else inputs_of.build(case, s)
-
-
 QUANTITIES = ("loss", "grad_hidden", "grad_weight", "grad_bias")
 FAMILY: Family = Family(
     name="policy",
     settings=settings_of.SETTINGS,
-    build=_build,
+    build=lambda case: inputs_of.build(FAMILY, case),
     oracle=oracle,
     outputs={
         "loss": "required",
@@ -142,8 +137,8 @@ FAMILY: Family = Family(
     parameters=parameters,
     draw=settings_of.draw,
     canonical=settings_of.canonical,
-    stored=policy_stored.TENSORS,
-    derived=lambda tensors, where: policy_stored.derived(FAMILY, tensors, where),
+    stored=inputs_of.STORED,
+    derived=lambda tensors, where: inputs_of.derived(FAMILY, tensors, where),
     relations={
         "advantages x2": Relation(_double_advantages, dict.fromkeys(QUANTITIES, 2.0), "it is linear in the advantages"),
         "masked garbage": Relation(_garbage, {}, "what the mask hides changes nothing"),

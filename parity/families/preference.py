@@ -158,8 +158,10 @@ def _farthest(s: dict[str, Any]) -> float:
     return each / 16 * float(s["T"]) ** 0.5 if near else 2 * each * s["T"]
 
 
-def check(case: Case, s: SimpleNamespace) -> None:
-    """Refuse settings outside their range. Raises UsageError, naming the setting and its value."""
+def build(case: Case) -> Inputs:
+    """The inputs of a case, on the CPU. Tensors besides those of `head.build`: ref_hidden (B, T, H), ref_weight (V, H),
+    ref_bias (V,) or None; labels (B,) bool. Raises UsageError for settings outside their range."""
+    s = FAMILY.full_settings(case)
     head.check(s, case)
     if s.method != "kto" and s.B % 2:
         raise UsageError(f"case {case.id}: B={s.B} must be even, pairs of sequences")
@@ -167,13 +169,6 @@ def check(case: Case, s: SimpleNamespace) -> None:
         raise UsageError(f"case {case.id}: loss_type={s.loss_type!r} is none of {s.method}'s")
     if s.loss_type == "exo_pair" and s.smoothing < 1e-9:
         raise UsageError(f"case {case.id}: smoothing={s.smoothing} must be above 0 for exo_pair")
-
-
-def build(case: Case) -> Inputs:
-    """The inputs of a case, on the CPU. Tensors besides those of `head.build`: ref_hidden (B, T, H), ref_weight (V, H),
-    ref_bias (V,) or None; labels (B,) bool. Raises UsageError for settings outside their range."""
-    s = FAMILY.full_settings(case)
-    check(case, s)
     tensors = head.build(case, s)
     tensors |= dict.fromkeys(("ref_hidden", "ref_weight", "ref_bias", "labels"))
     if s.reference == "head" and s.method in ("dpo", "kto"):

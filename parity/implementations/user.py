@@ -26,7 +26,7 @@ import torch
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.errors import Returned, UsageError
-from parity.families import head, policy_stored
+from parity.families import head, policy_inputs
 from parity.implementations import plain
 from parity.implementations.implementation import Implementation, Named, Outputs
 from parity.implementations.limits import only, require
@@ -39,7 +39,7 @@ ALIASES |= {"epsilon_low": "epsilon", "label_smoothing": "smoothing", "lse_squar
 """Other spellings of a parameter, TRL's and transformers' among them."""
 REQUIRED = {
     "logprobs": head.REQUIRED,
-    "policy": policy_stored.REQUIRED,
+    "policy": policy_inputs.REQUIRED,
     "divergence": (*head.REQUIRED, "beta", "teacher"),
     "preference": (*head.REQUIRED, "beta"),
 }

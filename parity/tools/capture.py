@@ -16,7 +16,7 @@ from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.stored import write
 from parity.errors import UsageError
-from parity.families import policy_stored
+from parity.families import policy_inputs
 from parity.families.policy_losses import CONFIG_FIELDS, GIVEN
 from parity.fixes.wiring import logit_scale
 from parity.implementations.user import canonical, family_of, named_outputs
@@ -98,7 +98,7 @@ def stored(
     of: Family, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], to: Path, seed: int = 0, **remarks: Any
 ) -> Case:
     """A case of these tensors, written to `to`; they decide its dtype and sizes."""
-    tensors = policy_stored.completed(tensors) if of.name == "policy" else tensors
+    tensors = policy_inputs.completed(tensors) if of.name == "policy" else tensors
     dtype = {dtype: name for name, dtype in DTYPES.items()}[tensors["hidden"].dtype]
     made = of.case(seed, dtype, {**settings, **of.derived(tensors, str(to))})
     of.full_settings(made)  # sizes and values, before anything is written
