@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -57,18 +56,6 @@ def each_by_itself(draw: Any, family: Family) -> dict[str, Any]:
     return {name: draw(st.sampled_from(found)) for name, found in values.items() if found}
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Draws that the seed alone decides: without the constants of whatever local modules are loaded.
-
-    Hypothesis draws one number in twenty from those (`HypothesisProvider._local_constants`), and has no switch for it.
-    """
-    with mock.patch.object(HypothesisProvider, "_local_constants", Constants()), contextlib.ExitStack() as stack:
-        CONSTANTS_CACHE.cache.clear()
-        stack.callback(CONSTANTS_CACHE.cache.clear)
-        yield
-
-
 BATCH = 10
 """Draws in a batch: behind its tenth example Hypothesis mutates what it has, and draws stop being independent."""
 
@@ -89,8 +76,13 @@ def batch(strategy: st.SearchStrategy[Any], key: str) -> list[Any]:
     def stream(case: Any) -> None:
         found.append(case)
 
-    with alone():
-        stream()
+    # else Hypothesis draws one number in twenty from constants of the local modules that are loaded, and has no switch for it
+    with mock.patch.object(HypothesisProvider, "_local_constants", Constants()):
+        CONSTANTS_CACHE.cache.clear()
+        try:
+            stream()
+        finally:
+            CONSTANTS_CACHE.cache.clear()
     return found
 
 

@@ -98,10 +98,6 @@ class Inputs:
     def replace(self, **tensors: torch.Tensor | None) -> Inputs:
         return dataclasses.replace(self, tensors={**self.tensors, **tensors})
 
-    def to(self, device: str) -> Inputs:
-        """The same inputs with their tensors on a device; upstream gradients stay where they are."""
-        return self.replace(**{name: None if t is None else t.to(device) for name, t in self.tensors.items()})
-
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.case.dtype]

@@ -130,11 +130,14 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
     kept = completion if x.tool_mask is None else completion * x.tool_mask
     tensors["completion_mask"] = completion
     tensors["mask"] = kept.to(MASKS[s.mask_dtype])
-    _pad(tensors, x.ids, z.argmax(-1).view(s.B, s.T), ~completion.bool())
+    # At padding stand, as TRL since 1.15 has them, the likeliest token and log-probs of 0. Implementations that score the
+    # padding see a log-prob near 0 there, those that do not put 0, and both find a finite ratio.
+    padding = ~completion.bool()
+    tensors["ids"] = torch.where(padding, z.argmax(-1).view(s.B, s.T), x.ids).to(x.ids.dtype)
+    for name in ("old_logps", "ref_logps", "sampling_logps"):
+        if tensors[name] is not None:
+            tensors[name] = torch.where(padding, 0.0, tensors[name]).float()
     tensors["num_items_in_batch"] = torch.tensor(int(kept.sum()) + s.other_tokens)
-    for name in ("old_logps", "ref_logps", "sampling_logps", "importance_sampling_ratio"):
-        value = tensors[name]
-        tensors[name] = None if value is None else value.float()
     out = x.replace(**tensors)
     return dataclasses.replace(out, undecided=int(dropped.sum()))
 
@@ -145,18 +148,6 @@ def exactly(x: Inputs) -> tuple[Inputs, torch.Tensor, torch.Tensor, torch.Tensor
     z = head.logits(exact)
     all_logps = torch.log_softmax(z, -1)
     return exact, z, all_logps, head.selected(exact, all_logps)
-
-
-def _pad(tensors: dict[str, Any], ids: torch.Tensor, likely: torch.Tensor, padding: torch.Tensor) -> None:
-    """What stands at padding: the likeliest token and log-probs of 0, as TRL since 1.15 has them.
-
-    Implementations that score the padding see a log-prob near 0 there, those that do not put 0, and both find a finite
-    ratio: under the mask anything finite is allowed, and no more.
-    """
-    tensors["ids"] = torch.where(padding, likely, ids).to(ids.dtype)
-    for name in ("old_logps", "ref_logps", "sampling_logps"):
-        value = tensors[name]
-        tensors[name] = None if value is None else torch.where(padding, 0.0, value)
 
 
 def error_bound(case: Case, s: SimpleNamespace, exact: Inputs) -> torch.Tensor:
@@ -308,13 +299,13 @@ def _ratio(case: Case, s: SimpleNamespace, mask: torch.Tensor) -> torch.Tensor |
     if s.recording != "none":
         d = torch.where(mask, recorded_log_ratios(case, s), 0.0)
         d = d if s.ratio == "token" else d.sum(-1, keepdim=True)
-        return d.exp().clamp(max=CLIP_MAX)
+        return d.exp().clamp(max=CLIP_MAX).float()
     shape = (s.B, s.T) if s.ratio == "token" else (s.B, 1)
     u = uniform(case.seed, "ratio", shape)
     rho = 0.5 + 1.5 * u if s.ratio_range == "unit" else 10.0 ** (-3 + 5 * u)
     if s.ratio_range == "zeros":
         rho = torch.where(uniform(case.seed, "zero", shape) < 0.3, 0.0, rho)
-    return torch.where(mask, rho, 1.0) if s.ratio == "token" else rho
+    return (torch.where(mask, rho, 1.0) if s.ratio == "token" else rho).float()
 
 
 def completed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

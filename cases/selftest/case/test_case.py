@@ -166,11 +166,6 @@ def test_settings_without_a_value_are_one_line(loss, settings, says):
     assert "\n" not in str(error.value)
 
 
-def test_an_unknown_family_names_the_choices():
-    with pytest.raises(UsageError, match="logprobs, policy"):
-        family("rlhf")
-
-
 def test_a_default_written_out_is_the_same_case():
     fam = family("logprobs")
     assert fam.case(1, "fp32", {"V": 7, "T": 5}).id == fam.case(1, "fp32", {"T": 5}).id

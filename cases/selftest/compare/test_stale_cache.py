@@ -29,16 +29,9 @@ KINDS = ("to the defaults", "numbers", "from the defaults")
 
 def cases(name, kind, count=1, dtype="fp32"):
     """The first cases that have calls of a kind."""
-    fam = FAMILIES[name]
-    found = ((c, calls(fam, c)) for c in (fam.case(seed, dtype, MOVED[name]) for seed in itertools.count()))
-    found = ((c, pair) for c, pair in found if not number(c) % ONE_IN)
-    return [c for c, _ in itertools.islice((f for f in found if f[1] and kind_of(*f) == kind), count)]
-
-
-def kind_of(case, pair):
-    if pair[0] != case:
-        return "from the defaults"
-    return "numbers" if "temperature" in pair[1].settings else "to the defaults"
+    every = (FAMILIES[name].case(seed, dtype, MOVED[name]) for seed in itertools.count())
+    found = (case for case in every if number(case) % (3 * ONE_IN) == ONE_IN * KINDS.index(kind))
+    return [*itertools.islice(found, count)]
 
 
 def keeping(name, *kept):

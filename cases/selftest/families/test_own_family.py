@@ -102,7 +102,7 @@ def environment(root: Path) -> Environment:
     [
         (RIGHT, "is a function, expected a parity.case.family.Family"),
         (f"{FILE}:GONE", "no 'GONE'"),
-        ("rms", "family 'rms' is unknown"),
+        ("rlhf", "family 'rlhf' is unknown.*logprobs, policy"),
     ],
 )
 def test_what_is_no_family_is_one_line(spec, words):
