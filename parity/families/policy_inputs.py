@@ -113,12 +113,12 @@ def _with_logps(case: Case, s: SimpleNamespace, x: Inputs) -> Inputs:
         tensors["old_logps"] = rounded(lp - target)
     mask = mask & ~undecided
     if s.beta != 0.0 or s.ref == "unused":
-        shift = {"near": 0.0, "close": 0.007, "apart": 0.5, "far": 4.0, "unused": 0.0}[s.ref] * normal(
-            case.seed, "ref", lp.shape
-        )
-        tensors["ref_logps"] = rounded(lp + shift)
-    wanted = s.off_policy_mask_threshold is not None or s.sampler in ("given", "nan")
-    if wanted and not (s.sampler == "old" and _decided(s, lp, tensors["old_logps"], mask, margin)):
+        apart = {"near": 0.0, "close": 0.007, "apart": 0.5, "far": 4.0, "unused": 0.0}[s.ref]
+        tensors["ref_logps"] = rounded(lp + apart * normal(case.seed, "ref", lp.shape))
+    wanted, old = s.off_policy_mask_threshold is not None or s.sampler in ("given", "nan"), tensors["old_logps"]
+    if wanted and s.sampler == "old":  # where the old ones decide, or there are none
+        wanted = old is not None and bool((_near_the_threshold(s, lp, old, mask, margin) & mask).any())
+    if wanted:
         tensors["sampling_logps"], drop = _sampling(case, s, lp, mask, margin)
         mask = mask & ~drop
     tensors["top_entropy_quantile"] = None
@@ -213,14 +213,12 @@ def target_log_ratios(
     return target + spread - mean(spread, mask), undecided
 
 
-def _decided(
-    s: SimpleNamespace, lp: torch.Tensor, old: torch.Tensor | None, mask: torch.Tensor, margin: torch.Tensor
-) -> bool:
-    """Whether each sequence's mean of (lp_old - lp) keeps away from the off-policy threshold; without old ones it is 0."""
-    if old is None:
-        return True
-    away = (mean(old - lp, mask) - s.off_policy_mask_threshold).abs() > margin.amax(-1, keepdim=True)
-    return bool((away | ~mask.any(-1, keepdim=True)).all())
+def _near_the_threshold(
+    s: SimpleNamespace, lp: torch.Tensor, sampling: torch.Tensor, mask: torch.Tensor, margin: torch.Tensor
+) -> torch.Tensor:
+    """(B, 1) bool: the sequences of which rounding alone decides whether the off-policy mask drops them."""
+    gap = mean((sampling - lp).nan_to_num(nan=0.0), mask)
+    return (gap - s.off_policy_mask_threshold).abs() <= margin.amax(-1, keepdim=True)
 
 
 def _sampling(
@@ -380,8 +378,7 @@ def _undecided(case: Case, s: SimpleNamespace, x: Inputs) -> torch.Tensor:
             out |= (value - cut).abs() < room
     sampling = exact.sampling_logps if x.sampling_logps is not None else exact.old_logps
     if s.off_policy_mask_threshold is not None and sampling is not None:
-        gap = mean((sampling - lp).nan_to_num(nan=0.0), mask)
-        out |= (gap - s.off_policy_mask_threshold).abs() < margin.amax(-1, keepdim=True)
+        out |= _near_the_threshold(s, lp, sampling, mask, margin)
     if x.top_entropy_quantile is not None and bool(mask.any()):
         entropy = head.entropy(exact, z, all_logps)
         cut = torch.quantile(entropy[mask], 1 - float(x.top_entropy_quantile))
