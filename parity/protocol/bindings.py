@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Iterator, ValuesView
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -30,13 +31,15 @@ MISSING = object()
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """The bindings of everything that is watched: (name, module or class, what it bound), all their values in order, and the
-    views that give what these are now."""
+    """The bindings of everything that is watched: (name, module or class, what it bound), all their values in order, the views
+    that give what these are now, and the functions among them with their code."""
 
     modules: int
     owners: list[tuple[str, Any, dict[str, Any]]]
     values: list[Any]
     now: list[ValuesView[Any]]
+    functions: list[FunctionType]
+    code: list[Any]
 
     def hold(self) -> bool:
         """Whether no value is another now: in C, by identity first."""
@@ -62,6 +65,7 @@ class Names:
 
 
 _last: list[Names] = []
+_CODE = operator.attrgetter("__code__")
 
 
 def take() -> Names:
@@ -69,9 +73,18 @@ def take() -> Names:
     if not _last or _last[0].modules != len(sys.modules) or not _last[0].hold():
         owners = [(name, owner, dict(vars(owner))) for name, owner in _owners(len(sys.modules))]
         values = [v for *_, bound in owners for v in bound.values()]
+        functions = [v for v in values if isinstance(v, FunctionType)]
         now = [vars(owner).values() for _, owner, _ in owners]
-        _last[:] = [Names(len(sys.modules), owners, values, now)]
+        _last[:] = [Names(len(sys.modules), owners, values, now, functions, [*map(_CODE, functions)])]
     return _last[0]
+
+
+def recoded() -> str:
+    """A function whose code was exchanged since `take` looked at all; its name still leads to it."""
+    if not _last or [*map(_CODE, _last[0].functions)] == _last[0].code:  # in C, by identity first
+        return ""
+    pairs = zip(_last[0].functions, _last[0].code, strict=True)
+    return next((f"{f.__module__}.{f.__qualname__}" for f, before in pairs if f.__code__ is not before), "")
 
 
 @functools.lru_cache(maxsize=1)

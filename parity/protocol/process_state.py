@@ -229,6 +229,8 @@ def broken() -> list[str]:
         same = not _called or arithmetic() == _reference[0]
     if not same:
         abandon(f"operations of torch compute something else since {_called[-1]} was called")
+    if _called and (name := bindings.recoded()):
+        abandon(f"{name} has other code since {_called[-1]} was called")
     _called.clear()
     return list(_broken)
 

@@ -149,3 +149,17 @@ def test_what_no_list_names_makes_the_process_unfit(monkeypatch):
     assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
     assert "operations of torch compute something else" in rows[0].message
     assert process_state.broken()
+
+
+def test_who_exchanges_the_code_of_a_function_is_named_and_the_process_given_up(monkeypatch):
+    """The name leads to the same function, so nothing is rebound."""
+    monkeypatch.setattr(process_state, "_broken", [])
+    code = from_file.__code__
+    try:
+        rows = list(
+            run_case(CASE, [after(lambda: setattr(from_file, "__code__", (lambda *args: None).__code__)), PLAIN])
+        )
+    finally:
+        from_file.__code__ = code
+    assert [(r.implementation, r.quantity, r.verdict) for r in rows] == [("own.leaves", "protocol", "disagree")]
+    assert rows[0].message == "parity.registry.from_file has other code since own.leaves was called"
