@@ -1,7 +1,5 @@
 """The judge's pytest plugin. Without --parity, --parity-replay or --parity-audit it does nothing and imports no torch."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools

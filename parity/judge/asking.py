@@ -1,7 +1,5 @@
 """What `assert_parity` is asked, checked: a `Problem` and a recipe, or a `ValueError` that says what to give."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Collection, Mapping, Sequence
@@ -41,15 +39,11 @@ def posed(
     if len(tensors) < len(found) + len(parameters):
         shared = set(named(dict(inputs))) & set(parameters)
         raise ValueError(f"two inputs or parameters have one name: {', '.join(shared or tensors)}")
-    odd = [n for n, x in tensors.items() if x.is_complex()]
-    if odd:
-        raise ValueError(f"{odd[0]} is {tensors[odd[0]].dtype}: give its real and imaginary part")
     floating = [name for name, x in tensors.items() if is_floating(x)]
-    wide = [name for name in floating if tensors[name].dtype not in (torch.float32, torch.float16, torch.bfloat16)]
-    if wide:
-        raise ValueError(
-            f"{wide[0]} is {tensors[wide[0]].dtype}: float32, float16 and bfloat16 are judged, against float64"
-        )
+    for name, x in tensors.items():
+        if x.is_complex() or (name in floating and x.dtype not in (torch.float32, torch.float16, torch.bfloat16)):
+            known = "float32, float16 and bfloat16 are judged, against float64; of complex numbers both parts"
+            raise ValueError(f"{name} is {x.dtype}: {known}")
     if grad is None:
         grad = floating if actual is None else [n for n in floating if gradient_name(n) in actual]
     grad = names_of("grad", grad, floating)
@@ -73,13 +67,10 @@ def posed(
     if set(given) - set(outputs):
         raise ValueError(f"cotangent of {sorted(set(given) - set(outputs))}: the outputs are {', '.join(outputs)}")
     for name, g in given.items():
-        if g.shape != problem.outputs[name].shape:
-            expected = tuple(problem.outputs[name].shape)
-            raise ValueError(f"cotangent of {name} has shape {tuple(g.shape)}: give {expected}, that of the output")
+        if g.shape != (shape := problem.outputs[name].shape):
+            raise ValueError(f"cotangent of {name} has shape {tuple(g.shape)}: give {tuple(shape)}, that of the output")
     if odd := [n for n, x in problem.outputs.items() if not same(x, problem.oracle.exact[n])]:
-        raise ValueError(
-            f"the definition is random: {odd[0]} differs from run to run; give the random numbers as inputs"
-        )
+        raise ValueError(f"the definition is random: {odd[0]} differs between runs; give the random numbers as inputs")
     return problem
 
 

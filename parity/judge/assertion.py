@@ -1,7 +1,5 @@
 """`assert_parity`: a function against its definition in float64, forward and backward, with tolerances derived from rounding."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Attention in a definition, in the form of kernels whose backward pass makes the weights again."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Elementwise roundings of large float64 tensors, block by block: what a chain of operations hands on stays in the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

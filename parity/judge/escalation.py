@@ -1,7 +1,5 @@
 """When a disagreement counts: it is judged again with more replicas, until it agrees or more of them cannot change it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Where an error sits and what it looks like, from the tensors alone."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -79,22 +79,6 @@ class MadeAgain(torch.autograd.Function):
         return grad, -off * grad.sum(-1, keepdim=True), None
 
 
-class ByIndex(torch.autograd.Function):
-    """x, (R, …), each entry of which may read one of `leaf`, (R, V), by its index: the leaf's gradient is off by `off`, what
-    summing that part by itself is off by."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, leaf: torch.Tensor, off: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        ctx.off = off
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, ctx.off(grad), None
-
-
 class Stored(torch.autograd.Function):
     """Identity where a recipe keeps a narrower dtype: perturbs the value forward and its gradient backward."""
 

@@ -1,7 +1,5 @@
 """How far float32 drifts from a long sum: each addition rounds to a unit in the last place of what is summed so far."""
 
-from __future__ import annotations
-
 import torch
 
 LANES = 16

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from parity.judge.blocks import ETA, FAINT, NEARLY, on_grid
-from parity.judge.identities import ByIndex, MadeAgain, Stored, Through, in_front
+from parity.judge.identities import MadeAgain, Stored, Through, in_front
 from parity.judge.long_sums import LANES, MANY, drift, mass_of_maxima
 from parity.judge.noise import Noise
 from parity.judge.products import SPLIT_FROM, cut, split
@@ -473,7 +473,8 @@ class MonteCarlo(TorchDispatchMode):
                 found = (narrow - exact).nan_to_num_(0.0, 0.0, 0.0) / stretch
                 return torch.where(self.noise.each(found) > 0, found, 0.0)
 
-        return ByIndex.apply(x, leaf, off)
+        with self.unrounded():
+            return x + Through.apply(leaf, torch.zeros_like(x), off)
 
     def made_again(self, logps: torch.Tensor, z: torch.Tensor, size: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The log-softmax of z, whose gradient sees p·(1 + δ) for p in half of the replicas; `stages.log_softmax` has δ."""

@@ -1,7 +1,5 @@
 """Noise for replicas, reproducible and cheap: uniform numbers from a pool, and a number that a value itself decides."""
 
-from __future__ import annotations
-
 import random
 
 import torch

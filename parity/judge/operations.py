@@ -1,7 +1,5 @@
 """Random rounding for definitions of any kind: every operation has a rule, is taken apart into ones that have, or is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,7 +1,5 @@
 """A definition on some inputs: its exact values in float64, its replicas by recipe, and the unit of each quantity."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Any definition as an `Oracle`: plain torch on a tree of tensors, or a module; `torch.vmap` stacks its replicas."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses
@@ -22,24 +20,8 @@ from parity.judge.recipe import DTYPES, NAMES, UNIT_ROUNDOFF, Recipe
 from parity.judge.stages import of_dtype
 
 Definition = Callable[..., Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Again:
-    """A definition within `WeightsAgain`."""
-
-    definition: Definition
-    mode: WeightsAgain = dataclasses.field(default_factory=WeightsAgain)
-
-
-@dataclasses.dataclass(frozen=True)
-class Float32:
-    """A form whose numbers are given as float32: 1 - float32(0.999) is off by 1.3e-5 of 0.001."""
-
-    form: Any
-
-
-Form = Definition | Again | Float32
+Form = Callable[[Mapping[str, torch.Tensor]], Quantities]
+"""Tensors by name -> outputs."""
 
 
 def named(tree: Any) -> dict[str, torch.Tensor]:
@@ -140,7 +122,7 @@ class Problem:
         """Outputs and gradients in float64, and the upstream gradients of the outputs."""
         with as_definition(DTYPES[self.dtype]), torch.enable_grad(), _said():
             leaves = self._double(None)
-            outputs = self._call(self.definition, leaves)
+            outputs = self._form(self.definition)(leaves)
         upstream = self.upstream_of(outputs)
         with as_definition(DTYPES[self.dtype]), _said():
             return self._with_gradients(leaves, outputs, upstream), upstream
@@ -162,7 +144,7 @@ class Problem:
     def _forward(self) -> tuple[Quantities, int]:
         """Outputs of a run of its own, without gradients, and the entries of its largest tensor."""
         with torch.no_grad(), as_definition(DTYPES[self.dtype]), _said(), Largest() as largest:
-            outputs = self._call(self.definition, self._double(None))
+            outputs = self._form(self.definition)(self._double(None))
         return outputs, largest.entries
 
     @property
@@ -185,26 +167,39 @@ class Problem:
     def _forms(self) -> tuple[Form, ...]:
         """The definition and its other forms; where attention is in it, also the one that makes the weights again; each once
         more with its numbers in float32 where that is seen."""
-        forms: tuple[Form, ...] = (self.definition, *self.also)
-        exact, again = self._exact[0], Again(self.definition)
+        given: list[dict[str, Any]] = [{"definition": f} for f in (self.definition, *self.also)]
+        exact, again = self._exact[0], WeightsAgain()
         if self.attention:
-            found = self._of_form(again)
-            forms += (again,) * (bool(again.mode.found) and all(same(found[n], x) for n, x in exact.items()))
-        if self._numbers != dict(self.inputs):
+            found = self._of_form(self._form(self.definition, again))
+            if again.found and all(same(found[n], x) for n, x in exact.items()):
+                given.append({"definition": self.definition, "within": again})
+        # 1 - float32(0.999) is off by 1.3e-5 of 0.001
+        numbers = tree_map(lambda x: ctypes.c_float(x).value if type(x) is float else x, dict(self.inputs))
+        if numbers != dict(self.inputs):
             with contextlib.suppress(Exception):  # it may look a number up
-                if _moved(self._of_form(Float32(self.definition)), exact):
-                    forms = tuple(f for form in forms for f in (form, Float32(form)))
-        return forms
+                if _moved(self._of_form(self._form(self.definition, inputs=numbers)), exact):
+                    given = [how for form in given for how in (form, form | {"inputs": numbers})]
+        return tuple(self._form(**how) for how in given)
 
-    @property
-    def _numbers(self) -> dict[str, Any]:
-        """The inputs, numbers in float32."""
-        return tree_map(lambda x: ctypes.c_float(x).value if type(x) is float else x, dict(self.inputs))
+    def _form(
+        self,
+        definition: Definition,
+        within: contextlib.AbstractContextManager[Any] | None = None,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> Form:
+        """A definition, within a mode, on other `inputs`. It keeps no problem: see `oracle`."""
+        given, parameters, mode = inputs or self.inputs, self.parameters, within or contextlib.nullcontext()
+
+        def form(tensors: Mapping[str, torch.Tensor]) -> Quantities:
+            with mode:
+                return named(call(definition, given, tensors, parameters))
+
+        return form
 
     def _of_form(self, form: Form) -> Quantities:
         with as_definition(DTYPES[self.dtype]), torch.enable_grad(), _said():
             leaves = self._double(None)
-            return self._with_gradients(leaves, self._call(form, leaves), self.cotangents)
+            return self._with_gradients(leaves, form(leaves), self.cotangents)
 
     def _kind(self, name: str, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         value, gradient = found[name][0], name.startswith("grad_")
@@ -216,14 +211,6 @@ class Problem:
             name: of_dtype(doubled(x, name in self.leaves, stack), x.dtype) if is_floating(x) else x.clone()
             for name, x in self.tensors.items()
         }
-
-    def _call(self, form: Form, tensors: Mapping[str, torch.Tensor], inputs: Any = None) -> Quantities:
-        if isinstance(form, Float32):
-            return self._call(form.form, tensors, self._numbers)
-        if isinstance(form, Again):
-            with form.mode:
-                return self._call(form.definition, tensors, inputs)
-        return named(call(form, inputs or self.inputs, tensors, self.parameters))
 
     def _with_gradients(
         self, x: Mapping[str, torch.Tensor], outputs: Quantities, upstream: Mapping[str, torch.Tensor]
@@ -270,7 +257,7 @@ class Problem:
             constants.each = each
             try:
                 own = {n: of_dtype(t, self.tensors[n].dtype) for n, t in zip(floats, tensors, strict=True)}
-                outputs = self._call(form, {**x, **own})
+                outputs = form({**x, **own})
             finally:
                 constants.each = None
             keys[:] = outputs

@@ -4,8 +4,6 @@ What a device does is found by probes when a run starts (`products`), not read f
 float32 operands truncated on some paths and rounded on others (NVIDIA's PTX manual, `mma` with `.tf32`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping

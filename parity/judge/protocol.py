@@ -1,7 +1,5 @@
 """What one call must leave to the next: an earlier call's results, a gradient that is there, the values that it is given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar

@@ -1,20 +1,10 @@
 """The verdict on a function, and the failure as a test prints it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 from parity.judge.gates import Judgement
 from parity.judge.words import GATES
-
-
-class ParityError(AssertionError):
-    """What a test shows; `parity` is the record."""
-
-    def __init__(self, parity: Parity):
-        super().__init__(parity.message)
-        self.parity = parity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,3 +88,11 @@ class Parity:
             ]
             lines += [f"    hint: {hint}" for hint in self.hints.get(name, ())]
         return "\n".join(lines)
+
+
+class ParityError(AssertionError):
+    """What a test shows; `parity` is the record."""
+
+    def __init__(self, parity: Parity):
+        super().__init__(parity.message)
+        self.parity = parity

@@ -1,7 +1,5 @@
 """Where a definition lets an implementation store a narrower dtype: `stored`. An exact run stores nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator

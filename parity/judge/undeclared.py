@@ -1,7 +1,5 @@
 """Which rounding that a function does not declare explains what is wrong: recipes, each tried on the function's own inputs."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Values by hash: each is a function of (seed, name, index), so a smaller shape keeps the rest, and no library changes them."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Definitions of operations of language models, in plain torch for any dtype; `stored` marks what kernels keep in 16 bits."""
 
-from __future__ import annotations
-
 import torch
 
 from parity.judge.stages import stored

@@ -4,8 +4,6 @@ A correct implementation is edited by a factor 1 + ε on its log-probs, its loss
 judges. ε goes down a grid of quarter octaves; an error that is caught at ε is taken to be caught at every larger one.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools
