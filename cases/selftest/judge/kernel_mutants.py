@@ -1,17 +1,11 @@
-"""Twelve mistakes in every operation, judged on drawn inputs, beside fixed tolerances on the same inputs.
-
-python -m cases.selftest.judge.kernel_mutants      prints the table of docs/measured/kernels.md
-"""
+"""Twelve mistakes in every operation, judged on drawn inputs."""
 
 import dataclasses
-import functools
-import sys
 
 import torch
 
 from cases.selftest.judge.operations import OPERATIONS
 from cases.selftest.mutants.steps import through
-from parity.judge.problem import Problem, call, cotangent, named
 
 CASES, LARGEST = 24, 130
 DTYPES = ("fp32", "fp16", "bf16")
@@ -94,92 +88,22 @@ def drawn(name, dtype):
     return dataclasses.replace(whole, sizes=sizes, dtypes=(dtype,)).cases(CASES)
 
 
-def judged(function, definition, case):
-    return case.check_parity(function, definition, protocol="none").agrees
+def agrees(function, name, case):
+    return case.check_parity(function, OPERATIONS[name].definition, protocol="none").agrees
 
 
-LIGER = {
-    "rms_norm": ("rms_norm.py", {"fp32": (1e-4, 1e-6), "bf16": (2e-1, 2e-2)}),
-    "gemma_rms_norm": ("rms_norm.py", {"fp32": (1e-4, 1e-6), "bf16": (2e-1, 2e-2)}),
-    "layer_norm": ("layer_norm.py", {"fp32": (1e-5, 1e-5), "bf16": (2e-2, 2e-2)}),
-    "group_norm": ("group_norm.py", {"fp32": (1e-4, 1e-4)}),
-    "rope": ("rope.py", {"fp32": (1e-5, 1e-5), "fp16": (1e-2, 1e-5), "bf16": (1e-1, 1e-5)}),
-    "swiglu": ("swiglu.py", {"fp32": (2e-4, 1e-4), "fp16": (1e-2, 1e-2), "bf16": (1e-2, 1e-2)}),
-    "geglu": ("geglu.py", {"fp32": (1e-5, 1e-5), "bf16": (1e-2, 1e-2)}),
-    "softmax": ("softmax.py", {"fp32": (1e-5, 1e-5), "bf16": (5e-2, 5e-2)}),
-    "cross_entropy": ("cross_entropy.py", {"fp32": (1e-8, 1e-6), "bf16": (1e-8, 5e-2)}),
-    "plain_cross_entropy": ("cross_entropy.py", {"fp32": (1e-8, 1e-6), "bf16": (1e-8, 5e-2)}),
-    "linear_cross_entropy": ("fused_linear_cross_entropy.py", {"fp32": (1e-5, 5e-4), "bf16": (5e-3, 5e-2)}),
-    "kl": ("kl_div.py", {"fp32": (1e-8, 1e-6), "fp16": (1e-3, 1e-3), "bf16": (1e-8, 5e-2)}),
-    "jsd": ("jsd.py", {"fp32": (1e-7, 1e-6), "fp16": (1e-3, 1e-3), "bf16": (1e-7, 5e-2)}),
-    "tvd": ("tvd.py", {"fp32": (1e-8, 1e-6), "bf16": (1e-8, 1e-6)}),
-    "embedding": ("embedding.py", {"fp32": (1e-6, 1e-5)}),
-    "moe_combine": ("fused_moe.py", {"fp32": (1e-3, 1e-4), "bf16": (1e-1, 1e-2)}),
-}
-"""Operation -> the file test/transformers/test_… of liger-kernel 0.8.5, and its (atol, rtol) by dtype; of the mean where it has
-several, and of the operation itself where a whole layer has wider ones."""
-
-
-def close(function, definition, case, atol=None, rtol=None):
-    """`torch.testing.assert_close`, with its default tolerances or others, outputs and gradients, beside the definition in
-    float64."""
-    leaves = [n for n, t in case.description.tensors.items() if t.below is None]
-    leaves = leaves if case.grad == "all" else [n for n in leaves if n == case.grad]
-    problem = Problem(definition, case.inputs, {}, tuple(leaves), seed=case.seed)
-    exact = problem.oracle.exact
-    x = {n: t.detach().requires_grad_(n in leaves) for n, t in problem.tensors.items()}
-    outputs = named(call(function, case.inputs, x, ()))
-    pairs = {n: o for n, o in outputs.items() if o.requires_grad}
-    if pairs and leaves:
-        torch.autograd.backward(list(pairs.values()), [cotangent(n, o, case.seed).to(o) for n, o in pairs.items()])
-    found = outputs | {f"grad_{n}": x[n].grad for n in leaves if x[n].grad is not None}
-    try:
-        for name, value in found.items():
-            wanted = exact[name].to(value.dtype)
-            torch.testing.assert_close(value.detach(), wanted, equal_nan=True, atol=atol, rtol=rtol)
-    except AssertionError:
-        return False
-    return True
-
-
-def killed(name, mutant, dtype, agrees):
+def killed(name, mutant, dtype):
     """Whether one of the drawn inputs shows the mistake, where right code agrees."""
-    operation = OPERATIONS[name]
-    right, definition = operation.all_styles()["wide"], operation.definition
+    right = OPERATIONS[name].all_styles()["wide"]
     wrong = MUTANTS[mutant](right)
-    return any(not agrees(wrong, definition, c) and agrees(right, definition, c) for c in drawn(name, dtype))
+    return any(not agrees(wrong, name, c) and agrees(right, name, c) for c in drawn(name, dtype))
 
 
-def alarms(name, dtype, agrees):
-    """Right calls that are called wrong, of all."""
-    operation = OPERATIONS[name]
-    return sum(not agrees(operation.all_styles()["wide"], operation.definition, case) for case in drawn(name, dtype))
+def survivors(name, dtype):
+    return [m for m in MUTANTS if (dtype, m) not in NOT_WRONG and not killed(name, m, dtype)]
 
 
-def wrong(dtype):
-    return [m for m in MUTANTS if (dtype, m) not in NOT_WRONG]
-
-
-def survivors(name, dtype, agrees):
-    return [m for m in wrong(dtype) if not killed(name, m, dtype, agrees)]
-
-
-def row(name):
-    """The mistakes that the judge lets pass; then by dtype those that each tolerance catches, and right calls called wrong."""
-    cells = [name, ", ".join(f"{m} ({d})" for d in DTYPES for m in survivors(name, d, judged)) or "all"]
-    for dtype in DTYPES:
-        own = LIGER.get(name, ("", {}))[1].get(dtype)
-        for way in (close, functools.partial(close, atol=own[0], rtol=own[1]) if own else None):
-            caught = way and len(wrong(dtype)) - len(survivors(name, dtype, way))
-            cells.append(f"{caught}; {alarms(name, dtype, way)}" if way else "")
-    return cells
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    names = sys.argv[1:] or list(OPERATIONS)
-    heads = [f"{way}, {dtype}" for dtype in DTYPES for way in ("assert_close", "Liger's")]
-    print(f"| operation | judge | {' | '.join(heads)} |")
-    print("|---" * (len(heads) + 2) + "|")
-    for name in names:
-        print(f"| {' | '.join(row(name))} |", flush=True)
+def alarms(name, dtype):
+    """Right calls that are called wrong."""
+    right = OPERATIONS[name].all_styles()["wide"]
+    return [str(c) for c in drawn(name, dtype) if not agrees(right, name, c)]

@@ -8,13 +8,14 @@ import math
 import pytest
 import torch
 
+from cases.selftest.judge.kernel_mutants import on_outputs
 from cases.selftest.judge.operations import OPERATIONS
 from parity.testing import check_parity, definitions
 
 STYLES = [(name, style) for name, operation in OPERATIONS.items() for style in operation.all_styles()]
 
 
-def judged(name, style, count, seed=0):
+def judged(name, style, count, seed):
     operation = OPERATIONS[name]
     drawn = dataclasses.replace(operation.drawn, seed=seed)
     if style.startswith("fp32"):
@@ -23,32 +24,19 @@ def judged(name, style, count, seed=0):
         yield case, case.check_parity(operation.all_styles()[style], operation.definition)
 
 
+@pytest.mark.parametrize(("count", "seed"), [(4, 0), pytest.param(300, 7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "style"), STYLES)
-def test_right_code_agrees(name, style):
-    assert [(str(case), parity.message) for case, parity in judged(name, style, 4) if not parity.agrees] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "style"), STYLES)
-def test_right_code_agrees_on_many_inputs(name, style):
-    assert [str(case) for case, parity in judged(name, style, 300, seed=7) if not parity.agrees] == []
+def test_right_code_agrees(name, style, count, seed):
+    found = judged(name, style, count, seed)
+    assert [(str(case), parity.message) for case, parity in found if not parity.agrees] == []
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_factor_of_a_hundredth_does_not(name):
-    operation, found = OPERATIONS[name], False
-    wide = operation.all_styles()["wide"]
-
-    def off(**given):
-        out = wide(**given)
-        many = out if isinstance(out, tuple) else (out,)
-        many = tuple(o * 1.01 if o.is_floating_point() else o for o in many)
-        return many if isinstance(out, tuple) else many[0]
-
-    for case in operation.drawn.cases(12):
-        if case.dtype == "fp32" and not found:
-            found = not case.check_parity(off, operation.definition).agrees
-    assert found
+    operation = OPERATIONS[name]
+    off = on_outputs(lambda o: o * 1.01)(operation.all_styles()["wide"])
+    cases = (case for case in operation.drawn.cases(12) if case.dtype == "fp32")
+    assert not all(case.check_parity(off, operation.definition).agrees for case in cases)
 
 
 def one_pass(x, weight, bias, groups=None):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from cases.selftest.mutants.steps import through
 from parity.testing import PROTOCOL, assert_parity, check_parity
 
 X = {"x": torch.linspace(-2, 3, 24).reshape(4, 6), "w": torch.linspace(0.5, 1.5, 6)}
@@ -57,14 +58,6 @@ class KeepsGradient(Product):
         return g * w, KeepsGradient.kept.copy_((g * x).sum(0)).data
 
 
-class WritesUpstream(Product):
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        dw = (g * x).sum(0)
-        return g.mul_(w), dw
-
-
 class MultipliesSaved(Product):
     @staticmethod
     def backward(ctx, g):
@@ -113,34 +106,10 @@ def ring_of_three():
     return lambda x, w: Ring.apply(x.sin(), w)
 
 
-def hides_nan():
-    return lambda x, w: x.nan_to_num(0.0).sin() * w
-
-
 def hides_a_small_nan():
     """As where the parts of a sum are added by functions that drop a NaN: only where the gradient is large does it show."""
     slope = (X["x"].cos() * X["w"]).abs()
     return lambda x, w: torch.where(x.isnan() & (slope < 0.5 * slope.max()).to(x.device), 0.0, x).sin() * w
-
-
-def hides_nan_in_w():
-    return lambda x, w: x.sin() * w.nan_to_num(0.0)
-
-
-def of_default_dtype():
-    return lambda x, w: x.sin() @ torch.eye(6) * w
-
-
-class TakesContiguous(Product):
-    """Reads its upstream gradient as memory without gaps."""
-
-    @staticmethod
-    def backward(ctx, g):
-        return Product.backward(ctx, torch.as_strided(g, g.shape, (g.shape[1], 1)))
-
-
-def coarser_without_gradients():
-    return lambda x, w: x.sin() * w if torch.is_grad_enabled() else (x.sin() * w).bfloat16()
 
 
 def last_bit():
@@ -153,8 +122,13 @@ def last_bit():
     return call
 
 
-def without_gradients():
-    return lambda x, w: x.sin() * w if torch.is_grad_enabled() else x.sin()
+def with_upstream(edit):
+    """Right, but for what `edit` does with the upstream gradient."""
+    return lambda: lambda x, w: through(definition(x, w), edit)
+
+
+def otherwise_without_gradients(other):
+    return lambda: lambda x, w: definition(x, w) if torch.is_grad_enabled() else other(x, w)
 
 
 def kept(recorded):
@@ -175,19 +149,8 @@ def kept(recorded):
     return make
 
 
-def where_none_asks():
-    return lambda x, w: definition(x, w) * (1 if x.requires_grad or w.requires_grad else 2)
-
-
-def crashes_without_gradients():
-    return lambda x, w: x.sin() * w if torch.is_grad_enabled() else x.sin() * (1 / 0)
-
-
-def recurses_without_gradients():
-    def deeper(x):
-        return deeper(x)
-
-    return lambda x, w: x.sin() * w if torch.is_grad_enabled() else deeper(x)
+def deeper(x, w):
+    return deeper(x, w)
 
 
 def overwrites():
@@ -219,9 +182,13 @@ def seeds():
     return call
 
 
+UNRECORDED = "no_grad: under no_grad the outputs differ from those with gradients"
 FAULTS = {
     "inputs": (overwrites, "input w was changed in place"),
-    "upstream": (by(WritesUpstream), "upstream gradient of output was changed in place"),
+    "upstream": (
+        with_upstream(lambda g: (g.clone(), g.zero_())[0]),
+        "upstream gradient of output was changed in place",
+    ),
     "bits": (last_bit, "bits: output has other bits in a second call"),
     "seeds": (seeds, "bits: the call seeds torch's random numbers"),
     "accumulation": (by(MultipliesSaved), "does not add the same gradient"),
@@ -230,21 +197,24 @@ FAULTS = {
     "version": (by_version, "other values in the same tensors, which .data exchanged"),
     "ring": (ring_of_three, "output that an earlier call returned is changed by a later one"),
     "gradient": (by(KeepsGradient), "grad_w that an earlier call returned is changed by a later one"),
-    "nan": (hides_nan, "nan: a NaN in x is not seen in output"),
+    "nan": (lambda: lambda x, w: x.nan_to_num(0.0).sin() * w, "nan: a NaN in x is not seen in output"),
     "small nan": (hides_a_small_nan, "nan: a NaN in x is not seen in output"),
-    "second nan": (hides_nan_in_w, "nan: a NaN in w is not seen in output"),
+    "second nan": (lambda: lambda x, w: x.sin() * w.nan_to_num(0.0), "nan: a NaN in w is not seen in output"),
     "default dtype": (
-        of_default_dtype,
+        lambda: lambda x, w: x.sin() @ torch.eye(6) * w,
         "default dtype: the call fails, RuntimeError: expected m1 and m2 to have the same",
     ),
-    "no_grad": (without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
-    "another dtype": (coarser_without_gradients, "no_grad: under no_grad the outputs differ from those with gradients"),
-    "unasked": (where_none_asks, "no_grad: under no_grad the outputs differ from those with gradients"),
-    "kept": (kept(True), "no_grad: under no_grad the outputs differ from those with gradients"),
-    "kept without": (kept(False), "no_grad: under no_grad the outputs differ from those with gradients"),
-    "crash": (crashes_without_gradients, "no_grad: the call fails, ZeroDivisionError"),
-    "recursion": (recurses_without_gradients, "no_grad: the call fails, RecursionError"),
-    "upstream layout": (by(TakesContiguous), "its upstream gradient not contiguous, has inf times the allowed error"),
+    "no_grad": (otherwise_without_gradients(lambda x, w: x.sin()), UNRECORDED),
+    "another dtype": (otherwise_without_gradients(lambda x, w: definition(x, w).bfloat16()), UNRECORDED),
+    "unasked": (lambda: lambda x, w: definition(x, w) * (1 if x.requires_grad or w.requires_grad else 2), UNRECORDED),
+    "kept": (kept(True), UNRECORDED),
+    "kept without": (kept(False), UNRECORDED),
+    "crash": (otherwise_without_gradients(lambda x, w: 1 / 0), "no_grad: the call fails, ZeroDivisionError"),
+    "recursion": (otherwise_without_gradients(deeper), "no_grad: the call fails, RecursionError"),
+    "upstream layout": (
+        with_upstream(lambda g: torch.as_strided(g, g.shape, (g.shape[1], 1))),
+        "its upstream gradient not contiguous, has inf times the allowed error",
+    ),
 }
 
 
@@ -328,11 +298,9 @@ def test_right_code_holds_it(name, dtype):
 
 def test_what_is_for_training_alone_may_say_so():
     def refuses(x, w):
-        if not torch.is_grad_enabled():
-            raise RuntimeError("for training alone")
-        return definition(x, w)
+        raise RuntimeError("for training alone")
 
-    assert_parity(refuses, definition, X)
+    assert_parity(otherwise_without_gradients(refuses)(), definition, X)
 
 
 def tuple_of(out, dtype):
@@ -366,28 +334,6 @@ def by_shape(kept, key, make):
     return kept[key] if key in kept else kept.setdefault(key, make())
 
 
-class KeptUpstream(torch.autograd.Function):
-    kept: dict = {}
-
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * by_shape(KeptUpstream.kept, g.shape, g.clone)
-
-
-class OneUpstream(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * (g if g.stride()[-1] else g.flatten()[0].expand_as(g))
-
-
 LARGEST = lambda x: x.detach().abs().amax(-1, keepdim=True)  # noqa: E731
 
 
@@ -396,13 +342,12 @@ LARGEST = lambda x: x.detach().abs().amax(-1, keepdim=True)  # noqa: E731
     [
         (lambda kept, x: x / by_shape(kept, x.shape, lambda: LARGEST(x)), lambda x: x / LARGEST(x)),
         (lambda kept, x: 2 * x - by_shape(kept, 0, lambda: x.detach().clone()), lambda x: 2 * x - x.detach()),
-        (lambda kept, x: KeptUpstream.apply(x), lambda x: 2 * x),
+        (lambda kept, x: through(2 * x, lambda g: by_shape(kept, g.shape, g.clone)), lambda x: 2 * x),
     ],
     ids=["scale by shape", "first values for ever", "upstream gradient by shape"],
 )
 def test_a_later_call_on_other_values_is_judged(function, exact):
     kept: dict = {}
-    KeptUpstream.kept.clear()
     found = check_parity(lambda x: function(kept, x), exact, {"x": torch.randn(8, 32)})
     assert found.protocol and all("of a later call on other values" in line for line in found.protocol)
     assert not found.agrees
@@ -410,7 +355,8 @@ def test_a_later_call_on_other_values_is_judged(function, exact):
 
 
 def test_an_upstream_gradient_of_one_value_a_row_is_not_one_of_all():
-    found = check_parity(OneUpstream.apply, lambda x: 2 * x, {"x": torch.randn(8, 32)})
+    one = lambda x: through(2 * x, lambda g: g if g.stride()[-1] else g.flatten()[0].expand_as(g))  # noqa: E731
+    found = check_parity(one, lambda x: 2 * x, {"x": torch.randn(8, 32)})
     assert "its upstream gradient not contiguous" in " ".join(found.protocol)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cases.selftest.mutants.steps import through
 from parity.judge.problem import cotangent
 from parity.judge.products import CutOperands
 from parity.testing import EAGER, ParityError, Recipe, assert_parity, check_parity, stored, tolerance
@@ -93,17 +94,8 @@ def test_wrong_code_does_not(name, dtype):
 
 
 def test_an_upstream_gradient_that_is_ignored_shows_in_a_scalar():
-    class Mean(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.shape = x.shape
-            return x.mean()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return torch.full(ctx.shape, 1 / 576)
-
-    parity = check_parity(lambda x: Mean.apply(x), lambda x: x.mean(), drawn(torch.float32, x=X))
+    ignores = lambda x: through(x.mean(), torch.ones_like)  # noqa: E731
+    parity = check_parity(ignores, lambda x: x.mean(), drawn(torch.float32, x=X))
     assert list(parity.wrong) == ["grad_x"] and parity.kind == "logic"
 
 
@@ -297,24 +289,13 @@ def test_an_input_in_uneven_memory_may_be_overwritten():
     assert_parity(lambda x, y: SumInPlace.apply(x, y), both, inputs, grad=("x",), in_place=("y",))
 
 
-class NormInPlace(torch.autograd.Function):
-    """Its gradient lies where its upstream gradient did."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.mul_(ctx.saved_tensors[0].cos())
-
-
 def test_an_upstream_gradient_that_is_overwritten_is_declared():
     inputs = drawn(torch.float32, x=X)
-    parity = check_parity(lambda x: NormInPlace.apply(x), torch.sin, inputs)
+    in_place = lambda x: through(x.sin(), lambda g: g.mul_(2))  # noqa: E731
+    definition = lambda x: 2 * x.sin() - x.sin().detach()  # noqa: E731
+    parity = check_parity(in_place, definition, inputs)
     assert not parity.agrees and parity.protocol == ("upstream gradient of output was changed in place",)
-    assert_parity(lambda x: NormInPlace.apply(x), torch.sin, inputs, in_place="grad_output")
+    assert_parity(in_place, definition, inputs, in_place="grad_output")
 
 
 class Scaled(torch.nn.Module):
@@ -459,21 +440,14 @@ def test_sizes_of_zero_and_one(shape):
 def test_a_function_is_given_the_strides_of_the_inputs_and_of_the_upstream_gradient():
     seen = {}
 
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            seen["x"] = x.stride()
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen["grad"] = grad.stride()
-            return 2 * grad
+    def double(x):
+        seen["x"] = x.stride()
+        return through(2 * x, lambda g: seen.update(grad=g.stride()) or g)
 
     x = drawn(torch.float32, x=(4, 12))["x"]
     for view in (x[:, ::3], x.T, x[:1].expand(4, 12), x[:, 3:6]):
         upstream = torch.ones(()).expand(view.shape)
-        assert_parity(lambda x: Double.apply(x), lambda x: 2 * x, {"x": view}, cotangent=upstream, protocol="none")
+        assert_parity(double, lambda x: 2 * x, {"x": view}, cotangent=upstream, protocol="none")
         assert seen == {"x": view.stride(), "grad": upstream.stride()}
 
     def forgets_strides(x):
