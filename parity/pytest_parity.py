@@ -219,7 +219,8 @@ class Audit(Recorder):
         from parity.judge.assertion import tolerance
         from parity.judge.problem import named
 
-        narrow = next((d for d in self._dtypes() if self._holds(d, actual)), actual.dtype)
+        dtypes = self.torch.bfloat16, self.torch.float16, self.torch.float32
+        narrow = next((d for d in dtypes if self._holds(d, actual)), actual.dtype)
         for definition, arguments, outputs, upstream in reversed(self.runs):
             own = dict(getattr(definition, "named_parameters", dict)())
             gradients = {f"grad_{n}": x.grad for n, x in (named(arguments) | own).items() if x.is_leaf}
@@ -239,9 +240,6 @@ class Audit(Recorder):
                 finally:
                     self.asking = False
         return None
-
-    def _dtypes(self) -> tuple[Any, ...]:
-        return self.torch.bfloat16, self.torch.float16, self.torch.float32
 
     def _holds(self, dtype: Any, x: Any) -> bool:
         """Whether a dtype holds all values of a tensor: a kernel's, cast up to be compared."""

@@ -50,7 +50,8 @@ class WeightsAgain(TorchFunctionMode):
         if func in PRODUCTS or any("made" in vars(a) for a in given):
             vars(out)["made"] = func, args, kwargs
         weighed = [a for a in given if "weights" in vars(a)]
-        if func in SOFTMAX and _dim(args, kwargs) in (-1, out.dim() - 1):
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if func in SOFTMAX and dim in (-1, out.dim() - 1):
             vars(out)["weights"] = args[0], lambda weights: weights
         elif len(weighed) == 1:
             scores, before = vars(weighed[0])["weights"]
@@ -72,10 +73,6 @@ class WeightsAgain(TorchFunctionMode):
         total = weights.sum(-1, keepdim=True)
         again = product(weights) - stored(out).detach() * (total - total.detach())
         return out.detach() + (again - again.detach())  # the forward pass has its own weights
-
-
-def _dim(args: Any, kwargs: Any) -> Any:
-    return kwargs.get("dim", args[1] if len(args) > 1 else None)
 
 
 def _made_again(x: torch.Tensor, seen: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -158,9 +158,8 @@ class FunctionCalls(protocol.Calls[Tensors]):
     def _dtypes(self, first: Values) -> list[str]:
         """Outputs come in the dtypes that the definition gives on the same inputs."""
         asked = self._definition.forward(self.fresh())
-        pairs = [(n, first.get(n), x) for n, x in asked.items()]
-        differ = [(n, y.dtype, x.dtype) for n, y, x in pairs if x is not None and y is not None and x.dtype != y.dtype]
-        return [f"{n} came in {came}, expected {wanted}" for n, came, wanted in differ]
+        came = {n: y for n in asked if (y := first.get(n)) is not None and y.dtype != asked[n].dtype}
+        return [f"{n} came in {y.dtype}, expected {asked[n].dtype}" for n, y in came.items()]
 
     def broken(self, names: Collection[str], first: Values) -> list[str]:
         """What of the protocol does not hold, a sentence each."""

@@ -15,7 +15,7 @@ from parity.judge.identities import in_front
 from parity.judge.long_sums import MANY
 from parity.judge.monte_carlo import MonteCarlo, rounds_nothing
 from parity.judge.recipe import DTYPES, NARROW, UNIT_ROUNDOFF
-from parity.judge.stages import kept_dtype, of_dtype, own_dtype, stored
+from parity.judge.stages import of_dtype, stored
 
 aten = torch.ops.aten
 
@@ -56,8 +56,8 @@ EXACT = frozenset(
 """Operations that move, choose or compare, beside those that `MonteCarlo` knows."""
 INDEXED = frozenset("scatter_add index_add embedding_dense_backward index_put _unsafe_index_put".split())
 """Sums of the terms that an index sends to one place."""
-PRODUCTS = {"mv": lambda args: args[0].shape[-1], "dot": lambda args: args[0].shape[-1]}
-"""Products besides mm and bmm -> how many terms each of their sums has."""
+PRODUCTS = ("mv", "dot")
+"""Those besides mm and bmm."""
 
 
 class AnyOperation(MonteCarlo):
@@ -89,11 +89,8 @@ class AnyOperation(MonteCarlo):
             with self._entered():
                 out = taken_apart(*args, **kwargs)
             return self.rounded(self._kept_sum(out, *args[:2]), self.softmax) if name in SOFTMAX else out
-        if name in PRODUCTS:
-            size = func(*_absolute(args), **kwargs)
-            return self._within(func(*args, **kwargs), size, PRODUCTS[name](args))
-        if name == "cumsum":
-            terms = func(torch.ones_like(args[0]), *args[1:], **kwargs)
+        if name in PRODUCTS or name == "cumsum":
+            terms = args[0].shape[-1] if name in PRODUCTS else func(torch.ones_like(args[0]), *args[1:], **kwargs)
             return self._within(func(*args, **kwargs), func(*_absolute(args), **kwargs), terms)
         if name == "convolution":
             size = func(*_absolute(args), **kwargs)
@@ -334,10 +331,10 @@ class Definition(Double):
         return self._named(out, func, dtype, [a for a in _flat((args, *kwargs.values())) if is_floating(a)])
 
     def _dtype(self, x: torch.Tensor) -> torch.dtype:
-        return own_dtype(x) or (self.own if x.dtype == torch.float64 else x.dtype)
+        return vars(x).get("own_dtype") or (self.own if x.dtype == torch.float64 else x.dtype)
 
     def _kept(self, x: torch.Tensor) -> torch.dtype:
-        return kept_dtype(x) or self._dtype(x)
+        return vars(x).get("kept_dtype") or self._dtype(x)
 
     def _named(self, out: Any, func: Any, dtype: torch.dtype | None, operands: list[torch.Tensor]) -> Any:
         """`out`, whose floating-point tensors have the dtype that was asked for, or that of the operands' promotion."""

@@ -74,15 +74,14 @@ class Tensor:
                 x = torch.full_like(x, int(integers(case.seed, name, (1,), bound)))
             x = x % 2 * (bound - 1) if style == "edges" else x
             return laid((x if self.then is None else self.then(x)).to(case.device), layout)
-        x = normal(case.seed, name, shape)
+        x, dtype = normal(case.seed, name, shape), self.dtype or case.dtype
         if style == "extreme":
-            far = EXTREME_FP16 if (self.dtype or case.dtype) == "fp16" else EXTREME
+            far = EXTREME_FP16 if dtype == "fp16" else EXTREME
             x = x * torch.where(uniform(case.seed, name + "e", shape) < 0.5, 2.0**far, 2.0**-far)
         else:
             x = _STYLES[style](x, case.seed, name)
         x = x * self.scale + self.around
-        x = x if self.then is None else self.then(x)
-        return laid(x.to(DTYPES[self.dtype or case.dtype]).to(case.device), layout)
+        return laid((x if self.then is None else self.then(x)).to(case.device, DTYPES[dtype]), layout)
 
 
 _STYLES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {

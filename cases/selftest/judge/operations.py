@@ -19,8 +19,7 @@ class Operation:
 
     drawn: object
     definition: object
-    styles: dict
-    more: dict = dataclasses.field(default_factory=dict)
+    styles: dict = dataclasses.field(default_factory=dict)
 
     def all_styles(self):
         """Those of "fp32" are right in float32 alone: torch's own CPU code that adds up in 16 bits."""
@@ -165,7 +164,7 @@ OPERATIONS = {
         D.group_norm,
         {"fp32 torch": lambda x, weight, bias, groups: F.group_norm(x, groups, weight, bias)},
     ),
-    "rope": Operation(draw(**TURNED, sizes={"B": (1, 3), "T": 65}), D.rope, {}),
+    "rope": Operation(draw(**TURNED, sizes={"B": (1, 3), "T": 65}), D.rope),
     "swiglu": Operation(draw(**GATED), D.swiglu, {"kept": lambda gate, up: F.silu(gate) * up}),
     "geglu": Operation(draw(**GATED), D.geglu, {"kept": lambda gate, up: F.gelu(gate, approximate="tanh") * up}),
     "softmax": Operation(
@@ -174,7 +173,6 @@ OPERATIONS = {
     "cross_entropy": Operation(
         draw(**LABELLED, label_smoothing=[0.0, 0.1], z_loss=[0.0, 1e-3], softcap=[None, 10.0], sizes=TABLE),
         D.cross_entropy,
-        {},
     ),
     "plain_cross_entropy": Operation(
         draw(**LABELLED, sizes=TABLE),
@@ -200,8 +198,8 @@ OPERATIONS = {
         D.kl,
         {"torch": lambda log_q, log_p: F.kl_div(log_q.float(), log_p.float(), log_target=True, reduction="batchmean")},
     ),
-    "jsd": Operation(draw(**TWO, beta=[0.5, 0.1], sizes=TABLE), D.jsd, {}),
-    "tvd": Operation(draw(p=tensor("N", "V", **PROBS), q=tensor("N", "V", **PROBS), sizes=TABLE), D.tvd, {}),
+    "jsd": Operation(draw(**TWO, beta=[0.5, 0.1], sizes=TABLE), D.jsd),
+    "tvd": Operation(draw(p=tensor("N", "V", **PROBS), q=tensor("N", "V", **PROBS), sizes=TABLE), D.tvd),
     "attention": Operation(
         draw(**HEADS, sizes=FEW),
         D.attention,
@@ -213,7 +211,6 @@ OPERATIONS = {
     "attention_of_lengths": Operation(
         draw(**PACKED, lengths=lambda case: [1, 12, 7], causal=[False, True], sizes={"D": 65}),
         D.attention_of_lengths,
-        {},
     ),
     "embedding": Operation(
         draw(ids=index("N", below="V"), weight=tensor("V", "H"), sizes={"N": 2049, "H": 65}),
@@ -226,7 +223,6 @@ OPERATIONS = {
             normalised=[True, False],
         ),
         functools.partial(D.top_k_router, k=3),
-        {},
     ),
     "moe_combine": Operation(
         draw(outputs=tensor("T", 4, "H"), weights=tensor("T", 4, **PROBS)),

@@ -56,8 +56,7 @@ def test_a_recipe_names_what_it_moves():
 def test_a_kernel_stores_the_gradient_of_the_log_probs_it_takes():
     lp = torch.full((2, 3), -1.0, dtype=torch.float64, requires_grad=True)
     for dtype, expected in ((None, 1e-9), ("fp16", 0.0)):
-        mode = MonteCarlo(Recipe(log_probs=dtype), "fp16", 0)
-        with mode:
+        with MonteCarlo(Recipe(log_probs=dtype), "fp16", 0):
             (grad,) = torch.autograd.grad(stored(lp, "log-probs"), lp, torch.full_like(lp, 1e-9))
         assert grad.flatten().tolist() == pytest.approx([expected] * 6)
 
@@ -67,8 +66,7 @@ def test_a_bias_is_summed_from_what_is_stored_or_not():
     b = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
     h = torch.ones(2, 4, 3, dtype=torch.float64, requires_grad=True)
     for bias, expected in (("fp32", 4e-12), (None, 0.0)):
-        mode = MonteCarlo(Recipe(dlogits="fp16", bias=bias), "fp16", 0)
-        with mode:
+        with MonteCarlo(Recipe(dlogits="fp16", bias=bias), "fp16", 0):
             z = stored(stored(h * 1.0, "logits") + stored(b, "bias").unsqueeze(-2), "biased")
             grad_b, grad_h = torch.autograd.grad(z, [b, h], torch.full_like(z, 1e-12))
         assert float(grad_b.abs().max()) == pytest.approx(expected, rel=1e-3, abs=1e-30), bias
@@ -87,8 +85,7 @@ def test_a_bias_is_added_before_anything_is_stored_or_after():
 
 def test_a_stored_float16_overflows():
     x = torch.tensor([1.0, 7e4, -7e4, torch.inf, torch.nan], dtype=torch.float64)
-    mode = MonteCarlo(Recipe(logits="fp16"), "fp16", 0)
-    with mode:
+    with MonteCarlo(Recipe(logits="fp16"), "fp16", 0):
         kept = stored(x, "logits")
     assert torch.isfinite(kept[0])
     assert kept[1] == torch.inf

@@ -30,8 +30,7 @@ def test_equal_subnormals_round_equally():
     for recipe in (Recipe(elementwise="fp16"), Recipe(logits="fp16")):
         errors = []
         for seed in range(12):
-            mode = MonteCarlo(recipe, "fp16", seed)
-            with mode:
+            with MonteCarlo(recipe, "fp16", seed):
                 kept = x * 1.0 if recipe.elementwise == "fp16" else stored(x, "logits")
             assert float(kept.max() - kept.min()) < 1e-37
             errors.append(abs(float(kept.mean() - x.mean())) / 2.0**-24)
@@ -101,8 +100,7 @@ def test_a_constant_is_rounded_once_in_a_replica():
     """1/0.7 is off by the same share at every token and in the backward pass; 1/2 has all its bits."""
     x = (1 + torch.rand(24, 4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).requires_grad_()
     for constant, rounds in ((0.7, True), (2.0, False)):
-        mode = MonteCarlo(Recipe(), "fp32", 1)
-        with mode:
+        with MonteCarlo(Recipe(), "fp32", 1):
             y = x / constant
             (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
         shares = (y.detach() * constant / x.detach() - 1).mean(1)

@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 
 from cases.selftest.limits import limits
-from cases.selftest.limits.limits import GRID, NEVER, DetectionLimit
+from cases.selftest.limits.limits import DTYPES, GRID, LOGITS, NEVER, DetectionLimit
 from cases.selftest.oracles import oracle_of
+from cases.selftest.slow import HOURS, number
 from parity.case.profiles import cases_drawn
-from parity.registry import family
+from parity.registry import NAMES, family
 
 
 @pytest.mark.parametrize("size", [GRID[0], GRID[5], 1e-3, 0.3, 1.0])
@@ -88,3 +90,30 @@ def test_drawn_cases_are_of_the_dtype_and_outside_autocast():
     assert {c.dtype for c in cases} == {"fp32"}
     assert all(c.settings.get("context") in (None, "checkpoint") for c in cases)
     assert cases[0].id == next(iter(limits.drawn("logprobs", "fp32", 1, 0))).id
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "sensitivity.md"
+
+
+def shown():
+    """(family, error, dtype, kind of logits) -> the ε that half of the cases catch, by the page."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    for of, target, dtype, half, _ in (row for row in rows if len(row) == 5 and row[0] in NAMES):
+        name = dtype.split(",")[0]
+        yield (of, target, name, list(LOGITS)[dtype != name]), float(half)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(HOURS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_limits_are_those_of_the_page(name, dtype, device, record_property):
+    count, measured = number("CASES", 120), []
+    for case in limits.drawn(name, dtype, count, number("SEED", 0)):
+        oracle = oracle_of(case, device)
+        for kind in list(LOGITS)[: 1 if dtype == "fp32" else None]:
+            measured += limits.measure(name, dtype, kind, oracle)
+    record_property("limits", [[count, *dataclasses.astuple(one)] for one in measured])
+    expected = {key: half for key, half in shown() if key[0] == name and key[2] == dtype}
+    halves = {key: limits.quantile([one.limit for one in group], 0.5) for key, group in limits.groups(measured).items()}
+    assert {key: halves[key] for key, half in expected.items() if halves[key] > 2 * half} == {}
