@@ -15,7 +15,6 @@ from parity.case.case import Case
 from parity.case.drawing import cases, draws
 from parity.compare.one_case import skip_reason
 from parity.implementations.implementation import Implementation
-from parity.judge.gates import Judgement
 from parity.judging.assess import CaseOracle, confirmed, judge_all
 from parity.protocol.call import execute
 from parity.registry import loss_family
@@ -23,7 +22,6 @@ from parity.results.report import measured, wording
 
 DTYPES = ("fp32", "fp16", "bf16")
 Key = tuple[str, str, str]
-Judged = dict[str, Judgement]
 
 
 @dataclasses.dataclass
@@ -50,55 +48,42 @@ class Soak:
         return sum(self.judged.values())
 
 
-def drawn(
-    name: str, count: int, seed: int, dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16"), profile: str = "pr"
-) -> Iterator[Case]:
-    """`count` different cases of a family, drawn as a run of the profile draws them; nightly has the context `compile`."""
-    return draws(cases(loss_family(name), dtypes, profile), f"soak/{seed}/{name}", count)
+def drawn(name: str, count: int, seed: int) -> Iterator[Case]:
+    """`count` different cases of a family, drawn as profile pr draws them."""
+    return draws(cases(loss_family(name), DTYPES, "pr"), f"soak/{seed}/{name}", count)
 
 
-def judged(oracle: CaseOracle, implementation: Implementation) -> tuple[Judged, Judged] | str:
-    """The first judgement and the one that counts, or why there is none."""
-    oracle = oracle.offered(implementation)
-    x = oracle.inputs
-    if reason := skip_reason(oracle.family, implementation, x.case, x.settings, x.device.type):
-        return f"unsupported: {reason}"
-    outcome = execute(implementation, oracle.inputs)
-    if outcome.verdict != "ran":
-        return f"{outcome.verdict}: {outcome.message}"
-    first = judge_all(oracle, implementation, outcome, implementation.recipe_for(oracle.inputs))
-    # what autocast changes no bit of is held to more, by `confirmed`
-    if all(j.agrees for j in first.values()) and oracle.inputs.autocast is None:
-        return first, first
-    return first, confirmed(oracle, implementation, outcome)
-
-
-def soak(chosen_cases: Iterable[Case], implementations: Sequence[Implementation] = (), device: str = "cpu") -> Soak:
-    """Judge implementations, or else the controls of each family, on cases."""
+def soak(chosen_cases: Iterable[Case], device: str = "cpu") -> Soak:
+    """Judge the controls of each family on cases."""
     out = Soak()
     for case in chosen_cases:
         oracle = oracle_of(case, device)
-        for implementation in implementations or CONTROLS[case.family]:
-            _add(out, oracle, implementation)
+        for implementation in CONTROLS[case.family]:
+            _add(out, oracle.offered(implementation), implementation)
     return out
 
 
 def _add(out: Soak, oracle: CaseOracle, implementation: Implementation) -> None:
-    case = oracle.inputs.case
-    text = json.dumps(case.to_json())
-    result = judged(oracle, implementation)
-    if isinstance(result, str):
-        verdict, message = result.split(": ", 1)
-        out.silent[(implementation.id, verdict, message)] += 1
+    """The first judgement, and the one that counts, or why there is none."""
+    x, case = oracle.inputs, oracle.inputs.case
+    if reason := skip_reason(oracle.family, implementation, case, x.settings, x.device.type):
+        out.silent[implementation.id, "unsupported", reason] += 1
         return
-    first, final = result
+    outcome = execute(implementation, x)
+    if outcome.verdict != "ran":
+        out.silent[implementation.id, outcome.verdict, outcome.message] += 1
+        return
+    first = judge_all(oracle, implementation, outcome, implementation.recipe_for(x))
+    # what autocast changes no bit of is held to more, by `confirmed`
+    right = all(j.agrees for j in first.values()) and x.autocast is None
+    final = first if right else confirmed(oracle, implementation, outcome)
     out.judged[(case.family, case.dtype)] += 1
-    for quantity, j in first.items():
+    for j in first.values():
         for gate, headroom in j.gates.items():
             out.headrooms[case.family, gate, case.dtype].append(math.inf if math.isnan(headroom) else headroom)
-        if not j.agrees:
-            out.first.append((implementation.id, quantity, j.gate, j.headroom, text))
-    out.alarms += [(implementation.id, q, j.gate, j.headroom, text) for q, j in final.items() if not j.agrees]
+    text = json.dumps(case.to_json())
+    for alarms, judged in ((out.first, first), (out.alarms, final)):
+        alarms += [(implementation.id, q, j.gate, j.headroom, text) for q, j in judged.items() if not j.agrees]
 
 
 HEADINGS = ("family", "gate", ">judged", ">≤ 0.5", *(f">worst, {dtype}" for dtype in DTYPES))

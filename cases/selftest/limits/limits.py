@@ -73,12 +73,6 @@ def implementation(name: str, kind: str, error: float = 0.0) -> Implementation:
     return dataclasses.replace(found, call=loss_of(wrong, **(REORDERED if kind in PAIRED else {})))
 
 
-def label_of(name: str) -> str:
-    """How the table calls what a family returns first."""
-    first = loss_family(name).first
-    return "log-probs" if first == "logps" else first
-
-
 def drawn(name: str, dtype: str, count: int, seed: int) -> Iterator[Case]:
     """Cases as profile pr draws them, of one dtype, outside autocast, which would make another of it."""
     found = (c for c in draws(cases(loss_family(name), (dtype,), "pr"), f"limits/{seed}/{name}/{dtype}", 2 * count))
@@ -98,7 +92,7 @@ def measure(name: str, dtype: str, kind: str, oracle: CaseOracle) -> list[Detect
         plain: Values = {n: v for n, v in outcome.quantities.items() if v is not None}
         out = []
         for target, names, edited in _errors(name, kind, oracle, plain):
-            present = [n for n in names if n in plain and _size(oracle.exact[n]) > 0.0]
+            present = [n for n in names if n in plain and bool(oracle.exact[n].nan_to_num().any())]
             if not present or _same(plain, edited(1.0), present) or by_run(plain, present):
                 continue
             limit = smallest(lambda error, edited=edited, names=present: by_run(edited(error), names))
@@ -111,7 +105,7 @@ def _errors(name: str, kind: str, oracle: CaseOracle, plain: Values) -> Errors:
     gradients = tuple(n for n in plain if n.startswith("grad_"))
     narrow = all(plain[n].dtype == oracle.inputs.dtype for n in gradients)  # a float32 head's gradient would decide
     first = oracle.family.first
-    yield label_of(name), (first,), lambda e: scaled(plain, (first,), e)
+    yield "log-probs" if first == "logps" else first, (first,), lambda e: scaled(plain, (first,), e)
     if name == "policy":
         yield "log-probs", ("loss", *gradients), lambda e: again(oracle, implementation(name, LOGITS[kind], e))
     if gradients and narrow:
@@ -130,10 +124,6 @@ def again(oracle: CaseOracle, edited: Implementation) -> Values:
 def _same(a: Values, b: Values, names: list[str]) -> bool:
     """Whether an edit changes no bit: there is nothing to catch."""
     return all(n in b and torch.equal(a[n].nan_to_num(), b[n].nan_to_num()) for n in names)
-
-
-def _size(x: torch.Tensor) -> float:
-    return float(x.nan_to_num().abs().max()) if x.numel() else 0.0
 
 
 def smallest(caught: Callable[[float], bool]) -> float:
