@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from cases.selftest.judge.kernel_mutants import on_outputs
 from cases.selftest.judge.operations import OPERATIONS
+from cases.selftest.judge.test_kernels import on_outputs
 from parity.testing import check_parity, definitions
 
 STYLES = [(name, style) for name, operation in OPERATIONS.items() for style in operation.all_styles()]
