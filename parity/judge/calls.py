@@ -1,10 +1,8 @@
 """A function on the tensors of a problem, called once for its values and several times for its protocol."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -151,7 +149,7 @@ class FunctionCalls(protocol.Calls[Tensors]):
         return found + ["the call seeds torch's random numbers"] * seeds
 
     @property
-    def _definition(self) -> FunctionCalls:
+    def _definition(self) -> Self:
         """Calls of the definition in place of the function."""
         return dataclasses.replace(self, function=self.problem.definition, changed=[])
 

@@ -1,16 +1,11 @@
 """Functions of autograd that hand on a value as it is, and round it or its gradient as a Monte Carlo mode says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from parity.judge.recipe import DTYPES
-
-if TYPE_CHECKING:
-    from parity.judge.monte_carlo import MonteCarlo
 
 
 class Through(torch.autograd.Function):
@@ -83,7 +78,7 @@ class Stored(torch.autograd.Function):
     """Identity where a recipe keeps a narrower dtype: perturbs the value forward and its gradient backward."""
 
     @staticmethod
-    def forward(x: torch.Tensor, mode: MonteCarlo, forward: str | None, _: str | None, factor: float) -> torch.Tensor:
+    def forward(x: torch.Tensor, mode: Any, forward: str | None, _: str | None, factor: float) -> torch.Tensor:
         return mode.store(x, forward, factor).view_as(x)
 
     @staticmethod

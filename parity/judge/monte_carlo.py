@@ -6,12 +6,10 @@ doi:10.1109/ARITH.2016.31). The spread of the replicas is the unit in which the 
 writes the definition and nothing else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -78,8 +76,6 @@ class MonteCarlo(TorchDispatchMode):
     range of the elementwise dtype is infinite.
     """
 
-    vectorised = True
-    """Whether `torch.vmap` may run many replicas at once: where nothing is remembered from one operation to a later one."""
     drifts = False
     """Whether sums of the forward pass drift as those of the backward pass do."""
 
@@ -102,7 +98,7 @@ class MonteCarlo(TorchDispatchMode):
         self.largest = LARGEST[elementwise] if elementwise == "fp16" else None
         self.largest_exp = LARGEST[elementwise]
 
-    def __enter__(self) -> MonteCarlo:
+    def __enter__(self) -> Self:
         RUNNING.append(self)
         super().__enter__()
         return self

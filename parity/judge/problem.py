@@ -104,7 +104,7 @@ class Problem:
     @property
     def at_once(self) -> bool:
         """Whether many replicas are one run of `torch.vmap`, as far as is known by now; else they cost a run each."""
-        return self.rounding.vectorised and not self._routed
+        return not self._routed
 
     @functools.cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -235,7 +235,7 @@ class Problem:
 
     def _stack(self, form: Form, recipe: Recipe, width: int, seed: int, own_grids: int) -> Quantities:
         """One run of `torch.vmap`, or one run a replica where that cannot be."""
-        if self.rounding.vectorised and form not in self._routed:
+        if form not in self._routed:
             try:
                 return self._together(form, recipe, width, seed, own_grids)
             except NotImplementedError:
