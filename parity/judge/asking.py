@@ -18,11 +18,11 @@ def posed(
     function: Any,
     definition: Any,
     inputs: Mapping[str, Any],
-    actual: Mapping[str, torch.Tensor] | None,
-    grad: Collection[str] | None,
-    also: Sequence[Any],
-    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | str | None,
-    seed: int,
+    actual: Mapping[str, torch.Tensor] | None = None,
+    grad: Collection[str] | None = None,
+    also: Sequence[Any] = (),
+    cotangent: torch.Tensor | Mapping[str, torch.Tensor] | str | None = None,
+    seed: int = 0,
 ) -> Problem:
     """What is asked, checked."""
     module = function if isinstance(function, torch.nn.Module) else None

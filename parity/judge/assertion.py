@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -114,21 +113,20 @@ def verdict(
     inputs: Any = None,
     *,
     actual: Any = None,
-    grad: Any = None,
-    also: Sequence[Any] = (),
     in_place: Any = (),
     recipe: Recipe | None = None,
-    cotangent: Any = None,
     protocol: str | Collection[str] = "default",
-    seed: int = 0,
+    **more: Any,
 ) -> tuple[Parity, Callable[[], Parity]]:
-    """The record without what explains a disagreement, which costs many times the verdict, and what makes the whole one."""
-    began = time.perf_counter()
+    """The record without what explains a disagreement, which costs many times the verdict, and what makes the whole one.
+
+    `more`: the other arguments of `assert_parity`.
+    """
     if definition is None or inputs is None:
         raise ValueError("assert_parity needs a definition and inputs: assert_parity(kernel, definition=f, inputs={…})")
     if (function is None) == (actual is None):
         raise ValueError("give a function, or the values that one gave as actual={…}, and not both")
-    problem = posed(function, definition, inputs, actual, grad, also, cotangent, seed)
+    problem = posed(function, definition, inputs, actual, **more)
     recipe = resolved(recipe, problem)
     asked = parts(protocol)
     upstream = map(gradient_name, problem.cotangents)
@@ -155,13 +153,9 @@ def verdict(
     parity = Parity(
         function=_name(function) if function is not None else "actual",
         quantities=quantities,
-        kind=None,
-        explained_by=None,
-        hints={},
         protocol=(*(calls.changed if "inputs" in asked else ()), *broken),
         recipe=recipe.describe(),
         inputs=_described(problem),
-        seconds=time.perf_counter() - began,
     )
 
     def explained() -> Parity:
@@ -175,8 +169,7 @@ def verdict(
         if any(looks.values()):
             by = None  # coarser rounding is spread over all entries, is no factor, and is more than float32's
         kind = "precision" if _in_float32(function, problem, wrong, by) else "logic"
-        seconds = time.perf_counter() - began
-        return dataclasses.replace(parity, kind=kind, explained_by=by, hints=looks, seconds=seconds)
+        return dataclasses.replace(parity, kind=kind, explained_by=by, hints=looks)
 
     return parity, explained
 
@@ -194,7 +187,7 @@ def tolerance(
     rtol is 6u of the output's dtype, as in the judge's max gate; atol is what correct code may be off by beyond that: 6 times
     the root mean square over sixty replicas of max(|error| - rtol·|exact|, 0), at least twice the largest.
     """
-    problem = posed(None, definition, inputs, None, None, (), cotangent, seed)
+    problem = posed(None, definition, inputs, cotangent=cotangent, seed=seed)
     recipe = resolved(recipe, problem)
     out = {}
     for name, exact in problem.oracle.exact.items():

@@ -21,19 +21,17 @@ class Parity:
         protocol: what does not hold of the protocol of calls, a sentence each.
         recipe: the recipe it was judged by, in words.
         inputs: shapes and dtypes, in words.
-        seconds: of wall time that the judgement took.
         case: the id of a drawn case, or nothing.
     """
 
     function: str
     quantities: Mapping[str, Judgement]
-    kind: str | None
-    explained_by: str | None
-    hints: Mapping[str, Sequence[str]]
     protocol: Sequence[str]
     recipe: str
     inputs: str
-    seconds: float
+    kind: str | None = None
+    explained_by: str | None = None
+    hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     case: str = ""
 
     def __str__(self) -> str:
