@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.fixes.override import meanwhile, replaced, source_of
+from parity.fixes.override import replaced, source_of
 from parity.fixes.patch import Patch
 
 NAME = "divide_by_accumulation"
@@ -41,7 +41,7 @@ def divide_by_accumulation(trainer: Any) -> Patch:
         planned = getattr(getattr(trainer, "args", None), "gradient_accumulation_steps", 1)
         return original(loss / getattr(trainer, "current_gradient_accumulation_steps", planned), **kwargs)
 
-    return replaced(trainer, NAME, [(accelerator, "backward", divided, "accelerator.backward")])
+    return replaced(trainer, NAME, accelerator, "accelerator", backward=divided)
 
 
 def _undivided(step: Any) -> bool:
@@ -87,7 +87,7 @@ def average_over_window(trainer: Any) -> Patch:
 
 
 def _changed(trainer: Any, **methods: Callable[..., Any]) -> Patch:
-    return replaced(trainer, WINDOW, [(trainer, name, ours, f"trainer.{name}") for name, ours in methods.items()])
+    return replaced(trainer, WINDOW, trainer, "trainer", **methods)
 
 
 def _over_likelihood(trainer: Any, gold: bool) -> Patch:
@@ -118,9 +118,12 @@ def _over_likelihood(trainer: Any, gold: bool) -> Patch:
         return (*out[:4], out[4] * factor(model, batch), *out[5:])
 
     def by_weight(self: Any, original: Any, model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        weight = factor(model, batch) or 1.0  # of 0, TRL takes the batch for one without gold sequences
-        with meanwhile(self, tpo_alpha=self.tpo_alpha * weight):
+        alpha = self.tpo_alpha
+        self.tpo_alpha *= factor(model, batch) or 1.0  # of 0, TRL takes the batch for one without gold sequences
+        try:
             return original(model, batch, *args, **kwargs)
+        finally:
+            self.tpo_alpha = alpha
 
     if gold:
         return _changed(trainer, get_batch_samples=sampled, _compute_loss=by_weight)
@@ -160,8 +163,12 @@ def _over_generated(trainer: Any) -> Patch:
         return batches, self._get_num_items_in_batch(batches, device) / ranks
 
     def stepped(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-        with meanwhile(self, lmbda=-1.0, seq_kd=False):
+        asked = self.lmbda, self.seq_kd
+        self.lmbda, self.seq_kd = -1.0, False
+        try:
             return original(*args, **kwargs)
+        finally:
+            self.lmbda, self.seq_kd = asked
 
     return _changed(trainer, get_batch_samples=sampled, **({"training_step": stepped} if generates else {}))
 

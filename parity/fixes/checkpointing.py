@@ -14,7 +14,6 @@ from parity.fixes.override import rebind
 from parity.fixes.patch import ALREADY, ORIGINAL, Change, Patch
 
 NAME = "keep_gradient_checkpointing"
-SWITCHES = ("disable_gradient_checkpointing", "unwrap_model_for_generation")
 _CHANGE = "_parity_change"
 
 
@@ -55,26 +54,30 @@ def keep_gradient_checkpointing(trainer_or_model: Any = None) -> Patch:
     With a trainer or a model, for its model alone: any other goes through TRL's switch. Without, for every model.
 
     In trl 0.22 to 0.25 only `unwrap_model_for_generation` overwrites. Nothing is done where neither does (up to 0.21, or
-    a release that repairs it): their code is read.
+    a release that repairs it): asked on a stand-in model.
     """
     try:
         utils = importlib.import_module("trl.models.utils")
     except ImportError as error:
         return Patch(NAME, reason=f"trl cannot be imported ({error})")
-    switches = [vars(utils)[name] for name in SWITCHES if name in vars(utils)]
-    kept = next((getattr(switch, _CHANGE) for switch in switches if hasattr(switch, _CHANGE)), None)
+    switch = getattr(utils, "disable_gradient_checkpointing", None)
+    unwrap = getattr(utils, "unwrap_model_for_generation", None)
+    kept = getattr(switch, _CHANGE, None) or getattr(unwrap, _CHANGE, None)
     if kept is not None:
         covered = kept.everyone if trainer_or_model is None else kept.covers(_model(trainer_or_model))
         let_go = kept.hold(trainer_or_model)
         if covered:
             return Patch(NAME, reason=ALREADY, _undo=let_go)
         return Patch(NAME, changed=kept.changed, _undo=let_go)
-    wrong = [switch for switch in switches if _enables(utils, switch)]
-    if not wrong:
-        return Patch(NAME, reason="trl's switches no longer overwrite a model's checkpointing")
     kept = _Kept()
-    for original in wrong:
-        replacement = _pausing(original, kept)
+    replacements: list[tuple[Any, Any]] = []
+    if switch is not None and _overwrites_checkpointing(switch):
+        replacements.append((switch, _pausing_switch(switch, kept)))
+    if unwrap is not None and _calls(utils, unwrap, "gradient_checkpointing_enable"):
+        replacements.append((unwrap, _pausing_unwrap(unwrap, kept)))
+    if not replacements:
+        return Patch(NAME, reason="trl's switches no longer overwrite a model's checkpointing")
+    for original, replacement in replacements:
         setattr(replacement, ORIGINAL, original)
         setattr(replacement, _CHANGE, kept)
         kept.changed += tuple(rebind(original, replacement))
@@ -101,22 +104,63 @@ def _checkpointing_paused(model: nn.Module) -> Iterator[None]:
                 module.gradient_checkpointing = flag
 
 
-def _pausing(original: Callable[..., Any], kept: _Kept) -> Callable[..., Any]:
+def _pausing_switch(original: Callable[..., Any], kept: _Kept) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def disable_gradient_checkpointing(model: nn.Module, *args: object, **kwargs: object) -> Any:
+        return _checkpointing_paused(model) if kept.covers(model) else original(model, *args, **kwargs)
+
+    return disable_gradient_checkpointing
+
+
+def _pausing_unwrap(original: Callable[..., Any], kept: _Kept) -> Callable[..., Any]:
     @functools.wraps(original)
     @contextlib.contextmanager
-    def pausing(model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    def unwrap_model_for_generation(model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
         # With the flags already off the original finds nothing to disable, and so enables nothing afterwards.
         paused = _checkpointing_paused(model) if kept.covers(model) else contextlib.nullcontext()
-        with paused, original(model, *args, **kwargs) as given:
-            yield given
+        with paused, original(model, *args, **kwargs) as unwrapped:
+            yield unwrapped
 
-    return pausing
+    return unwrap_model_for_generation
 
 
-def _enables(module: ModuleType, function: Callable[..., Any]) -> bool:
-    """Whether `function`, or a function of `module` that it calls, turns a model's checkpointing on."""
+class _Recorder(nn.Module):
+    """A model that checkpoints and writes down what is done to it."""
+
+    supports_gradient_checkpointing = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = True
+        self.enabled = False
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return bool(self.gradient_checkpointing)
+
+    is_activation_checkpointing = is_gradient_checkpointing
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.gradient_checkpointing = False
+
+    def gradient_checkpointing_enable(self, *args: object, **kwargs: object) -> None:
+        self.enabled = True
+
+    activation_checkpointing_disable = gradient_checkpointing_disable
+    activation_checkpointing_enable = gradient_checkpointing_enable
+
+
+def _overwrites_checkpointing(switch: Callable[..., Any]) -> bool:
+    model = _Recorder()
+    with switch(model, None):
+        pass
+    return model.enabled
+
+
+def _calls(module: ModuleType, function: Callable[..., Any], name: str) -> bool:
+    """Whether `function`, or a function of `module` that it calls, mentions the attribute `name`."""
     names = set(inspect.unwrap(function).__code__.co_names)
     for helper in [vars(module).get(n) for n in names]:
         if inspect.isfunction(helper) and helper.__module__ == module.__name__:
             names |= set(inspect.unwrap(helper).__code__.co_names)
-    return not names.isdisjoint({"gradient_checkpointing_enable", "activation_checkpointing_enable"})
+    return name in names

@@ -181,7 +181,7 @@ class FusedLinearGRPOLoss(torch.nn.Module):
 
         log_ratio = logps - old
         w = policy.bounded_exp(policy.log_weights(log_ratio, mask, self.importance_sampling_level))
-        loss, phi = policy.surrogate(self, logps, log_ratio, w, advantages, ratio, mask)
+        loss, phi = self._surrogate(logps, log_ratio, w, advantages, ratio, mask)
         if self.off_policy_mask_threshold is not None:
             on_policy = policy.keep_on_policy(logps, sampling, mask, advantages, self.off_policy_mask_threshold)
             loss = torch.where(on_policy, loss, 0.0)
@@ -201,13 +201,18 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             per_generation = per_generation or self.steps_per_generation or accumulation
         else:
             accumulation = per_generation = 1.0
-        policy_loss = policy.aggregate(self, loss, mask, num_items_in_batch, accumulation, per_generation)
+        policy_loss = policy.aggregate(
+            loss, mask, self.loss_type, self.max_completion_length, num_items_in_batch, accumulation, per_generation
+        )
         total = policy_loss if self.loss_type in policy.WINDOW_NORMALISED else policy_loss / accumulation
         bonus = self.entropy_coef != 0.0
         if bonus:
             mean_entropy = (entropies * kept).sum() / kept.sum().clamp(min=1)
             total = total - self.entropy_coef * mean_entropy / accumulation
-        metrics = measure(self, w, advantages, kl, entropies, phi, policy_loss if bonus else None, mask)
+        level, epsilons = self.importance_sampling_level, (self.epsilon_low, self.epsilon_high)
+        metrics = measure(
+            w, advantages, kl, entropies, phi, policy_loss if bonus else None, mask, self.loss_type, level, epsilons
+        )
         return total.to(precision(_input, lin_weight, bias)[1]), metrics
 
     def _log_probs(self, hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -227,6 +232,21 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         )
         assert entropies is not None
         return logps, entropies
+
+    def _surrogate(
+        self, logps: Tensor, log_ratio: Tensor, w: Tensor, advantages: Tensor, ratio: Tensor | None, mask: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.loss_type == "cispo":
+            return policy.cispo_surrogate(w, advantages, logps, self.epsilon_high), None
+        if self.loss_type == "sapo":
+            tau_pos, tau_neg = self.sapo_temperature_pos, self.sapo_temperature_neg
+            return policy.sapo_surrogate(w, advantages, tau_pos, tau_neg), None
+        if self.loss_type == "vespo":
+            shapes = (self.vespo_k_pos, self.vespo_k_neg)
+            rates = (self.vespo_lambda_pos, self.vespo_lambda_neg)
+            phi = policy.vespo_weights(log_ratio, mask, advantages, ratio, shapes, rates)
+            return -phi * advantages * logps, phi
+        return policy.clipped_surrogate(w, advantages, self.epsilon_low, self.epsilon_high, self.delta), None
 
 
 def _by_position(hidden: Tensor, mask: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
 """`require_input_grads`: reentrant checkpointing that trains although what enters it requires no gradient."""
 
+import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from parity.fixes.override import overridden, replaced
-from parity.fixes.patch import Patch
+from parity.fixes.patch import Change, Patch
 
 NAME = "require_input_grads"
+_REQUIRED = "the input embeddings' output requires a gradient already"
+_HOOKED: weakref.WeakKeyDictionary[nn.Module, Change] = weakref.WeakKeyDictionary()
 
 
 def require_input_grads(trainer_or_model: Any) -> Patch:
@@ -16,21 +18,24 @@ def require_input_grads(trainer_or_model: Any) -> Patch:
 
     Reentrant checkpointing returns no gradient at all when none of its inputs requires one, as with frozen embeddings:
     "None of the inputs have requires_grad=True", and the learning rate has no effect (GRPO 0.14.0-0.15.2, OnlineDPO up
-    to 0.21.0). The forward of the input embeddings marks its output. Nothing is done where checkpointing is off or
+    to 0.21.0). A forward hook on the input embeddings marks their output. Nothing is done where checkpointing is off or
     not reentrant, where the embeddings' output already requires a gradient (asked of the embeddings themselves), or
     where nothing is trained.
     """
     trainer = None if isinstance(trainer_or_model, nn.Module) else trainer_or_model
     model = trainer_or_model if trainer is None else trainer.model
     reason = _why_inputs_are_fine(model, getattr(trainer, "args", None))
-    if reason is not None:
-        return Patch(NAME, reason=reason)
-    embeddings = model.get_input_embeddings()
-    return replaced(trainer_or_model, NAME, [(embeddings, "forward", _require_grad, "forward of the input embeddings")])
+    if reason is None:
+        embeddings = model.get_input_embeddings()
+        change = _HOOKED[embeddings] = Change(embeddings.register_forward_hook(_require_grad).remove)
+        return Patch(NAME, ("hook on the input embeddings",), _undo=change.hold(trainer_or_model))
+    made = _HOOKED.get(model.get_input_embeddings()) if reason == _REQUIRED else None
+    undo = made.hold(trainer_or_model) if made is not None and made.active else []
+    return Patch(NAME, reason=reason, _undo=undo)
 
 
-def _require_grad(self: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **kwargs).requires_grad_(True)
+def _require_grad(module: nn.Module, inputs: object, output: Tensor) -> None:
+    output.requires_grad_(True)
 
 
 def _first(source: Any, names: tuple[str, ...]) -> Any:
@@ -52,8 +57,6 @@ def _why_inputs_are_fine(model: nn.Module, args: Any) -> str | None:
     if not any(p.requires_grad for p in model.parameters()):
         return "the model has no trainable parameter"
     embeddings = model.get_input_embeddings()
-    if overridden(embeddings, "forward", NAME) is not None:
-        return None
     with torch.enable_grad():
         probe = embeddings(torch.zeros((1, 1), dtype=torch.long, device=embeddings.weight.device))
-    return "the input embeddings' output requires a gradient already" if probe.requires_grad else None
+    return _REQUIRED if probe.requires_grad else None

@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from parity.fixes.logits import KERNEL, fused_models, handed, in_shards, scored_by_its_own_logits
+from parity.fixes.logits import fused_models, in_shards, scored_by_its_own_logits
 from parity.fixes.logprobs import selective_log_probs
-from parity.fixes.override import chain, closed_over, rebind, replaced
-from parity.fixes.patch import ORIGINAL, Change, Patch
+from parity.fixes.override import chain, closed_over, overridden, override, rebind
+from parity.fixes.patch import ALREADY, ORIGINAL, Change, Patch
 
 NAME = "use_selective_log_probs"
+KERNEL = "_ChunkedLogProbFunction"
 _ENTROPY = "entropy"
 _ASKED: ContextVar[bool] = ContextVar("parity_fixes_selective_log_probs", default=False)
 
@@ -25,6 +26,7 @@ class _Kernel:
     def __init__(self, original: Any) -> None:
         self.original = original
         self.change = Change(lambda: rebind(self, original))
+        self.signature = inspect.signature(original.forward)  # bias since 1.13, outputs since 1.15
         self.optional = getattr(sys.modules[original.__module__], "OPTIONAL_OUTPUTS", (_ENTROPY,))
         setattr(self, ORIGINAL, original)
 
@@ -34,8 +36,10 @@ class _Kernel:
     def apply(self, *args: Any) -> Any:
         if not _ASKED.get():
             return self.original.apply(*args)
-        given = handed(self, args)
-        hidden, weight = args[:2]
+        call = self.signature.bind(None, *args)
+        call.apply_defaults()
+        _, hidden, weight = call.args[:3]
+        given = call.arguments
         wanted = given.get("outputs", self.optional)
         if set(wanted) - {"log_probs", _ENTROPY} or hasattr(weight, "ds_id"):
             return self.original.apply(*args)
@@ -81,13 +85,19 @@ def use_selective_log_probs(trainer_or_model: Any) -> Patch:
     places = [(owner, name) for owner, name in places if not scored_by_its_own_logits(owner)]
     if not places:
         return Patch(NAME, reason="the trainer's models are scored by their own logits")
-    if not isinstance(kernel, _Kernel):
-        kernel = _Kernel(kernel)
-        rebind(kernel.original, kernel, called=KERNEL)
-    said = ((owner, name, _asking, f"{type(owner).__name__}.{name}") for owner, name in places)
-    patch = replaced(trainer_or_model, NAME, said)
-    patch._undo += kernel.change.hold(trainer_or_model)
-    return patch
+    changed: list[str] = []
+    undo: list[Callable[[], object]] = []
+    for owner, name in places:
+        change = overridden(owner, name, NAME)
+        if change is None:
+            if not isinstance(kernel, _Kernel):
+                kernel = _Kernel(kernel)
+                rebind(kernel.original, kernel, called=KERNEL)
+            change = override(owner, name, NAME, _asking)
+            change.back += kernel.change.hold(owner)
+            changed.append(f"{type(owner).__name__}.{name}")
+        undo += change.hold(trainer_or_model)
+    return Patch(NAME, tuple(changed), reason=None if changed else ALREADY, _undo=undo)
 
 
 def _asking(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

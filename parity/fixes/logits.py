@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parity.fixes.override import Place, chain, closed_over, overridden, replaced
-from parity.fixes.patch import ALREADY, ORIGINAL, Patch
+from parity.fixes.override import chain, closed_over, overridden, override
+from parity.fixes.patch import ALREADY, ORIGINAL, Change, Patch
 
 NAME = "use_model_logits"
-KERNEL = "_ChunkedLogProbFunction"
+_KERNEL = "_ChunkedLogProbFunction"
 _ROWS, _LENGTH = 4, 9
 _TOKEN_BLOCK, _VOCAB_BLOCK = 1024, 8192
 
@@ -54,26 +54,34 @@ def use_model_logits(trainer_or_model: Any) -> Patch:
     if not models:
         return Patch(NAME, reason="no model has a fused LM head: log-probs come from its own logits")
     in_float32 = bool(getattr(getattr(trainer_or_model, "args", None), "cast_lm_head_to_fp32", False))
-    there = [model for model in models if scored_by_its_own_logits(model)]
+    changed: list[str] = []
     reasons: list[str] = []
-    tried: list[tuple[nn.Module, _Call, str | None]] = []
-    for model in (m for m in models if m not in there):
+    undo: list[Callable[[], object]] = []
+    calls: dict[int, tuple[_Call, str | None]] = {}
+    for model in models:
         kind = type(model).__name__
+        change = overridden(model, "forward", NAME)
+        if change is not None:
+            reasons.append(ALREADY)
+            undo += change.hold(trainer_or_model)
+            continue
         if in_shards(model):
             reasons.append(f"ZeRO-3 holds {kind} in shards, and no token can be tried")
             continue
         try:
-            tried.append((model, *_compare(model)))
+            calls[id(model)] = _compare(model)
         except Exception as error:
             reasons.append(f"{kind} could not be tried ({type(error).__name__}: {error})")
-    places: list[Place] = [(model, "forward", model.forward, ALREADY) for model in there]
-    if there or any(why is not None for _, _, why in tried):
-        for model, call, why in tried:
-            called = f"{type(model).__name__} ({why or 'as the trainer scores its other model'})"
-            places.append((model, "forward", _by_its_logits(model, call, in_float32), called))
-    else:
-        reasons += [f"the fused LM head computes the logits of {type(model).__name__} itself" for model, *_ in tried]
-    return replaced(trainer_or_model, NAME, places, reasons)
+    needed = ALREADY in reasons or any(why is not None for _, why in calls.values())
+    for model in [m for m in models if id(m) in calls]:
+        call, why = calls[id(model)]
+        kind = type(model).__name__
+        if not needed:
+            reasons.append(f"the fused LM head computes the logits of {kind} itself")
+            continue
+        changed.append(f"{kind} ({why or 'as the trainer scores its other model'})")
+        undo += _replace(model, call, in_float32).hold(trainer_or_model)
+    return Patch(NAME, tuple(changed), reason=None if changed else "; ".join(dict.fromkeys(reasons)), _undo=undo)
 
 
 def fused_models(trainer_or_model: Any) -> list[nn.Module]:
@@ -122,44 +130,47 @@ class _Call:
     dtype: torch.dtype  # of the coarsest rounding on the way
 
 
-def handed(kernel: Any, args: tuple[Any, ...]) -> dict[str, Any]:
-    """What a call hands to the kernel, by name: a bias since trl 1.13, outputs since 1.15."""
-    call = inspect.signature(getattr(kernel, ORIGINAL, kernel).forward).bind(None, *args)
-    call.apply_defaults()
-    return call.arguments
+class _Spy:
+    """Stands in for the kernel and keeps the last call."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.call: _Call | None = None
+        self.signature = inspect.signature(getattr(kernel, ORIGINAL, kernel).forward)
+
+    def apply(self, *args: Any) -> Any:
+        bound = self.signature.bind(None, *args)
+        bound.apply_defaults()
+        hidden = bound.arguments["hidden"]
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        self.call = _Call(dict(bound.arguments), dtype)
+        return self.kernel.apply(*args)
 
 
 def _compare(model: nn.Module) -> tuple[_Call, str | None]:
     """The fused head's call on a probe, and in what its logits are not the model's own; None where they are."""
     utils = importlib.import_module("trl.trainer.utils")
-    kernel, given = getattr(utils, KERNEL), probe(model)
-    calls: list[_Call] = []
+    spy, given = _Spy(getattr(utils, _KERNEL)), probe(model)
     crash = None
-
-    def apply(*args: Any) -> Any:
-        device = args[0].device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else args[0].dtype
-        calls.append(_Call(handed(kernel, args), dtype))
-        return kernel.apply(*args)
-
     with undisturbed(model), torch.no_grad():
         try:
             logits = _seeded(model, **given, use_cache=False).logits
         except Exception:  # Gemma-3 in training mode wants to know which tokens are images
             model.eval()
             logits = _seeded(model, **given, use_cache=False).logits
-        setattr(utils, KERNEL, types.SimpleNamespace(apply=apply))
+        setattr(utils, _KERNEL, spy)
         try:
             _seeded(model, **given, labels=given["input_ids"], fused_lm_head=True)
         except Exception as error:
             crash = error
         finally:
-            setattr(utils, KERNEL, kernel)
-    if not calls:
+            setattr(utils, _KERNEL, spy.kernel)
+    if spy.call is None:
         raise RuntimeError("the fused LM head did not reach its kernel") from crash
     if crash is not None:
-        return calls[-1], f"the fused LM head fails: {type(crash).__name__}"
-    return calls[-1], _difference(logits[:, :-1].flatten(0, 1), calls[-1])
+        return spy.call, f"the fused LM head fails: {type(crash).__name__}"
+    return spy.call, _difference(logits[:, :-1].flatten(0, 1), spy.call)
 
 
 def _seeded(model: nn.Module, **given: Any) -> Any:
@@ -226,8 +237,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.data.copy_(value)
 
 
-def _by_its_logits(model: Any, call: _Call, in_float32: bool) -> Callable[..., Any]:
-    """A forward for `model` that scores its own logits."""
+def _replace(model: Any, call: _Call, in_float32: bool) -> Change:
+    """Gives `model` a forward that scores its own logits."""
     utils = importlib.import_module("trl.trainer.utils")
     output = utils.FusedCausalLMOutput
     known = {f.name for f in dataclasses.fields(output)}
@@ -256,7 +267,7 @@ def _by_its_logits(model: Any, call: _Call, in_float32: bool) -> Callable[..., A
         fields |= {"loss": loss, "label_mask": mask, "aux_loss": aux}
         return output(**{k: v for k, v in fields.items() if k in known})
 
-    return forward
+    return override(model, "forward", NAME, forward)
 
 
 @contextlib.contextmanager

@@ -1,18 +1,15 @@
 """Replacing a method of one object, where others of its class stay as they are, or a function under all of its names."""
 
-import contextlib
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from parity.fixes.patch import ALREADY, Change, Patch
+from parity.fixes.patch import ALREADY, Change, Patch, reference
 
 _CHANGES = "_parity_changes"  # on a replacement: the changes that it stands for, by the name of the fix
-Place = tuple[Any, str, Callable[..., Any], str]
-"""An object, the name of its method, what takes its place, and how a patch calls that."""
 
 
 def source_of(function: Any) -> str:
@@ -33,16 +30,7 @@ def override(owner: Any, name: str, fix: str, ours: Callable[..., Any]) -> Chang
     before = getattr(owner, name)
     inner = before.__func__ if getattr(before, "__self__", None) is owner else None
     was_its_attribute, attribute = name in vars(owner), vars(owner).get(name)
-
-    def back() -> None:
-        if getattr(vars(owner).get(name), "__func__", None) is not replacement:
-            return
-        if was_its_attribute:
-            setattr(owner, name, attribute)
-        else:
-            delattr(owner, name)
-
-    change = Change(back)
+    change, holder = Change(), reference(owner)
 
     @functools.wraps(inner or before)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,11 +43,23 @@ def override(owner: Any, name: str, fix: str, ours: Callable[..., Any]) -> Chang
         vars(replacement)["__signature__"] = taken.replace(parameters=[first, *taken.parameters.values()])
     setattr(replacement, _CHANGES, {**getattr(before, _CHANGES, {}), fix: change})
     setattr(owner, name, types.MethodType(replacement, owner))
+
+    def back() -> None:
+        found = holder()
+        if getattr(vars(found).get(name), "__func__", None) is not replacement:
+            return
+        if was_its_attribute:
+            setattr(found, name, attribute)
+        else:
+            delattr(found, name)
+
+    change.back.append(back)
     return change
 
 
 def overridden(owner: Any, name: str, fix: str) -> Change | None:
-    """The change that this fix has made to `owner.name`, under later wrappers too; None where there is none in force."""
+    """The change that this fix has made to `owner.name` or its class's, under later wrappers too; None where there is none in
+    force."""
     for function in chain(getattr(owner, name, None)):
         change = getattr(function, _CHANGES, {}).get(fix)
         if change is not None and change.active:
@@ -67,29 +67,14 @@ def overridden(owner: Any, name: str, fix: str) -> Change | None:
     return None
 
 
-def replaced(holder: Any, fix: str, places: Iterable[Place], reasons: Iterable[str] = ()) -> Patch:
-    """Each of these methods overridden, or held by `holder` where it is already; `reasons`: why others stay."""
-    changed, why, undo = list[str](), [*reasons], list[Callable[[], object]]()
-    for owner, name, ours, called in places:
-        change = overridden(owner, name, fix)
-        if change is None:
-            change = override(owner, name, fix, ours)
-            changed.append(called)
-        else:
-            why.append(ALREADY)
-        undo += change.hold(holder)
-    return Patch(fix, tuple(changed), reason=None if changed else "; ".join(dict.fromkeys(why)), _undo=undo)
-
-
-@contextlib.contextmanager
-def meanwhile(owner: Any, **values: Any) -> Iterator[None]:
-    """Attributes of an object have other values, then those that they had."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        vars(owner).update(values)
-        yield
-    finally:
-        vars(owner).update(before)
+def replaced(holder: Any, fix: str, owner: Any, called: str, **changes: Callable[..., Any]) -> Patch:
+    """These methods of `owner`, `called` so, overridden, or held by `holder` where they are already."""
+    there = [overridden(owner, name, fix) for name in changes]
+    made = [] if any(there) else [override(owner, name, fix, change) for name, change in changes.items()]
+    undo = [step for change in (*there, *made) if change for step in change.hold(holder)]
+    if not made:
+        return Patch(fix, reason=ALREADY, _undo=undo)
+    return Patch(fix, changed=tuple(f"{called}.{name}" for name in changes), _undo=undo)
 
 
 def chain(function: Any) -> Iterator[Any]:

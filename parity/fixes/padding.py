@@ -36,7 +36,7 @@ def mask_padded_log_probs(trainer: Any) -> Patch:
         logps: Tensor = original(*args, **kwargs)
         return logps.masked_fill(mask.to(logps.device) == 0, 0.0)
 
-    return replaced(trainer, NAME, [(trainer, "_forward", masked, "trainer._forward")])
+    return replaced(trainer, NAME, trainer, "trainer", _forward=masked)
 
 
 def _unmasked(step: Any) -> bool:

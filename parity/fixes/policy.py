@@ -8,7 +8,6 @@ mask. Sources: TRL 1.16.0 `GRPOTrainer._compute_loss` for the semantics, and the
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,30 +63,33 @@ def bounded_exp(x: Tensor) -> Tensor:
     return torch.exp(torch.where(x > top, top + (x - x.detach()), x))
 
 
-def surrogate(
-    s: Any, logps: Tensor, log_ratio: Tensor, w: Tensor, advantages: Tensor, ratio: Tensor | None, mask: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """The loss of a token, and vespo's weight where there is one; `s` has the settings of `FusedLinearGRPOLoss`.
-
-    cispo `-stopgrad(min(w, epsilon_high)) A lp` (arXiv 2506.13585): the weight itself is bounded, not its excess over 1;
-    sapo `-sigmoid(tau (w - 1)) (4 / tau) A`, tau by the sign of A (arXiv 2511.20347); vespo `-phi A lp`; the others
-    `-min(min(w, delta) A, clip(w, 1 - epsilon_low, 1 + epsilon_high) A)`, delta INTELLECT-2's second bound.
-    """
-    if s.loss_type == "cispo":
-        return -torch.clamp(w, max=s.epsilon_high).detach() * advantages * logps, None
-    if s.loss_type == "sapo":
-        tau = _either(advantages > 0, s.sapo_temperature_pos, s.sapo_temperature_neg, w.dtype)
-        return -torch.sigmoid(tau * (w - 1)) * 4 / tau * advantages, None
-    if s.loss_type == "vespo":
-        phi = _vespo_weights(s, log_ratio, mask, advantages, ratio)
-        return -phi * advantages * logps, phi
-    clipped = torch.clamp(w, 1 - s.epsilon_low, 1 + s.epsilon_high)
-    bounded = w if s.delta is None else torch.clamp(w, max=s.delta)
-    return -torch.min(bounded * advantages, clipped * advantages), None
+def clipped_surrogate(w: Tensor, advantages: Tensor, low: float, high: float, delta: float | None) -> Tensor:
+    """`-min(min(w, delta) A, clip(w, 1 - low, 1 + high) A)`; delta is INTELLECT-2's second bound."""
+    clipped = torch.clamp(w, 1 - low, 1 + high)
+    bounded = w if delta is None else torch.clamp(w, max=delta)
+    return -torch.min(bounded * advantages, clipped * advantages)
 
 
-def _vespo_weights(s: Any, log_ratio: Tensor, mask: Tensor, advantages: Tensor, ratio: Tensor | None) -> Tensor:
-    """`phi = exp(lambda + k log W - lambda W)` without gradient (arXiv 2602.10693); (k, lambda) by the sign of A.
+def cispo_surrogate(w: Tensor, advantages: Tensor, logps: Tensor, high: float) -> Tensor:
+    """`-stopgrad(min(w, high)) A lp` (arXiv 2506.13585): `high` bounds the weight itself, not its excess over 1."""
+    return -torch.clamp(w, max=high).detach() * advantages * logps
+
+
+def sapo_surrogate(w: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
+    """`-sigmoid(tau (w - 1)) (4 / tau) A`, tau by the sign of A (arXiv 2511.20347)."""
+    tau = _either(advantages > 0, tau_pos, tau_neg, w.dtype)
+    return -torch.sigmoid(tau * (w - 1)) * 4 / tau * advantages
+
+
+def vespo_weights(
+    log_ratio: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    ratio: Tensor | None,
+    shapes: tuple[float, float],
+    rates: tuple[float, float],
+) -> Tensor:
+    """`phi = exp(rate + k log W - rate W)` without gradient (arXiv 2602.10693); (k, rate) by the sign of A.
 
     `log W` is the sum of the log ratios, each clamped to +-20, and of the logs of the sampler's `ratio` (B, T) or
     (B, 1), clamped to [log 1e-8, 20], like the total.
@@ -98,8 +100,7 @@ def _vespo_weights(s: Any, log_ratio: Tensor, mask: Tensor, advantages: Tensor, 
         log_w = log_w + ratio.log().clamp(floor, 20.0).sum(1, keepdim=True)
     log_w = log_w.clamp(floor, 20.0)
     upward = advantages >= 0
-    k = _either(upward, s.vespo_k_pos, s.vespo_k_neg, log_w.dtype)
-    rate = _either(upward, s.vespo_lambda_pos, s.vespo_lambda_neg, log_w.dtype).clamp(min=1e-4)
+    k, rate = _either(upward, *shapes, log_w.dtype), _either(upward, *rates, log_w.dtype).clamp(min=1e-4)
     return torch.exp(rate + k * log_w - rate * log_w.exp())
 
 
@@ -140,18 +141,25 @@ def keep_high_entropy(entropies: Tensor, mask: Tensor, quantile: float) -> Tenso
 
 
 def aggregate(
-    s: Any, loss: Tensor, mask: Tensor, num_items: Tensor | float | None, accumulation: float, per_generation: float
+    loss: Tensor,
+    mask: Tensor,
+    loss_type: str,
+    max_completion_length: int | None,
+    num_items: Tensor | float | None,
+    accumulation: float,
+    per_generation: float,
 ) -> Tensor:
     """The loss type's mean of the per-token loss, (B, T) or (B, 1); see `FusedLinearGRPOLoss` for the formulas."""
     summed = (loss * mask).sum(1)
     lengths = mask.sum(1)
-    if s.loss_type in ("grpo", "sapo"):
+    if loss_type in ("grpo", "sapo"):
         return (summed / lengths.clamp(min=1)).sum() / max(mask.shape[0], 1)
-    if s.loss_type == "bnpo":
+    if loss_type == "bnpo":
         return summed.sum() / lengths.sum().clamp(min=1)
-    if s.loss_type == "dr_grpo":
-        return summed.sum() / max(mask.shape[0] * s.max_completion_length, 1)
-    if s.loss_type == "luspo":
+    if loss_type == "dr_grpo":
+        assert max_completion_length is not None
+        return summed.sum() / max(mask.shape[0] * max_completion_length, 1)
+    if loss_type == "luspo":
         return summed.sum() / max(mask.shape[0], 1)
     if num_items is None:
         tokens = over_ranks(lengths.sum()).to(loss.dtype)

@@ -1,6 +1,8 @@
 """`count_positions`: a row that is padded on the left has the positions of its tokens."""
 
 import inspect
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from parity.fixes.logits import in_shards, modules_of, probe, undisturbed
-from parity.fixes.override import Place, overridden, replaced
-from parity.fixes.patch import Patch
+from parity.fixes.patch import ALREADY, Change, Patch
 
 NAME = "count_positions"
 _LEFT = 32
 """Padding of the probe."""
+_HOOKED: weakref.WeakKeyDictionary[nn.Module, Change] = weakref.WeakKeyDictionary()
 
 
 def count_positions(trainer_or_model: Any) -> Patch:
@@ -23,22 +25,29 @@ def count_positions(trainer_or_model: Any) -> Patch:
     alone. GPT-2 counts from the first padding token then, and the log-probs of a completion, policy's and reference's, are
     those of a shifted sequence. `generate`, which drew the completion, counts from the first token.
 
-    The backbone is given `position_ids`, Σ mask - 1, in each call with a mask (B, T) and neither positions nor
+    A hook before the backbone gives it `position_ids`, Σ mask - 1, in each call with a mask (B, T) and neither positions nor
     a cache. Need is decided on a probe, 36 tokens with and without padding, without gradient, in eval mode.
     Nothing is done where padding changes the logits by no more than rounding (rotary embeddings see distances alone), where
     positions do not mend it, where the probe fails, or under ZeRO-3. Accepts a trainer (its model and reference model) or a
     model.
     """
-    places: list[Place] = []
+    changed: list[str] = []
     reasons: list[str] = []
-    models = _models(trainer_or_model)
-    for model in models:
+    undo: list[Callable[[], object]] = []
+    for model in _models(trainer_or_model):
         backbone, kind = model.base_model, type(model).__name__
-        if overridden(backbone, "forward", NAME) is None and (why := _fine(model, backbone)) is not None:
+        change = _HOOKED.get(backbone)
+        if change is not None and change.active:
+            reasons.append(ALREADY)
+        elif (why := _fine(model, backbone)) is not None:
             reasons.append(f"{kind}: {why}")
+            continue
         else:
-            places.append((backbone, "forward", _counted, f"{kind} (positions from the first token)"))
-    return replaced(trainer_or_model, NAME, places, reasons if models else ["there is no transformers model"])
+            change = _HOOKED[backbone] = Change(backbone.register_forward_pre_hook(_counted, with_kwargs=True).remove)
+            changed.append(f"{kind} (positions from the first token)")
+        undo += change.hold(trainer_or_model)
+    reason = None if changed else "; ".join(dict.fromkeys(reasons)) or "there is no transformers model"
+    return Patch(NAME, tuple(changed), reason=reason, _undo=undo)
 
 
 def _models(trainer_or_model: Any) -> list[Any]:
@@ -49,12 +58,12 @@ def _models(trainer_or_model: Any) -> list[Any]:
     return [m for m in inside if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
 
 
-def _counted(self: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _counted(backbone: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     mask = kwargs.get("attention_mask")
     free = kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None
     if free and isinstance(mask, Tensor) and mask.dim() == 2:
-        kwargs["position_ids"] = _positions(mask)
-    return original(*args, **kwargs)
+        kwargs = kwargs | {"position_ids": _positions(mask)}
+    return args, kwargs
 
 
 def _positions(mask: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from parity.fixes.grpo import FusedLinearGRPOLoss
-from parity.fixes.override import meanwhile, replaced
-from parity.fixes.patch import Patch
+from parity.fixes.override import overridden, override
+from parity.fixes.patch import ALREADY, Patch
 
 NAME = "use_fused_policy_loss"
 
@@ -32,22 +32,32 @@ def use_fused_policy_loss(trainer: Any) -> Patch:
     attribute = next((a for a in _LOSS_ATTRIBUTES if getattr(trainer, a, None) is not None), None)
     if attribute is None or not hasattr(trainer, "compute_liger_loss"):
         return Patch(NAME, reason="the trainer has no fused loss (Liger not asked for, or not a path of this TRL)")
+    change = overridden(trainer, "compute_liger_loss", NAME)
+    if change is not None:
+        return Patch(NAME, reason=ALREADY, _undo=change.hold(trainer))
+    original = getattr(trainer, attribute)
     head = trainer.accelerator.unwrap_model(trainer.model).get_output_embeddings()
     if hasattr(head, "base_layer"):
         return Patch(NAME, reason="the LM head carries an adapter, and the fused path reads only the weight below it")
     if hasattr(head.weight, "ds_id"):
         return Patch(NAME, reason="ZeRO-3 partitions the LM head, which the backward would need whole")
-    loss = _TrainerLoss(trainer, attribute)
-    return replaced(
-        trainer, NAME, [(trainer, "compute_liger_loss", loss.compute, f"{type(trainer).__name__}.{attribute}")]
-    )
+    replacement = _TrainerLoss(trainer)
+    setattr(trainer, attribute, replacement)
+    change = override(trainer, "compute_liger_loss", NAME, replacement.compute)
+
+    def back() -> None:
+        if getattr(trainer, attribute) is replacement:
+            setattr(trainer, attribute, original)
+
+    change.back.append(back)
+    return Patch(NAME, changed=(f"{type(trainer).__name__}.{attribute}",), _undo=change.hold(trainer))
 
 
 class _TrainerLoss:
     """The loss object of a trainer: called as Liger's, it takes from the batch what the trainer does not pass on."""
 
-    def __init__(self, trainer: Any, attribute: str) -> None:
-        self.trainer, self.attribute = trainer, attribute
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
         self.inputs: dict[str, Any] = {}
         self.loss: Tensor | None = None
         config = trainer.accelerator.unwrap_model(trainer.model).config
@@ -63,10 +73,13 @@ class _TrainerLoss:
 
     def compute(self, trainer: Any, original: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
         """`compute_liger_loss`: the trainer's own forward and logging; the loss is ours, its normaliser included."""
-        with meanwhile(trainer, **{self.attribute: self}), meanwhile(self, inputs=inputs, loss=None):
+        self.inputs = inputs
+        try:
             original(model, inputs)
             assert self.loss is not None
             return self.loss
+        finally:
+            self.inputs, self.loss = {}, None
 
     def __call__(self, _input: Tensor, lin_weight: Tensor, **call: Any) -> tuple[Tensor, Any]:
         inputs, trainer = self.inputs, self.trainer

@@ -13,6 +13,19 @@ from parity.fixes import chunked, selective_log_probs
 LOW = (torch.float16, torch.bfloat16)
 
 
+@pytest.mark.parametrize("chunks", [(1, 1), (1, 100), (7, 3), (131, 21), (1000, 1000)])
+def test_every_chunk_size(chunks):
+    hidden, weight, bias, ids = draw((3, 7), 20, 131, torch.float64)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    settings = {"softcap": 2.0, "temperature": 0.7, "logit_scale": 1.7}
+    sizes = {"chunk_size": chunks[0], "token_chunk_size": chunks[1]}
+    got = selective_log_probs(hidden, weight, ids, bias=bias, entropy=True, **settings, **sizes)
+    want = definition(hidden, weight, ids, bias, **settings)
+    cotangents = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(1))
+    for g, w in zip(got + gradients(got, cotangents, leaves), want + gradients(want, cotangents, leaves), strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-13)
+
+
 class Sizes(TorchDispatchMode):
     """The largest tensor that any operation returns, by number of elements."""
 
@@ -40,18 +53,31 @@ def test_neither_logits_nor_a_frozen_heads_gradient_exist():
     assert sizes.largest <= max(hidden.numel(), 256 * 40) < weight.numel()
 
 
-def test_inside_checkpointing():
-    """That without reentry: the other is a context of drawn cases, as is a compiled region."""
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_checkpointing(reentrant):
     hidden, weight, bias, ids = draw((4, 3), 6, 50, torch.float32)
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
 
     def function(h, w, b):
         return selective_log_probs(h * 1.0, w, ids, bias=b)
 
-    torch.autograd.backward(checkpoint(function, *leaves, use_reentrant=False).sum())
+    torch.autograd.backward(checkpoint(function, *leaves, use_reentrant=reentrant).sum())
     plain = torch.autograd.grad(function(*leaves).sum(), leaves)
     for leaf, g in zip(leaves, plain, strict=True):
         assert torch.equal(leaf.grad, g)
+
+
+def test_inside_compile():
+    hidden, weight, bias, ids = draw((4, 3), 6, 50, torch.float32)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+
+    def function(h, w, b):
+        return (selective_log_probs(h * 2.0, w, ids, bias=b) * 3.0).sum()
+
+    compiled = torch.compile(function, backend="eager")
+    assert torch.equal(compiled(*leaves), function(*leaves))
+    found, want = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, function))
+    assert all(torch.equal(g, w) for g, w in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)

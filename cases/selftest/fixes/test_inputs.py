@@ -5,16 +5,21 @@ import types
 
 import pytest
 import torch
+import transformers
 from torch.utils.checkpoint import checkpoint
 
 from parity.fixes import patches
-from parity.trainers.rig import models
 
 IDS = torch.arange(1, 13).reshape(2, 6)
 
 
 def tiny_model():
-    return models.model("llama").train()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
 
 
 def loss_of(model):
@@ -57,7 +62,7 @@ def test_frozen_inputs_train_under_reentrant_checkpointing(wrapped):
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, want)
     again = patches.require_input_grads(model)
     assert not again
-    assert again.reason == "already applied"
+    assert "requires a gradient already" in again.reason
     patch.undo()
     again.undo()
     assert trained_layers(model) == []
@@ -71,7 +76,7 @@ def test_no_hook_where_none_is_needed():
     assert "already" in patches.require_input_grads(checkpointed(tiny_model())).reason
     nothing = checkpointed(tiny_model().requires_grad_(False))
     assert "no trainable parameter" in patches.require_input_grads(nothing).reason
-    assert not any("forward" in vars(m.get_input_embeddings()) for m in (calm, nothing))
+    assert not any(m.get_input_embeddings()._forward_hooks for m in (calm, nothing))
 
 
 def test_a_trainer_that_will_turn_checkpointing_on():

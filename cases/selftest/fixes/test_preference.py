@@ -70,10 +70,11 @@ def test_alpha_is_exchanged_for_this_trainer_alone_and_put_back():
     trainer.f_alpha_divergence_coef = 0.3
     first, second = (patches.exchange_alpha(trainer) for _ in range(2))
     assert first and second.reason == "already applied"
+    assert trainer.f_alpha_divergence_coef == pytest.approx(0.7)
     second.undo()
-    assert "_compute_loss" in vars(trainer)
+    assert trainer.f_alpha_divergence_coef == pytest.approx(0.7)
     first.undo()
-    assert "_compute_loss" not in vars(trainer)
+    assert trainer.f_alpha_divergence_coef == 0.3
 
 
 def test_alpha_stays_where_the_loss_is_as_in_the_paper(monkeypatch):
