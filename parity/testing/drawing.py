@@ -66,7 +66,7 @@ class Tensor:
 
     def make(self, name: str, case: Case) -> torch.Tensor:
         """The tensor of a case: values by (seed, name, index), on any device the same, in the case's dtype and layout."""
-        shape, style, layout = self.shape(case.sizes), case.values[name], case.layouts[name]
+        shape, style, layout = self.shape(case.sizes), case.values.get(name, "plain"), case.layouts.get(name)
         if self.below is not None:
             bound = case.sizes[self.below] if isinstance(self.below, str) else self.below
             x = integers(case.seed, name, shape, bound)
@@ -146,7 +146,7 @@ def _of(given: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((known[0], *given)))
 
 
-def laid(x: torch.Tensor, layout: str) -> torch.Tensor:
+def laid(x: torch.Tensor, layout: str | None) -> torch.Tensor:
     """The same values in other memory, whose gaps hold NaN; expanded: the first row again and again.
 
     "sliced": every second entry of its last dimension; "offset": one entry behind the start of its memory; "transposed":
@@ -174,16 +174,17 @@ class Case:
     description: Description
     dtype: str
     sizes: Mapping[str, int]
-    options: Mapping[str, Any]
-    values: Mapping[str, str]
-    layouts: Mapping[str, str]
-    upstream: str
-    grad: str
-    seed: int
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    layouts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    upstream: str = "random"
+    grad: str = "all"
+    seed: int = 0
 
     def __str__(self) -> str:
         options = {n: self.description.labels(n)[self.description.options[n].index(v)] for n, v in self.options.items()}
-        styles = {n: f"{self.values[n]}+{self.layouts[n]}" for n in self.description.tensors}
+        styles = {n: self.values.get(n, "plain") for n in self.description.tensors}
+        styles = {n: s + "+" + self.layouts.get(n, "contiguous") for n, s in styles.items()}
         parts = {**self.sizes, **options, **{n: s for n, s in styles.items() if s != "plain+contiguous"}}
         parts |= {"upstream": self.upstream, "grad": self.grad, "seed": self.seed}
         return "/".join([self.dtype, *(f"{n}:{v}" for n, v in parts.items())])
@@ -250,9 +251,9 @@ class Case:
         yield dataclasses.replace(self, upstream="random")
         yield dataclasses.replace(self, grad="all")
         for name in self.layouts:
-            yield dataclasses.replace(self, layouts={**self.layouts, name: "contiguous"})
+            yield dataclasses.replace(self, layouts={n: v for n, v in self.layouts.items() if n != name})
         for name in self.values:
-            yield dataclasses.replace(self, values={**self.values, name: "plain"})
+            yield dataclasses.replace(self, values={n: v for n, v in self.values.items() if n != name})
         for name, value in self.options.items():
             if value != self.description.options[name][0]:
                 yield dataclasses.replace(self, options={**self.options, name: self.description.options[name][0]})
@@ -312,14 +313,14 @@ class Description:
         dtype, *parts = id.split("/")
         given = dict(part.partition(":")[::2] for part in parts)
         try:
-            styles = {n: given.get(n, "plain+contiguous").split("+") for n in self.tensors}
+            styles = {n: given[n].split("+") for n in self.tensors if n in given}
             return Case(
                 self,
                 dtype,
                 {n: int(given[n]) for n in self.sizes},
                 {n: v[self.labels(n).index(given[n])] for n, v in self.options.items()},
-                {n: style for n, (style, _) in styles.items()},
-                {n: layout for n, (_, layout) in styles.items()},
+                {n: s for n, (s, _) in styles.items() if s != "plain"},
+                {n: s for n, (_, s) in styles.items() if s != "contiguous"},
                 given["upstream"],
                 given["grad"],
                 int(given["seed"]),
@@ -356,8 +357,17 @@ class Description:
         asked = [("random", n) for n in ("all", *floating)] + [(u, "all") for u in UPSTREAM] + [("ones", "none")]
         asked = [("random", "all")] if 1 in edge.values() else asked
         upstream, grad = pick(f"upstream {dtype}", asked, each)
-        options = {n: pick(n, v) for n, v in self.options.items()}
-        return Case(self, dtype, sizes, options, values, layouts, upstream, grad, seed)
+        return Case(
+            self,
+            dtype,
+            sizes,
+            {n: pick(n, v) for n, v in self.options.items()},
+            {n: v for n, v in values.items() if v != "plain"},
+            {n: v for n, v in layouts.items() if v != "contiguous"},
+            upstream,
+            grad,
+            seed,
+        )
 
 
 def _in_turn(seed: int, number: int, name: str, choices: Sequence[Any], each: int = 1) -> Any:
