@@ -19,6 +19,9 @@ from parity.results.row import DECLINED, Row
 from parity.trainers import catalogue
 from parity.trainers.specs import TRAINERS
 
+DRAWN, SMALL = 60, 100
+"""Drawn cases of which those whose sizes are small have every tensor of a family."""
+
 
 def implementations(families: Iterable[str], console: Console) -> None:
     """A table for each family, references first: id, role, and the library's version or why it cannot run."""
@@ -79,14 +82,24 @@ def _of_checks(trainer: catalogue.TrainerFamily) -> Iterator[tuple[Any, ...]]:
 
 
 def _tensors(fam: Family) -> list[str]:
-    """The tensors of a family's cases, each with its shape in names of sizes where cases may store it."""
+    """The tensors of a family's cases, each with its shape in names of sizes, as drawn cases have them."""
+    from parity.case import drawing  # Hypothesis
 
-    def shape(letters: str) -> str:
-        return f"({', '.join(letter if letter in fam.shapes else '…' for letter in letters)})"
-
-    if not fam.stored:
-        return sorted(fam.build(fam.case(0, "fp32", {})).tensors)
-    return [f"{name} {' or '.join(map(shape, letters.split('|')))}" for name, letters in sorted(fam.stored.items())]
+    sizes: dict[tuple[str, int], list[set[str]]] = {}
+    for case in drawing.draws(drawing.cases(fam, ("fp32",), "quick"), "tensors", DRAWN):
+        settings = fam.full_settings(case)
+        if max(getattr(settings, name) for name in fam.shapes) > SMALL:
+            continue
+        x = fam.build(case)
+        for name, tensor in x.tensors.items():
+            if tensor is not None:
+                fit = [{s for s in fam.shapes if getattr(x.settings, s) == size} for size in tensor.shape]
+                one = name, tensor.dim()
+                sizes[one] = [a & b for a, b in zip(sizes.get(one, fit), fit, strict=True)]
+    shapes = collections.defaultdict[str, list[str]](list)
+    for (name, _), shape in sorted(sizes.items()):
+        shapes[name].append(f"({', '.join(min(fit, default='…') for fit in shape)})")
+    return [f"{name} {' or '.join(found)}" for name, found in shapes.items()]
 
 
 def _judged(rows: Iterable[Row], console: Console) -> None:

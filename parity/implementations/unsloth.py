@@ -67,6 +67,12 @@ def _options(x: Inputs) -> dict[str, Any]:
     return out
 
 
+def _scales(s: Any) -> str:
+    """Its backward ignores the upstream gradient unless told a factor for it, which the trainer does under DeepSpeed."""
+    fits = fitting(f"{EFFICIENT_LOSS}.forward", lambda s: {"upstream_scale": (s.cotangent, "ones")})
+    return "ignores the upstream gradient" if fits(s) else ""
+
+
 GRPO: dict[str, Any] = {
     "family": "policy",
     "library": "unsloth-zoo",
@@ -102,11 +108,7 @@ def _efficient(x: Inputs, chunks: int) -> Outputs:
 
 EFFICIENT = GRPO | {
     "sources": ("unsloth_zoo.rl_replacements.UnslothEfficientGRPO",),
-    # its backward ignores the upstream gradient unless told a factor for it, which the trainer does under DeepSpeed
-    "limits": (
-        *GRPO["limits"],
-        fitting(f"{EFFICIENT_LOSS}.forward", lambda s: {"upstream_scale": (s.cotangent, "ones")}),
-    ),
+    "limits": (*GRPO["limits"], _scales),
 }
 # one chunk, as Unsloth's trainer calls it since `unsloth_num_chunks` is ignored; four; one a sequence
 implementation("unsloth.UnslothEfficientGRPO", **EFFICIENT)(lambda x: _efficient(x, 1))

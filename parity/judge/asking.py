@@ -41,9 +41,10 @@ def posed(
         raise ValueError(f"two inputs or parameters have one name: {', '.join(shared or tensors)}")
     floating = [name for name, x in tensors.items() if is_floating(x)]
     for name, x in tensors.items():
-        if x.is_complex() or (name in floating and x.dtype not in (torch.float32, torch.float16, torch.bfloat16)):
-            known = "float32, float16 and bfloat16 are judged, against float64; of complex numbers both parts"
-            raise ValueError(f"{name} is {x.dtype}: {known}")
+        if x.is_complex():
+            raise ValueError(f"{name} is {x.dtype}: give its real and imaginary part")
+        if name in floating and x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"{name} is {x.dtype}: float32, float16 and bfloat16 are judged, against float64")
     if grad is None:
         grad = floating if actual is None else [n for n in floating if gradient_name(n) in actual]
     grad = names_of("grad", grad, floating)

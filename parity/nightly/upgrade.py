@@ -24,7 +24,7 @@ from parity.trainers import catalogue
 from parity.trainers.specs import TRAINERS
 from parity.upstream import trl
 from parity.versions import compare, look, releases
-from parity.versions.client import EnvironmentUnusable
+from parity.versions.client import EnvironmentUnusable, UvFailed
 from parity.versions.compare import Cases, Configs
 from parity.versions.row_diff import MARKS
 
@@ -49,7 +49,12 @@ class Part:
 def resolved(spec: str) -> str:
     """PKG==VER with NEXT replaced by the newest release. Raises UsageError for what is none."""
     package, _, version = spec.partition("==")
-    return f"{package}=={releases.newest(package).version}" if version == NEXT else str(releases.parse(spec))
+    if version != NEXT:
+        return str(releases.parse(spec))
+    try:
+        return str(releases.newest(package))
+    except UvFailed as failure:
+        raise EnvironmentUnusable(f"{package}: {failure}") from None
 
 
 def check(

@@ -156,14 +156,27 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
         "top-p or top-k is not in them": scores.full,
         "those of the distribution that was sampled from": scores.truncated,
     }
-    named = _causes(trainer.loaded(), rows_from(rows, scored, model.device), sampling, mine, sampler, others)
+    coarser = [  # by whose rounding all of it would be right
+        dtype
+        for dtype in (torch.float16, torch.bfloat16)
+        if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps
+        and all(j.agrees for j in oracle.judge(values, EAGER.resolve(NAMES[dtype])).values())
+    ]
+    named = _causes(trainer.loaded(), rows_from(rows, scored, model.device), sampling, mine, sampler, others, coarser)
     return dataclasses.replace(verdict, explanation=" or ".join(named) or None)
 
 
 def _causes(
-    model: Any, rows: Rows, sampling: Sampling, mine: Tensor, sampler: Tensor, known: Mapping[str, Tensor]
+    model: Any,
+    rows: Rows,
+    sampling: Sampling,
+    mine: Tensor,
+    sampler: Tensor,
+    known: Mapping[str, Tensor],
+    coarser: Sequence[torch.dtype],
 ) -> list[str]:
-    """What explains a difference from `mine` (B, T) down to noise, by the causes of a watched run, `known` ones besides."""
+    """What explains a difference from `mine` (B, T) down to noise, by the causes of a watched run, `known` ones besides; last,
+    the size of `coarser` arithmetic."""
     tau = sampling[0]
     with torch.no_grad():
         alone = scoring.score(model, rows, tau)
@@ -173,9 +186,9 @@ def _causes(
 
         others: dict[str, Callable[[], Tensor]] = {n: functools.partial(rows.of, x) for n, x in known.items()}
         others |= scoring.bare_head(model, alone, rows.token_ids, tau)
-        coarser = {NAMES[dtype]: functools.partial(noisy, dtype) for dtype in (torch.float16, torch.bfloat16)}
         found = scoring.Difference(rows.of(sampler), noisy())
-        return causes.explanations(found, rows, tau, [(sampling[1], sampling[2], 0.0)], others, coarser)
+        alike = {NAMES[dtype]: functools.partial(noisy, dtype) for dtype in coarser}
+        return causes.explanations(found, rows, tau, [(sampling[1], sampling[2], 0.0)], others, alike)
 
 
 def _defined(

@@ -93,12 +93,16 @@ def same(path: Path | str, then: Header, now: Header) -> None:
         raise UsageError(f"{path}: {changed[0] if names == ['files'] else names[0]} has changed since")
 
 
-def same_on(node: str, there: Header, head: Header) -> None:
-    """`same` of the header that a run has on a node, where the shipped ledger's path is its own."""
+def differs(head: Header, there: Header, node: str) -> str:
+    """What is another one in the header that a run has on a node; "" where nothing is, and the node takes part."""
     then, now = head.header.asked or Asked(), there.header.asked or Asked()
-    if list(then.files.values()) == list(now.files.values()):
+    if list(then.files.values()) == list(now.files.values()):  # the shipped ledger's path is each node's own
         now.files = then.files
-    same(node, there, head)
+    try:
+        same(node, there, head)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 import msgspec
 
 from parity.decoding import decode
-from parity.errors import UsageError
 from parity.process import prepare, tell, under_watch
 from parity.running import gpu
 
@@ -66,11 +65,8 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
 
     for name in plan.get("families", ()):
         resolved(name)
-    try:
-        if "head" in plan:
-            take_part(plan)
-    except UsageError as error:
-        tell(**msgspec.to_builtins(Lost(str(error), refused=True)))
+    if wrong := refusal(plan):
+        tell(**msgspec.to_builtins(Lost(wrong, refused=True)))
         return 0
     known = select(plan["implementations"])
 
@@ -112,18 +108,20 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
     return 0
 
 
-def take_part(plan: Mapping[str, Any]) -> None:
-    """Raises UsageError where something forbids a worker on a node of a cluster to take part in the run."""
+def refusal(plan: Mapping[str, Any]) -> str:
+    """What forbids a worker on a node of a cluster to take part in the run; "" where nothing does."""
+    if "head" not in plan:
+        return ""
     from parity.results.row import Asked, Header
     from parity.running.plan import Options
     from parity.running.provenance import header
-    from parity.running.state import same_on
+    from parity.running.state import differs
 
     head = decode(Header, json.dumps(plan["head"]), "the run's header")
     about, asked = head.header, head.header.asked or Asked()
     there = header("", plan["device"], plan["profile"], about.seed or 0)
     there.header.asked = msgspec.structs.replace(asked, files=Options.of(asked).asked().files)
-    same_on(f"node {platform.node()}", there, head)
+    return differs(head, there, f"node {platform.node()}")
 
 
 def limit_memory(limit: int | None) -> None:

@@ -1,6 +1,6 @@
 """A function that rounds to 16 bits without saying so is told what to declare; one that is wrong is not."""
 
-import dataclasses
+import functools
 import re
 
 import pytest
@@ -85,9 +85,13 @@ CASES = [Case("logprobs", 3, "fp32", SHORT), Case("logprobs", 5, "fp32", LONG), 
 
 
 def failing(function, cases, recipe=None):
-    implementation = from_function(function, "here.py:declared", [LOGPROBS])
+    @functools.wraps(function)
+    def declared(*given, **more):
+        return function(*given, **more)
+
     if recipe is not None:
-        implementation = dataclasses.replace(implementation, recipe=lambda x: recipe)
+        declared.recipe = recipe
+    implementation = from_function(declared, "here.py:declared", [LOGPROBS])
     rows = [r for case in cases for r in run_case(LOGPROBS, case, [implementation], thorough=False)]
     assert any(r.judged for r in rows)
     return [r for r in suggested(rows) if r.failing]

@@ -137,6 +137,15 @@ def test_runs_of_another_profile_or_device_do_not_count(tmp_path):
     assert trend.change(night(tmp_path, 2, BAD, 1), memory.runs(tmp_path)[:2]).before is None
 
 
+def test_versions_that_moved_since_the_last_green_run(tmp_path):
+    night(tmp_path, 0, GOOD, versions={"trl": "1.15.0", "torch": "2.13.0"})
+    night(tmp_path, 1, BAD, 1, versions={"trl": "1.15.1", "torch": "2.13.0"})
+    last = night(tmp_path, 2, BAD, 1, versions={"trl": "1.16.0", "torch": "2.13.0"})
+    change = trend.change(last, memory.runs(tmp_path)[:2])
+    assert change.moved == {"trl": ("1.15.0", "1.16.0")} and change.green.id == "run0"
+    assert "trl 1.15.0 → 1.16.0" in notify.body(change)
+
+
 def test_the_title_says_who_and_since_when(tmp_path):
     green = trend.change(night(tmp_path, 0, GOOD), [])
     assert notify.title(green) == "parity: green (2026-11-01)"

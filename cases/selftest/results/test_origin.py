@@ -1,15 +1,18 @@
 """A library that is not the installed one: its rows carry its file, and the summary names it."""
 
+import io
 import sys
 from types import ModuleType
 
 import pytest
 import torch
-from msgspec import UNSET
+from rich.console import Console
 
-from cases.selftest.results.runs import summary
 from parity.implementations.implementation import Implementation, origin
 from parity.registry import loss_family, run_case
+from parity.results.report import render
+from parity.results.report.summary import summarise
+from parity.results.row import About, Header
 
 
 @pytest.fixture
@@ -30,14 +33,18 @@ def judged(library):
     one = Implementation(id=f"{library}.loss", family="logprobs", role="candidate", call=call, library=library)
     case = family.case(1, "fp32", {"V": 11, "H": 5})
     rows = list(run_case(case, [one], thorough=False))
-    return {r.imported_from for r in rows}, summary(*rows).notes
+    console = Console(width=200, record=True, file=io.StringIO())
+    render.terminal(summarise(Header(run="r", header=About()), rows), console, full=True)
+    return rows, console.export_text()
 
 
 def test_rows_carry_the_file_of_a_checkout(checkout):
-    said = f"imported from {checkout}, not from site-packages: checked-out.loss"
-    assert judged("checked-out") == ({checkout}, (said,))
+    rows, printed = judged("checked-out")
+    assert {r.imported_from for r in rows} == {checkout} and len(rows) > 2
+    assert f"imported from {checkout}, not from site-packages: checked-out.loss" in " ".join(printed.split())
 
 
 def test_nothing_is_said_of_what_is_installed():
-    assert judged("torch") == ({UNSET}, ())
+    rows, printed = judged("torch")
+    assert not any(r.imported_from for r in rows) and "imported from" not in printed
     assert origin("no-such-library") is None and origin("") is None

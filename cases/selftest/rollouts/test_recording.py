@@ -95,7 +95,7 @@ def test_foreign_tensors_are_one_line(change, told, made, tmp_path):
     change(tensors)
     path = recording.save(SimpleNamespace(name="x", facts=found.facts, tensors=lambda: tensors), tmp_path)
     with pytest.raises(UsageError, match=told):
-        recording.load(path)
+        recording.load(path.with_suffix(".safetensors"))
 
 
 def test_vllm_that_is_not_there_is_one_line(tmp_path):

@@ -337,25 +337,33 @@ LONG = [("fp32", {"B": 3, "T": 11}), *((dtype, {"T": 300, "softcap": 3.0}) for d
 WIDE = [(dtype, {"T": 1, "V": 4097}) for dtype in ("fp32", "fp16")]
 
 
+OWN_FUNCTION = {"id": "own.py:f"}
+
+
 @pytest.mark.parametrize(
-    ("who", "few", "many"),
+    ("who", "count", "few", "many"),
     [  # each decade of a number that decides the loss
-        ({"id": "own.py:f"}, [("fp32", {"temperature": 0.002})], [{"temperature": 0.2 + n / 100} for n in range(60)]),
+        (
+            {"id": "own.py:f", "limits": ()},
+            5,
+            [("fp32", {"temperature": 0.002})],
+            [{"temperature": 0.2 + n / 100} for n in range(60)],
+        ),
         # a last chunk of one token that was left out was in one of 76 cases, and that token was ignored
-        ({"id": "own.py:f"}, LONG, [{"T": 1 + n % 12} for n in range(80)]),
+        (OWN_FUNCTION, 9, LONG, [{"T": 1 + n % 12} for n in range(80)]),
         # a loop over the blocks of a row that ended after one was right in all cases
-        ({"interpreted": True}, WIDE, [{"T": 1 + n % 4, "V": 4096 - n} for n in range(80)]),
+        ({"interpreted": True}, 9, WIDE, [{"T": 1 + n % 4, "V": 4096 - n} for n in range(80)]),
     ],
     ids=["decades", "lengths", "blocks"],
 )
-def test_a_users_function_and_a_kernel_in_the_interpreter_get_what_shows_their_mistakes(who, few, many):
+def test_a_users_function_and_a_kernel_in_the_interpreter_get_what_shows_their_mistakes(who, count, few, many):
     base = {"B": 1, "V": 9}
     wanted = [Case("logprobs", 1, dtype, base | settings) for dtype, settings in few]
     others = [Case("logprobs", n, "fp32", base | settings) for n, settings in enumerate(many)]
-    for fields in (who, {}):
-        own = dataclasses.replace(NARROW, limits=(), **fields)
-        found, *_ = besides(own, [*others, *wanted], lambda case: False, 9, "cpu")
-        assert ({case.id for case in wanted} <= {case.id for case in found}) is bool(fields)
+    for fields in (who, {"limits": who.get("limits", NARROW.limits)}):
+        own = dataclasses.replace(NARROW, **fields)
+        found, *_ = besides(own, [*others, *wanted], lambda case: False, count, "cpu")
+        assert ({case.id for case in wanted} <= {case.id for case in found}) is (fields is who)
 
 
 @pytest.mark.parametrize("name", ["logprobs", "policy", "preference", "divergence"])

@@ -11,7 +11,8 @@ from rich.console import Console
 from cases.selftest.results.runs import ledger_of
 from parity import data
 from parity.case.case import Case
-from parity.registry import load, resolved, run_case, select
+from parity.compare.result_rows import empty_row
+from parity.registry import family, load, resolved, run_case, select
 from parity.results.ledger import Ledger
 from parity.tools import issue, upstream
 from parity.tools.issue import Ran, issue_text, ran
@@ -23,6 +24,15 @@ OWN = "fixtures/rms_norm.py"
 
 def rows_of(case, implementation):
     return list(run_case(case, [implementation], thorough=False))
+
+
+def test_a_trainers_finding_is_replayed():
+    case = Case("grpo-trainer", 0, "fp32", {"check": "step-one"})
+    row = empty_row(
+        family(case.family), case, "grpo-trainer.fused", "cpu", verdict="disagree", quantity="kl", cls="logic"
+    )
+    text = issue_text(case, load()["grpo-trainer.fused"], [row])
+    assert "    parity replay case.json --implementation grpo-trainer.fused" in text
 
 
 def test_a_title_names_what_is_not_finite_before_the_error_of_the_rest():

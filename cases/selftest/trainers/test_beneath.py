@@ -327,6 +327,11 @@ def test_the_mistake_is_seen(path, changed, trainer, asked, quantities, exactly)
     assert found == quantities if exactly else found >= quantities
 
 
+def test_two_steps_of_an_adapter_are_judged_by_their_gradients():
+    asked = {"check": "windows", "kind": "adapter", "loss": "dapo"}
+    assert right("grpo-trainer", **asked) == {"gradient of step 1", "gradient of step 2"}
+
+
 def test_what_the_model_gets_wrong_is_said_of_a_trainer_that_disagrees():
     case = catalogue.family("dpo-trainer").case(0, "fp32", {"check": "twins"})
     catalogue._alone.cache_clear()

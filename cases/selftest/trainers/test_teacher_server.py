@@ -27,3 +27,10 @@ def test_leaking_padding_is_red(monkeypatch):
     broken = outcome(beta=1.0)
     assert broken["loss"].verdict == "agree"  # nan_to_num: the forward pass shows nothing
     assert broken["gradient"].verdict == "disagree" and "(not finite)" in broken["gradient"].message
+
+
+def test_an_accumulated_sum_is_red(monkeypatch):
+    kind = drive.trl_class(distillation.upstream())
+    original = kind.compute_loss
+    monkeypatch.setattr(kind, "compute_loss", lambda self, *args, **more: original(self, *args, **more) * 2)
+    assert "is 2 times the definition's" in outcome(beta=0.3, split="1x2")["gradient"].message

@@ -211,7 +211,12 @@ def test_the_names_that_a_user_s_method_hands_on_are_those_of_the_class_it_exten
 
 
 def test_a_release_that_writes_conversations_out_where_it_generates_is_not_crashed():
-    trainer = Trainer()
+    class Older:
+        def _generate_single_turn(self, prompts):
+            prompt_ids, completion_ids = prompts, prompts
+            return prompt_ids, completion_ids
+
+    trainer = Older()
     twin_runs._hand_out(trainer, stored_window.rows()[:1], None)
     with pytest.raises(Unsupported, match="conversation"):
         trainer._generate_single_turn([[{"role": "user", "content": "w2"}]])

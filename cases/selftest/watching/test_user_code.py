@@ -140,8 +140,8 @@ def by_logits(self, model, inputs, *args, **kwargs):
 )
 def test_a_loss_that_shows_no_log_probs_is_said_not_to_be_watched_and_why(tmp_path, said, made, text):
     """By logits, beside a metric of log-probs; of rows scored one by one; with smoothed labels."""
-    watch, _ = watched(made(), tmp_path)
-    assert not watch.findings and [line.startswith(f"watch: {text}") for line in said] == [True]
+    watch, lines = watched(made(), tmp_path)
+    assert not watch.findings and not lines and [line.startswith(f"watch: {text}") for line in said] == [True]
     assert said[0].endswith(
         "its loss is not watched, only whether gradients are finite, and the optimizer's first step"
     )

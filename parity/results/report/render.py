@@ -112,14 +112,13 @@ def junit(summary: Summary) -> str:
     """JUnit XML: a test case for each implementation, dtype and device, and not for each drawn case: those have new names in
     every run, and a viewer's history lives on names that stay. New findings fail (or are errors, where nothing was judged),
     known ones and what was not compared are skipped."""
-    every = [
-        (f, {(f.implementation, f.family, r.dtype, r.device) for r in f.failing})
-        for found in summary.findings
-        for f in found.each
-    ]
+    of = collections.defaultdict[tuple[str, ...], dict[str, Finding]](dict)
+    for f in (f for found in summary.findings for f in found.each):
+        for r in f.failing:
+            of[r.implementation, r.family, r.dtype, r.device][f"{f.key} {f.lead.message}"] = f
     suites = collections.defaultdict[str, list[Any]](list)
     for x in summary.lines:
-        found = [f for f, where in every if (x.implementation, x.family, x.dtype, x.device) in where]
+        found = list(of[x.implementation, x.family, x.dtype, x.device].values())
         tag = "failure" if any(f.verdict not in STOPPED for f in found) else "error" if found else "skipped"
         suites[x.family].append({"line": x, "found": found, "tag": "" if x.verdict == "agree" else tag})
     return filled("junit.xml.j2", summary=summary, suites=suites, all=[c for found in suites.values() for c in found])

@@ -91,6 +91,8 @@ def adapter_cases(seed: int) -> Iterator[CheckCase]:
 def adapters(call: CheckCall) -> Iterator[Quantity]:
     """One batch with a LoRA: loss and every gradient of the adapter, by the reference that its kind implies."""
     trainer, s = call.case.family, call.settings
+    if s.adapter == "existing" and trainer not in REFERRED:
+        raise Unsupported(f"{trainer} has no reference: an existing adapter is a new one to it")
     _estimates(call)
     more: dict[str, Any] = {PRECOMPUTED: True} if s.precomputed else {}
     drive.needs(call.trainer, *more)
