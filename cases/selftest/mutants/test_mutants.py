@@ -68,6 +68,12 @@ def test_every_name_in_the_table_is_known(family: str) -> None:
     assert helpers - named == set(), "nothing uses them"
 
 
+@pytest.mark.parametrize("family", trainers.EDITS)
+def test_every_edit_of_a_trainer_is_one_of_the_installed_release(family: str) -> None:
+    for edit in trainers.EDITS[family]:
+        assert issubclass(trainers.mutated(family, edit), trainers.released(family))
+
+
 def test_the_page_counts_streams_and_names_survivors() -> None:
     dead = Fate("policy", "m", "a mistake", 0, 4, 9, "row", "loss", "fp32", "", None)
     alive = Fate("policy", "m", "a mistake", 1, 50, 90)
