@@ -113,20 +113,20 @@ def verdict(
     inputs: Any = None,
     *,
     actual: Any = None,
+    grad: Any = None,
+    also: Sequence[Any] = (),
     in_place: Any = (),
     recipe: Recipe | None = None,
+    cotangent: Any = None,
     protocol: str | Collection[str] = "default",
-    **more: Any,
+    seed: int = 0,
 ) -> tuple[Parity, Callable[[], Parity]]:
-    """The record without what explains a disagreement, which costs many times the verdict, and what makes the whole one.
-
-    `more`: the other arguments of `assert_parity`.
-    """
+    """The record without what explains a disagreement, which costs many times the verdict, and what makes the whole one."""
     if definition is None or inputs is None:
         raise ValueError("assert_parity needs a definition and inputs: assert_parity(kernel, definition=f, inputs={…})")
     if (function is None) == (actual is None):
         raise ValueError("give a function, or the values that one gave as actual={…}, and not both")
-    problem = posed(function, definition, inputs, actual, **more)
+    problem = posed(function, definition, inputs, actual, grad, also, cotangent, seed)
     recipe = resolved(recipe, problem)
     asked = parts(protocol)
     upstream = map(gradient_name, problem.cotangents)
