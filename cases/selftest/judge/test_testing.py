@@ -410,7 +410,7 @@ TWICE = {"function": lambda x: 2 * x, "definition": lambda x: 2 * x, "inputs": X
         ({"definition": lambda x, /: 2 * x}, "called with the inputs by name"),
         ({"definition": lambda x: x * torch.rand(3)}, "the definition is random: output differs"),
         ({"inputs": {"x": X1["x"].numpy()}}, r"x is a ndarray: give torch.as_tensor\(x\)"),
-        ({"inputs": {"x": torch.ones(2, dtype=torch.complex64)}}, "both parts"),
+        ({"inputs": {"x": torch.ones(2, dtype=torch.complex64)}}, "real and imaginary"),
         ({"inputs": {"x": {"a": X1["x"]}, "x.a": X1["x"]}}, "have one name: x.a"),
         ({"grad": "weight"}, "grad='weight': the floating-point inputs are x"),
         ({"in_place": ("y",)}, "in_place='y'"),
