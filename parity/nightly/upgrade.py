@@ -52,7 +52,7 @@ def resolved(spec: str) -> str:
     if version != NEXT:
         return str(releases.parse(spec))
     try:
-        return str(releases.newest(package))
+        return f"{package}=={releases.newest(package).version}"
     except UvFailed as failure:
         raise EnvironmentUnusable(f"{package}: {failure}") from None
 

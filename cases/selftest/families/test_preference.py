@@ -10,6 +10,7 @@ from cases.selftest.controls.correct import control
 from cases.selftest.controls.soak import drawn
 from cases.selftest.mutants.mutant import mutants
 from parity import data
+from parity.case import drawing
 from parity.case.case import Case
 from parity.families.head import IGNORE_INDEX
 from parity.families.preference import FAMILY, KTO_PARTS, LOSS_TYPES
@@ -129,7 +130,8 @@ def test_a_bias_that_targets_read_by_index_may_drift():
 
 def test_odds_are_of_likely_completions_too():
     """Where p is small log(1 - p) is nearly 0, and a loss without it nearly right: one case of twenty has p above 1/2."""
-    odds = [c for c in drawn("preference", 300, 0, ("fp32",), "quick") if c.settings.get("method") == "orpo"]
+    quick = drawing.draws(drawing.cases(FAMILY, ("fp32",), "quick"), "odds", 300)
+    odds = [c for c in quick if c.settings.get("method") == "orpo"]
     found = [exact(FAMILY, FAMILY.build(case)) for case in odds]
     likely = [max(float(x[name].max()) for name in ("chosen_logps", "rejected_logps")) > math.log(0.5) for x in found]
     assert sum(likely) >= len(odds) / 20 > 1
