@@ -139,11 +139,14 @@ class Family:
     def sizes(self, settings: SimpleNamespace) -> tuple[int, int]:
         """(rows, length of a row) of the largest tensor that a loss holds, such as the logits, by `Setting.size`; it decides
         how many replicas fit in memory and which cases Triton's interpreter can walk through."""
-        sized = {n: s.size for n, s in self.settings.items() if s.size}
-        rows, length = (
-            math.prod(int(getattr(settings, n)) for n in sized if sized[n] == role) for role in ("rows", "length")
-        )
+        rows, length = (math.prod(int(getattr(settings, n)) for n in names) for names in self._sized)
         return max(rows, 1), max(length, 1)
+
+    @functools.cached_property
+    def _sized(self) -> tuple[list[str], list[str]]:
+        """The settings of `sizes`."""
+        rows, length = ([n for n, s in self.settings.items() if s.size == role] for role in ("rows", "length"))
+        return rows, length
 
 
 @dataclasses.dataclass(frozen=True)

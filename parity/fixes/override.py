@@ -58,8 +58,7 @@ def override(owner: Any, name: str, fix: str, ours: Callable[..., Any]) -> Chang
 
 
 def overridden(owner: Any, name: str, fix: str) -> Change | None:
-    """The change that this fix has made to `owner.name` or its class's, under later wrappers too; None where there is none in
-    force."""
+    """The change that this fix has made to `owner.name`, under later wrappers too; None where there is none in force."""
     for function in chain(getattr(owner, name, None)):
         change = getattr(function, _CHANGES, {}).get(fix)
         if change is not None and change.active:

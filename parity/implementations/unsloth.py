@@ -67,12 +67,8 @@ def _options(x: Inputs) -> dict[str, Any]:
     return out
 
 
-def _scales(s: Any) -> str:
-    """Its backward ignores the upstream gradient unless told a factor for it, which the trainer does under DeepSpeed."""
-    fits = fitting(f"{EFFICIENT_LOSS}.forward", lambda s: {"upstream_scale": (s.cotangent, "ones")})
-    return "ignores the upstream gradient" if fits(s) else ""
-
-
+FACTOR = fitting(f"{EFFICIENT_LOSS}.forward", lambda s: {"upstream_scale": (s.cotangent, "ones")})
+"""Its backward ignores the upstream gradient unless told a factor for it, which the trainer does under DeepSpeed."""
 GRPO: dict[str, Any] = {
     "family": "policy",
     "library": "unsloth-zoo",
@@ -108,7 +104,7 @@ def _efficient(x: Inputs, chunks: int) -> Outputs:
 
 EFFICIENT = GRPO | {
     "sources": ("unsloth_zoo.rl_replacements.UnslothEfficientGRPO",),
-    "limits": (*GRPO["limits"], _scales),
+    "limits": (*GRPO["limits"], only("ignores the upstream gradient", lambda s: not FACTOR(s))),
 }
 # one chunk, as Unsloth's trainer calls it since `unsloth_num_chunks` is ignored; four; one a sequence
 implementation("unsloth.UnslothEfficientGRPO", **EFFICIENT)(lambda x: _efficient(x, 1))

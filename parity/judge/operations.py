@@ -15,7 +15,7 @@ from parity.judge.identities import in_front
 from parity.judge.long_sums import MANY
 from parity.judge.monte_carlo import MonteCarlo, rounds_nothing
 from parity.judge.recipe import DTYPES, NARROW, UNIT_ROUNDOFF
-from parity.judge.stages import of_dtype, stored
+from parity.judge.stages import kept_dtype, of_dtype, own_dtype, stored
 
 aten = torch.ops.aten
 
@@ -331,10 +331,10 @@ class Definition(Double):
         return self._named(out, func, dtype, [a for a in _flat((args, *kwargs.values())) if is_floating(a)])
 
     def _dtype(self, x: torch.Tensor) -> torch.dtype:
-        return vars(x).get("own_dtype") or (self.own if x.dtype == torch.float64 else x.dtype)
+        return own_dtype(x) or (self.own if x.dtype == torch.float64 else x.dtype)
 
     def _kept(self, x: torch.Tensor) -> torch.dtype:
-        return vars(x).get("kept_dtype") or self._dtype(x)
+        return kept_dtype(x) or self._dtype(x)
 
     def _named(self, out: Any, func: Any, dtype: torch.dtype | None, operands: list[torch.Tensor]) -> Any:
         """`out`, whose floating-point tensors have the dtype that was asked for, or that of the operands' promotion."""

@@ -56,11 +56,11 @@ def stored(
         return x if mode.recipe.selected == "fp32" or size is None else mode.spread(x, size, mode.recipe.selected)
     if stage == "target":
         return x if size is None else mode.shifted(x, size)
-    forward, backward = _dtypes(mode, stage, vars(x).get("kept_dtype"))
+    forward, backward = _dtypes(mode, stage, kept_dtype(x))
     x = x if size is None else mode.spread(x, size, "fp32")
     x = mode.held(x) if stage == "bias" else x
     out = mode.stored(x, forward, backward, mode.recipe.folded if stage in FOLDED else 1.0)
-    out = of_dtype(out, vars(x).get("own_dtype"), vars(x).get("kept_dtype"))
+    out = of_dtype(out, own_dtype(x), kept_dtype(x))
     if "weights" in vars(x):
         scores, before = vars(x)["weights"]  # see `attention`
         vars(out)["weights"] = scores, lambda weights: stored(before(weights), stage)
@@ -84,9 +84,18 @@ def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     return Through.apply(x, times(x.detach()), times)
 
 
+def own_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that a definition's float64 tensor stands for, where it is known."""
+    return vars(x).get("own_dtype")
+
+
+def kept_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that it would have without casts to wider ones, in which `stored` keeps it."""
+    return vars(x).get("kept_dtype")
+
+
 def of_dtype(x: torch.Tensor, dtype: torch.dtype | None, kept: torch.dtype | None = None) -> torch.Tensor:
-    """x of a definition, in float64, which stands for a tensor of that dtype; `kept`: the one that it would have without casts
-    to wider ones, in which `stored` keeps it."""
+    """x, which stands for a tensor of that dtype."""
     vars(x).update(own_dtype=dtype, kept_dtype=kept or dtype)
     return x
 

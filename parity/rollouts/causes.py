@@ -1,7 +1,7 @@
 """What a difference of log-probs may come from: each cause fitted, named only where it explains the difference down to noise."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,13 +29,13 @@ def explanations(
     temperature: float,
     sampling: Supports | None,
     others: Mapping[str, Callable[[], Tensor]],
-    coarser: Mapping[str, Callable[[], Scores]],
+    coarser: Iterable[tuple[str, Callable[[], Scores]]],
 ) -> list[str]:
     """The causes that explain the difference down to noise, the best first; supports that explain it alike are one cause.
 
     `temperature` is that of the trainer's log-probs, `sampling` what the run and the model's generation config say of a
     sampler's (None: they are not a sampler's). `others`: other computation -> its log-probs (n,), NaN of tokens that it has
-    none of; `coarser`: narrower dtype -> the model's own scores with its noise. Both are asked only if needed.
+    none of; `coarser`: narrower dtypes, each with the model's own scores and its noise. Both are asked only if needed.
     """
     if bool((found.values == 0).all()):
         return ["all log-probs are 0: missing ones were filled"]
@@ -48,7 +48,7 @@ def explanations(
         values = found.values[found.values.isfinite()]
         # by a log-softmax alone, which is less than the arithmetic of a model
         rounded = bool((values == values.bfloat16()).all())
-        for name, score in coarser.items():
+        for name, score in coarser:
             other = Difference(found.values, score()).units()
             if agrees(other) and rms(other) <= 1 and (name == "bf16" if rounded else rms(other) > 0.1):
                 return [f"no cause that was tried; by size alone as far apart as the arithmetic of {name}"]

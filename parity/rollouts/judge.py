@@ -6,7 +6,7 @@ The mean ratio judges nothing: by E_s[π/s] = 1 it is 1 for every trainer, right
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +156,12 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
         "top-p or top-k is not in them": scores.full,
         "those of the distribution that was sampled from": scores.truncated,
     }
-    coarser = [  # by whose rounding all of it would be right
+    coarser = (  # by whose rounding all of it would be right; replicas are made where nothing else explains it
         dtype
         for dtype in (torch.float16, torch.bfloat16)
         if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps
         and all(j.agrees for j in oracle.judge(values, EAGER.resolve(NAMES[dtype])).values())
-    ]
+    )
     named = _causes(trainer.loaded(), rows_from(rows, scored, model.device), sampling, mine, sampler, others, coarser)
     return dataclasses.replace(verdict, explanation=" or ".join(named) or None)
 
@@ -173,7 +173,7 @@ def _causes(
     mine: Tensor,
     sampler: Tensor,
     known: Mapping[str, Tensor],
-    coarser: Sequence[torch.dtype],
+    coarser: Iterable[torch.dtype],
 ) -> list[str]:
     """What explains a difference from `mine` (B, T) down to noise, by the causes of a watched run, `known` ones besides; last,
     the size of `coarser` arithmetic."""
@@ -187,7 +187,7 @@ def _causes(
         others: dict[str, Callable[[], Tensor]] = {n: functools.partial(rows.of, x) for n, x in known.items()}
         others |= scoring.bare_head(model, alone, rows.token_ids, tau)
         found = scoring.Difference(rows.of(sampler), noisy())
-        alike = {NAMES[dtype]: functools.partial(noisy, dtype) for dtype in coarser}
+        alike = ((NAMES[dtype], functools.partial(noisy, dtype)) for dtype in coarser)
         return causes.explanations(found, rows, tau, [(sampling[1], sampling[2], 0.0)], others, alike)
 
 

@@ -295,7 +295,7 @@ def second_pass(case: Case, device: str, long: bool = False) -> Iterator[Case]:
         return
     s, number = loss_family(case.family).full_settings(case), zlib.crc32(f"vocabulary/{case.id}".encode())
     context = getattr(s, "context", None)
-    sized = case.tensors is None and {"B", "T", "V"} <= vars(s).keys()
+    sized = case.tensors is None and {"B", "T", "V", "H"} <= vars(s).keys()
     small = sized and s.B * s.T <= TOKENS and context != "compile"
     if long and small and number % REAL == 0:
         real = {"V": VOCABULARIES[number // REAL % len(VOCABULARIES)], "H": min(s.H, HIDDEN)}

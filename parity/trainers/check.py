@@ -160,6 +160,11 @@ def every_value(cases: Iterable[CheckCase], listed: Sequence[CheckCase] = ()) ->
         yield from ((trainer, settings) for settings in covering(every, shown, met))
 
 
+def always(case: CheckCase) -> bool:
+    """Every case, as `Check.covered`."""
+    return True
+
+
 @dataclasses.dataclass(frozen=True)
 class Check:
     name: str  # as in the setting `check`

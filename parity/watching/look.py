@@ -259,7 +259,7 @@ class Look:
                 coarser[NAMES[dtype]] = functools.partial(self._own, self.rows, dtype)
         if what != "old" and not self.behind(what):
             others |= scoring.bare_head(self.model, mine, self.rows.token_ids, self.temperature)
-        return self.temperature, self.sampling if what == "sampler" else None, others, coarser
+        return self.temperature, self.sampling if what == "sampler" else None, others, coarser.items()
 
 
 def _numbers(config: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, always, check
 from parity.trainers.definitions.scored import mean
 from parity.trainers.rig import drive, models, stored_window
 from parity.trainers.rig.drawn import uniform
@@ -54,7 +54,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
         yield from (("rloo-trainer", {"rewards": rewards, "normalize": normalize}) for normalize in (False, True))
 
 
-@check("advantages", BOTH, SETTINGS, cases, pr=PR, covered=lambda case: True, paths=("released",), moves=True)
+@check("advantages", BOTH, SETTINGS, cases, pr=PR, covered=always, paths=("released",), moves=True)
 def advantages(call: CheckCall) -> Iterator[Quantity]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
     rewards, weights = table(call.settings.rewards)

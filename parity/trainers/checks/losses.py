@@ -11,7 +11,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.preference_losses import CPO, DPO, ONLINE, SCORED, TPO
 from parity.fixes.override import source_of
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, tells
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, tells
 from parity.trainers.checks.twin_windows import begun
 from parity.trainers.checks.twins import judged, step_of, twin
 from parity.trainers.definitions.formulas import MIXED, OPTIONS, Loss, kl_of_others
@@ -127,7 +127,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
             yield from ((trainer, {**plain, **more}) for only, more in HONOURED[trainer] if loss in (only or names))
 
 
-@check("losses", tuple(OWN), SETTINGS, cases, pr=PR, covered=lambda case: True, paths=EVERY_PATH)
+@check("losses", tuple(OWN), SETTINGS, cases, pr=PR, covered=always, paths=EVERY_PATH)
 def losses(call: CheckCall) -> Iterator[Quantity]:
     """One batch of eight: loss and every gradient as the definition of its loss type has them."""
     trainer, s = call.case.family, call.settings

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss, padded
 from parity.trainers.definitions.scored import Scored
@@ -65,7 +65,7 @@ def sampler_cases(seed: int) -> Iterator[CheckCase]:
     SAMPLER,
     sampler_cases,
     pr=[("grpo-trainer", s) for s in SAMPLED],
-    covered=lambda case: True,
+    covered=always,
     paths=EVERY_PATH,
 )
 def sampler(call: CheckCall) -> Iterator[Quantity]:

@@ -15,7 +15,7 @@ import torch
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, shared, summed, tells
+from parity.trainers.check import CheckCall, CheckCase, Quantity, always, check, holds, shared, summed, tells
 from parity.trainers.checks.twins import GRPO_TYPES, SETTINGS, by_definition, judged, step_of, twin
 from parity.trainers.definitions.formulas import Generation, Loss, beyond
 from parity.trainers.definitions.scored import Scored
@@ -289,7 +289,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
 KIND = Setting("evaluation", "what is looked at", tuple(WINDOWS))
 
 
-@check("windows", JUDGED, {"kind": KIND, "loss": SETTINGS["loss"]}, cases, pr=PR, covered=lambda case: True)
+@check("windows", JUDGED, {"kind": KIND, "loss": SETTINGS["loss"]}, cases, pr=PR, covered=always)
 def beyond_one_window(call: CheckCall) -> Iterator[Quantity]:
     """Evaluation, incomplete windows and second steps follow the same definition."""
     window = WINDOWS[call.settings.kind]

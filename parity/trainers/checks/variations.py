@@ -11,7 +11,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.fixes.override import source_of
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, check, holds
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, always, check, holds
 from parity.trainers.checks.twin_windows import EPOCH
 from parity.trainers.checks.twins import RATE, SETTINGS, judged, moved, step_of, twin
 from parity.trainers.definitions.formulas import Loss
@@ -175,7 +175,7 @@ def truncation_cases(seed: int) -> Iterator[CheckCase]:
     yield from ((ONLINE, {"mode": "keep_end", "level": level}) for level in (False, True))
 
 
-@check("truncation", CUTTING, CUT, truncation_cases, pr=CUT_IN_PR, covered=lambda case: True, paths=EVERY_PATH)
+@check("truncation", CUTTING, CUT, truncation_cases, pr=CUT_IN_PR, covered=always, paths=EVERY_PATH)
 def truncation(call: CheckCall) -> Iterator[Quantity]:
     """The sequences that reach the loss are cut where the config says, and loss and gradients are theirs."""
     _estimates(call)
@@ -248,6 +248,17 @@ STORED: dict[str, dict[str, Any]] = {
 STORED_CASES: list[CheckCase] = [("kto-trainer", {}), *(("dpo-trainer", {"other": other}) for other in STORED)]
 
 
+class _OnDisk(Run):
+    """A run over the window as a dataset in a folder, beside which `datasets` stores what is made of it."""
+
+    folder = ""
+
+    def data(self) -> Any:
+        import datasets
+
+        return datasets.load_from_disk(self.folder)
+
+
 @check(
     "stored-reference",
     having(PRECOMPUTED),
@@ -258,8 +269,6 @@ STORED_CASES: list[CheckCase] = [("kto-trainer", {}), *(("dpo-trainer", {"other"
 )
 def stored_reference(call: CheckCall) -> Iterator[Quantity]:
     """Reference log-probs that another run has stored with the dataset are not this run's: one batch by its own."""
-    import datasets
-
     other: dict[str, Any] = STORED[call.settings.other]
     stored: dict[str, Any] = {"max_length": None, PRECOMPUTED: True}
     drive.needs(call.trainer, PRECOMPUTED, *(name for name in other if name != "model"))
@@ -269,9 +278,8 @@ def stored_reference(call: CheckCall) -> Iterator[Quantity]:
 
         def over(model: str = "llama", **config: Any) -> Run:
             settings = twin(call.case.family, model=model)
-            run = Run(call.case.family, settings, call.path, plain=True, **config)
-            # beside it `datasets` stores what is made of it
-            run.data = lambda: datasets.load_from_disk(folder)  # type: ignore[method-assign]
+            run = _OnDisk(call.case.family, settings, call.path, plain=True, **config)
+            run.folder = folder
             return run
 
         over(**stored | other).build()
