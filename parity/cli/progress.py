@@ -13,7 +13,7 @@ from parity.results.row import Row
 
 EVERY = 30.0  # seconds between two lines where there is no terminal
 EARLY = 0.03
-"""Share of the cases before which nothing is said about the time left: the first, frozen ones, take longest."""
+"""Share of the work before which nothing is said about the time left: the first, frozen cases, take longest."""
 
 
 class Shown(contextlib.AbstractContextManager["Shown"]):
@@ -24,7 +24,7 @@ class Shown(contextlib.AbstractContextManager["Shown"]):
         self.console = console or Console(stderr=True, highlight=False)
         self.clock = clock
         self.begun = self.moved = clock()
-        self.done, self.of, self.read, self.now = 0, 0, 0, "starting"
+        self.done, self.of, self.share, self.read, self.now = 0, 0, 0.0, 0, "starting"
         self.until = math.inf
         self.new: set[str] = set()
         self.known: set[str] = set()
@@ -32,7 +32,9 @@ class Shown(contextlib.AbstractContextManager["Shown"]):
         terminal = self.console.is_terminal and not self.console.is_dumb_terminal
         self.live = self.console.status("") if terminal else None
 
-    def __call__(self, rows: Sequence[Row], done: int, of: int, now: str, seconds: float | None = None) -> None:
+    def __call__(
+        self, rows: Sequence[Row], done: int, of: int, share: float, now: str, seconds: float | None = None
+    ) -> None:
         self.until = math.inf if seconds is None else self.clock() + seconds
         if self.display is None:
             self._start()
@@ -41,23 +43,23 @@ class Shown(contextlib.AbstractContextManager["Shown"]):
                 self.new.add(row.implementation)
             elif row.known:
                 self.known.add(row.known)
-        self.moved = self.moved if done == self.done else self.clock()
-        self.read, self.done, self.of, self.now = len(rows), done, of, now or self.now
+        self.moved = self.moved if share == self.share else self.clock()
+        self.read, self.done, self.of, self.share, self.now = len(rows), done, of, share, now or self.now
         if self.live is not None:
             self.live.update(f"{self.figures()}\n{self.now}".replace("[", r"\["))
 
     def figures(self) -> str:
-        """Cases done and planned, per cent, time left, findings so far."""
+        """Per cent of the work, cases done and planned, time left, findings so far."""
         new = f"NEW in {', '.join(sorted(self.new)[:2])}{' …' * (len(self.new) > 2)}" if self.new else "NEW none"
-        share = f"{self.done:,} of {self.of:,} cases ({100 * self.done // max(self.of, 1)} %)"
-        return " · ".join([share, self.left(), new, f"KNOWN {len(self.known) or 'none'}"])
+        share, cases = f"{math.floor(100 * self.share + 1e-6)} %", f"{self.done:,} of {self.of:,} cases"
+        return " · ".join([share, cases, self.left(), new, f"KNOWN {len(self.known) or 'none'}"])
 
     def left(self) -> str:
         """Time left at the speed so far, at most until no more cases are dealt; how long findings then take, nobody knows."""
         if self.done == self.of > 0:
             return "finishing"
-        early = self.done == 0 or self.done < EARLY * self.of
-        seconds = math.inf if early else (self.of - self.done) * (self.clock() - self.begun) / self.done
+        early = self.share < EARLY
+        seconds = math.inf if early else (1.0 / self.share - 1.0) * (self.clock() - self.begun)
         seconds = math.inf if seconds < self.clock() - self.moved else seconds  # it has passed: the rest takes longer
         seconds = min(seconds, self.until - self.clock())
         if seconds == math.inf:

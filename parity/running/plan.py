@@ -149,6 +149,13 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         what = ",".join(self.implementations) or f"{self.index}.{self.start}"
         return f"{self.family} {self.kind} {what}"
 
+    @property
+    def cost(self) -> float:
+        """CPU time of one of its cases, about, in drawn cases of profile pr."""
+        return {"drawn": 1.0, "checks": 3.0, "frozen": 4.5, "besides": 22.0 * len(self.implementations)}.get(
+            self.kind, 0.0
+        )
+
 
 class Plan(msgspec.Struct, kw_only=True):
     """What every worker is told, and with what it has of its own each of the `workers`; the shards that they are dealt."""

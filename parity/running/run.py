@@ -34,11 +34,11 @@ TIMEOUT, FIRST_TIMEOUT = 180.0, 300.0
 
 def execute(
     options: Options,
-    progress: Callable[[list[Row], int, int, str, float | None], None],
+    progress: Callable[[list[Row], int, int, float, str, float | None], None],
     say: Callable[[str], None] = lambda line: None,
 ) -> RunResult:
-    """Run, writing rows as they come; `progress` is called at every event with the rows, cases done and planned, what runs
-    now, and the seconds until no more cases are dealt. Where the time is
+    """Run, writing rows as they come; `progress` is called at every event with the rows, cases done and planned, the
+    share of the work that is done, what runs now, and the seconds until no more cases are dealt. Where the time is
     limited, checks of trainers are in an order of the seed: none is the last every night."""
     before = None
     if options.resume is not None:
@@ -67,8 +67,12 @@ def execute(
         found = Findings(state.rows, profile, len(plan.workers), options.confirm, options.findings, options.minimise)
         deadline = plan.settings["deadline"]
 
+        costs = {shard.name: shard.cost for shard in plan.shards}
+        whole = sum(shard.cost * shard.count for shard in plan.shards)
+
         def tell(now: str) -> None:
-            progress(state.rows, state.done, of, now, None if deadline is None else deadline - time.time())
+            share = sum(costs.get(name, 0.0) * count for name, count in state.cases.items()) / (whole or 1.0)
+            progress(state.rows, state.done, of, share, now, None if deadline is None else deadline - time.time())
 
         def again_later() -> list[Shard]:
             until = math.inf if options.max_time is None else begun + options.max_time
