@@ -67,7 +67,7 @@ def _where(oracle: CaseOracle, v: torch.Tensor, o: torch.Tensor) -> list[str]:
     wrong, right = error > LARGE * error.max(), error < SMALL * error.max()
     if not bool((wrong | right).all()) or not bool(right.any()):
         return []
-    uses = ids[ids >= 0].bincount(minlength=0 if by_token else len(v))
+    uses = ids[ids >= 0].bincount(minlength=1 if by_token else len(v))
     times = torch.where(ids >= 0, uses[ids.clamp(min=0)], 0) if by_token else uses
     if bool((times[wrong] > 1).all()) and bool((right & (times == 1)).any()):
         return ["only where an id repeats"]

@@ -188,11 +188,12 @@ def features(case: Case) -> dict[str, Any]:
 
 def parameters(x: Inputs) -> set[str]:
     """The tensors, and what moves the value: beta, temperature, softcaps, scales, biases, normaliser, the teacher's kind and
-    vocabulary."""
+    vocabulary; labels, where some are ignored or have a loss of their own."""
     names = {"beta", "temperature", "softcap", "logit_scale", "extra_vocabulary", "hard_loss"}
     names |= {"teacher_softcap", "teacher_logit_scale"} if x.teacher_hidden is not None else set()
     optional = ("bias", "teacher_hidden", "teacher_bias", "teacher_logits", "support_logps", "num_items_in_batch")
-    return head.needed(x, inputs_of.SETTINGS, names, optional)
+    labelled = x.settings.ignored != "none" or x.settings.hard_loss
+    return head.needed(x, inputs_of.SETTINGS, names, optional) - (set() if labelled else {"ids"})
 
 
 def _double_items(x: Inputs) -> Inputs | None:

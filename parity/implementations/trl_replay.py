@@ -1,7 +1,7 @@
 """A causal LM that returns a case's hidden states, and a tokenizer: TRL's trainer runs on them.
 
-The backbone returns stored hidden states, a leaf, at the positions that predict the completion; the LM head is a real
-Linear, tied or biased as the case says. transformers is imported on first use.
+The backbone returns stored hidden states, a leaf, at the positions that predict the completion; the last token of a prompt
+tells which sequence it is. The LM head is a real Linear, tied or biased as the case says. transformers is imported on first use.
 """
 
 import functools
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from parity.case.inputs import Inputs
+from parity.implementations.limits import require
 from parity.upstream import trl
 
 PROMPT = 2
@@ -50,6 +51,16 @@ def classes() -> tuple[type, type]:
 
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
             hidden = self.hidden + self.embed_tokens(self.previous_ids) if self.tied else self.hidden
+            if not torch.equal(
+                input_ids, self.ids
+            ):  # a subclass scores some rows, in another order, or without their padding
+                rows, width = input_ids[:, PROMPT - 1], input_ids.shape[1]
+                own = bool((rows < len(self.ids)).all()) and torch.equal(input_ids, self.ids[rows][:, :width])
+                require(
+                    own,
+                    "the model here has hidden states for the sequences of the case alone, each in a row of its own",
+                )
+                hidden = hidden[rows, :width]
             return BaseModelOutputWithPast(last_hidden_state=hidden)
 
     class ReplayForCausalLM(PreTrainedModel, GenerationMixin):
@@ -84,6 +95,12 @@ def classes() -> tuple[type, type]:
     return ReplayConfig, ReplayForCausalLM
 
 
+def prompts(x: Inputs) -> torch.Tensor:
+    """(B, PROMPT): a padding token, and the number of the sequence."""
+    numbers = torch.arange(x.settings.B, device=x.hidden.device)
+    return torch.stack([torch.zeros_like(numbers), numbers], 1)
+
+
 def tokenizer() -> Any:
     return trl.tokenizer({"<pad>": 0, "<eos>": 1, "w": 2}, pad_token="<pad>")
 
@@ -107,6 +124,7 @@ def model(x: Inputs) -> Any:
     place = torch.zeros(s.B, PROMPT - 1, s.H, dtype=x.hidden.dtype, device=x.hidden.device)
     tail = torch.zeros(s.B, 1, s.H, dtype=x.hidden.dtype, device=x.hidden.device)
     out.model.hidden = torch.cat([place, x.hidden, tail], 1)
+    out.model.ids = torch.cat([prompts(x), x.ids.long()], 1)
     if s.head == "tied":
         edge = torch.zeros(s.B, 1, dtype=torch.long, device=x.hidden.device)
         out.model.tied = True

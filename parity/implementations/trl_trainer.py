@@ -21,7 +21,7 @@ from parity.implementations.implementation import REGISTRY, Implementation, Outp
 from parity.implementations.liger_grpo import FUSED_REJECTS, ONE_DTYPE_BEFORE_08
 from parity.implementations.limits import Limit, known_loss_type, only, refused
 from parity.implementations.trl import tiles
-from parity.implementations.trl_replay import PROMPT, model, tokenizer
+from parity.implementations.trl_replay import PROMPT, model, prompts, tokenizer
 from parity.judge.recipe import Recipe
 from parity.upstream import trl
 
@@ -189,7 +189,7 @@ def batch(x: Inputs, out: Any) -> dict[str, Any]:
     device = x.hidden.device
     inputs: dict[str, Any] = {theirs: x.tensors[ours] for theirs, ours in GIVEN.items()}
     inputs |= {
-        "prompt_ids": torch.zeros(s.B, PROMPT, dtype=torch.long, device=device),
+        "prompt_ids": prompts(x),
         "prompt_mask": torch.ones(s.B, PROMPT, dtype=torch.long, device=device),
         "completion_ids": x.ids.long(),
         "num_items_in_batch": x.num_items_in_batch.to(device),

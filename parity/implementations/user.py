@@ -40,7 +40,7 @@ ALIASES |= {"epsilon_low": "epsilon", "label_smoothing": "smoothing", "lse_squar
 REQUIRED = {
     "logprobs": head.REQUIRED,
     "policy": policy_inputs.REQUIRED,
-    "divergence": (*head.REQUIRED, "beta", "teacher"),
+    "divergence": ("hidden", "weight", "beta", "teacher"),
     "preference": (*head.REQUIRED, "beta"),
 }
 """Parameters by which a function is recognised as of a family, a teacher's of any kind; elsewhere what the default case needs."""

@@ -1,6 +1,7 @@
 """What `assert_parity` is asked, checked: a `Problem` and a recipe, or a `ValueError` that says what to give."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -57,7 +58,7 @@ def posed(
     for f in (function, definition):
         _check_call(f, inputs, () if isinstance(f, torch.nn.Module) else parameters)
     leaves = tuple(n for n in floating if n in grad)
-    others = (*also, *getattr(definition, "also", ()))
+    others = (*also, *_forms(definition))
     problem = Problem(definition, inputs, parameters, leaves, others, given, seed, attention=True)
     if not problem.outputs:
         raise ValueError("the definition returns no tensor: return one, or a list, tuple or dictionary of tensors")
@@ -73,6 +74,14 @@ def posed(
     if odd := [n for n, x in problem.outputs.items() if not same(x, problem.oracle.exact[n])]:
         raise ValueError(f"the definition is random: {odd[0]} differs between runs; give the random numbers as inputs")
     return problem
+
+
+def _forms(definition: Any) -> tuple[Any, ...]:
+    """The other correct forms that a definition has as its own, with the arguments of a partial."""
+    if isinstance(definition, functools.partial):
+        own = _forms(definition.func)
+        return tuple(functools.partial(form, *definition.args, **definition.keywords) for form in own)
+    return tuple(getattr(definition, "also", ()))
 
 
 def resolved(recipe: Recipe | None, problem: Problem) -> Recipe:

@@ -21,7 +21,12 @@ from parity.registry import loss_family
 
 BASES: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "policy": ({"old": "absent", "beta": 0.04}, {"loss_type": "bnpo"}),  # TRL 0.15, 0.16
-    "divergence": ({"beta": 0.0}, {"sparse": "topk", "beta": 0.0}, {"sparse": "mixed", "beta": 1.0}),
+    "divergence": (
+        {"beta": 0.0},
+        {"sparse": "topk", "beta": 0.0},
+        {"sparse": "mixed", "beta": 1.0},
+        {"teacher": "logits"},
+    ),
     "preference": (
         {"method": "cpo"},
         {"method": "cpo", "loss_type": "simpo"},
@@ -97,7 +102,11 @@ def _lacks(implementation: Implementation, family: Family, case: Case, settings:
     absent = family.needed(Inputs(case, settings, _Absent(), (), {})) - (implementation.parameters or set())
     if implementation.parameters is not None and absent:
         return f"no parameter {', '.join(sorted(absent))}"
-    return implementation.lacks(family, dataclasses.replace(_small(family, case), case=case, settings=settings)) or None
+    try:
+        small = _small(family, case)
+    except UsageError as error:  # its settings do not stand together
+        return str(error)
+    return implementation.lacks(family, dataclasses.replace(small, case=case, settings=settings)) or None
 
 
 def _small(family: Family, case: Case) -> Inputs:
@@ -129,7 +138,8 @@ def _nearest(implementation: Implementation, case: Case, device: str) -> Case | 
         return case
     family, own = loss_family(case.family), dict(implementation.own_defaults)
     sizes = {n: v for n, v in case.settings.items() if _is_size(family, n, v)}
-    bases = [own] * bool(own) + [{}, *BASES.get(family.name, ())]
+    plain = [{}, *BASES.get(family.name, ())]
+    bases = [{**base, **own} for base in plain if own] + plain
     for dtype in dict.fromkeys((case.dtype, "fp32", "fp16", "bf16")):
         for kept, base in itertools.product((sizes, {}), bases):
             start, settings = family.settled(case.seed, dtype, {**base, **kept})

@@ -182,6 +182,17 @@ def top_k_router(logits: torch.Tensor, k: int = 2, normalised: bool = True) -> t
     return (weights / weights.sum(-1, keepdim=True) if normalised else weights), experts
 
 
+def top_k_router_of_logits(
+    logits: torch.Tensor, k: int = 2, normalised: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`top_k_router` as the softmax of the k largest logits, in the order of GPT-OSS."""
+    top, experts = logits.topk(k, -1)
+    return (torch.softmax(top, -1) if normalised else (top - logits.logsumexp(-1, keepdim=True)).exp()), experts
+
+
+vars(top_k_router)["also"] = (top_k_router_of_logits,)
+
+
 def moe_combine(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Σₖ wₖ·yₖ of each token's experts: outputs (T, k, H), weights (T, k) -> (T, H)."""
     return (outputs * weights.unsqueeze(-1)).sum(-2)

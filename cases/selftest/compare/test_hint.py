@@ -122,3 +122,10 @@ def test_a_family_of_ones_own_may_call_a_tensor_ids():
     first = next(row for row in rows if row.quantity == "entropy")
     assert first.verdict == "disagree"
     assert "1 ÷ (scale)" in first.message
+
+
+def test_labels_that_are_all_ignored_have_no_hint():
+    family_of = family("divergence")
+    oracle = oracle_of(family_of.case(0, "fp32", {"B": 1, "T": 3, "ignored": "all", "grad": "hidden"}))
+    wrong = {"grad_hidden": torch.ones_like(oracle.exact["grad_hidden"]).float()}
+    assert not [h for h in hints(oracle, "grad_hidden", Outcome("ran", wrong)) if h.startswith("only")]

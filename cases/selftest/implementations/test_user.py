@@ -418,7 +418,7 @@ def test_a_preference_loss_that_may_be_of_two_methods_says_which(tmp_path):
     with pytest.raises(UsageError, match=r"CPO's or ORPO's: say which, yours.fixed = \{'method': 'cpo'\}"):
         from_file(f"{tmp_path}/mine.py:f")
     with pytest.raises(
-        UsageError, match="fixed names x, no setting of logprobs, .* divergence: hidden, weight, ids, beta, teacher"
+        UsageError, match="fixed names x, no setting of logprobs, .* divergence: hidden, weight, beta, teacher"
     ):
         from_file(f"{tmp_path}/mine.py:g")
 
@@ -494,3 +494,43 @@ def test_draws_are_moved_to_the_choices_that_a_function_has_as_defaults():
     assert nearest(from_function(simpo, "my.py:simpo"), drawn, "cpu").settings["loss_type"] == "hinge"
     drawn = loss_family("preference").case(3, "fp32", {"divergence": "js_divergence"})
     assert nearest(from_function(simpo, "my.py:simpo"), drawn, "cpu").settings["loss_type"] == "simpo"
+
+
+def test_a_divergence_without_labels_gets_cases_without_them():
+    """It needed `ids` to be recognised, and was then called wrong for not knowing that -100 is no label."""
+
+    def reverse_kl(hidden, weight, teacher_hidden, teacher_weight, num_items_in_batch=None):
+        p = torch.log_softmax(hidden.float() @ weight.float().T, -1)
+        q = torch.log_softmax(teacher_hidden.detach().float() @ teacher_weight.detach().float().T, -1)
+        items = p[..., 0].numel() if num_items_in_batch is None else num_items_in_batch
+        return (p.exp() * (p - q)).sum() / items
+
+    reverse_kl.fixed = {"beta": 1.0}
+    mine, family = from_function(reverse_kl, "my.py:reverse_kl"), loss_family("divergence")
+    ignored = family.case(3, "fp32", {"beta": 1.0, "ignored": "some"})
+    assert refusal(mine, ignored, "cpu") == "no parameter ids"
+    near = nearest(mine, ignored, "cpu")
+    assert {row.verdict for row in run_case(near, [mine], thorough=False) if row.quantity} == {"agree"}
+
+
+def test_draws_are_moved_to_a_number_beside_the_kind_of_teacher_that_a_function_takes():
+    """A forward KL of the teacher's logits got no case of quick: no draw had both."""
+
+    def kl(hidden, weight, teacher_logits, ids): ...
+
+    kl.fixed = {"beta": 0.0}
+    drawn = loss_family("divergence").case(3, "fp32", {"softcap": 5.0})
+    found = nearest(from_function(kl, "my.py:kl"), drawn, "cpu")
+    assert {"beta": 0.0, "teacher": "logits"}.items() <= found.settings.items()
+
+
+def test_settings_that_do_not_stand_together_are_no_case_of_a_function():
+    """A run ended with CISPO's upper clip of 0, which was drawn for another loss."""
+
+    def loss(hidden, weight, ids, mask, advantages, num_items_in_batch, old_logps=None, epsilon_high=None): ...
+
+    loss.fixed = {"loss_type": "cispo"}
+    own, policy = from_function(loss, "my.py:loss"), loss_family("policy")
+    drawn, cispo = (policy.case(3, "fp32", {"epsilon_high": 0.0} | more) for more in ({}, loss.fixed))
+    assert "epsilon_high=0 must be positive" in str(refusal(own, cispo, "cpu"))
+    assert nearest(own, drawn, "cpu") is not None

@@ -147,6 +147,14 @@ def hand_rms(x, weight, eps):
     return RMSNorm.apply(x, weight, eps)
 
 
+def router_of_logits(logits, normalised=True):
+    """As a fused kernel: the softmax of the largest ones."""
+    z = logits.float()
+    top, experts = z.topk(3, -1)
+    weights = torch.softmax(top, -1) if normalised else (top - torch.logsumexp(z, -1, keepdim=True)).exp()
+    return weights.to(logits.dtype), experts
+
+
 OPERATIONS = {
     "rms_norm": Operation(draw(**NORM, eps=[1e-6, 1e-5]), D.rms_norm, {"fp32 torch": own_rms, "by hand": hand_rms}),
     "gemma_rms_norm": Operation(
@@ -223,6 +231,7 @@ OPERATIONS = {
             normalised=[True, False],
         ),
         functools.partial(D.top_k_router, k=3),
+        {"of logits": router_of_logits},
     ),
     "moe_combine": Operation(
         draw(outputs=tensor("T", 4, "H"), weights=tensor("T", 4, **PROBS)),

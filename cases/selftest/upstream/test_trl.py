@@ -20,7 +20,7 @@ from parity.families.policy import FAMILY
 from parity.implementations import interpreter, trl_trainer
 from parity.implementations.trl import softcap
 from parity.judging.assess import CaseOracle
-from parity.registry import loss_family
+from parity.registry import from_file, loss_family, run_case
 from parity.trainers.rig import drive
 from parity.upstream import trl
 
@@ -194,3 +194,38 @@ def test_a_liger_path_takes_an_advantage_for_each_completion_alone(monkeypatch):
         said[advantages] = {limit(asked) for limit in trl_trainer._limits(liger=True)}
     refused = "its Liger path takes advantages of shape (B,) only"
     assert refused in said["token"] and refused not in said["mixed"]
+
+
+SUBCLASSES = """
+from trl import GRPOTrainer
+
+class Rows(GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **more):
+        return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep, 1, **more)
+
+class Reversed(GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *given, **more):
+        found = super()._get_per_token_logps_and_entropies(model, input_ids.flip(0), attention_mask.flip(0), *given, **more)
+        return [x if x is None else x.flip(0) for x in found]
+
+class Exchanged(Reversed):
+    def _get_per_token_logps_and_entropies(self, *given, **more):
+        found = super()._get_per_token_logps_and_entropies(*given, **more)
+        return [x if x is None else x.flip(0) for x in found]
+
+class Packed(GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *given, **more):
+        model(input_ids=input_ids.flatten()[None])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [("Rows", "agree"), ("Reversed", "agree"), ("Exchanged", "disagree"), ("Packed", "unsupported")],
+)
+def test_a_subclass_may_score_sequences_in_parts_and_in_another_order(tmp_path, name, verdict):
+    """The stored hidden states were those of all sequences in their order, whatever the model was given."""
+    (tmp_path / "mine.py").write_text(SUBCLASSES)
+    mine = next(i for i in from_file(f"{tmp_path}/mine.py:{name}") if i.family == "policy")
+    case = FAMILY.case(5, "fp32", {"B": 4, "T": 6, "V": 11, "beta": 0.04})
+    assert verdict in {row.verdict for row in run_case(case, [mine], thorough=False)} <= {verdict, "agree"}
