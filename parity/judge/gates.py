@@ -38,7 +38,7 @@ class Unit:
     counted: bool = False  # whether it is a count or fraction that must be exact
     first_order: float = 0.0  # √Σ(∂L/∂logp·rms e)², for a scalar
     terms: float = 0.0  # ‖terms‖₂·√n of what a scalar sums
-    # entries that are NaN where the definition itself is computed in float32, asked for where a value is not finite
+    # entries that are not finite where the definition itself is computed in float32, asked for where a value is not finite
     lost: Callable[[], torch.Tensor] = lambda: torch.tensor(False)
 
     @functools.cached_property

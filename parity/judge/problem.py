@@ -211,7 +211,7 @@ class Problem:
 
     @functools.cached_property
     def _lost(self) -> dict[str, torch.Tensor]:
-        """Where the definition, computed in float32 as it is written, is NaN: 0/0 by a sum that float32 does not hold. None
+        """Where the definition, computed in float32 as it is written, is not finite: 0/0 by a sum that float32 does not hold. None
         where an output is infinite: a stable function has the logarithm of a softmax."""
         x = {
             n: t.detach().float().requires_grad_(n in self.leaves) if is_floating(t) else t
@@ -221,7 +221,7 @@ class Problem:
             outputs = self._form(self.definition)(x)
             if not any(bool(torch.isinf(value).any()) for value in outputs.values()):
                 found = self._with_gradients(x, outputs, self.cotangents)
-                return {n: torch.isnan(value).cpu() for n, value in found.items()}
+                return {n: ~torch.isfinite(value).cpu() for n, value in found.items()}
         return {}
 
     def _double(self, stack: int | None) -> dict[str, torch.Tensor]:
