@@ -1,6 +1,7 @@
 """`parity list`: implementations, settings and checks, as tables."""
 
 import collections
+import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -63,6 +64,8 @@ def settings(name: str, console: Console) -> None:
     _show(f"settings of {name}", ("name", "default", "meaning"), rows, console)
     if name in loss_families():
         fam = loss_family(name)
+        defined = inspect.getmodule(inspect.unwrap(fam.oracle))
+        console.print(Text(f"\n{((defined and defined.__doc__) or '').strip()}"))
         console.print(Text(f"\ntensors, by the name of a function's parameter: {', '.join(_tensors(fam))}"))
         more = f", or ({fam.first}, {{name: value}}) with any of: {', '.join(sorted(fam.optional))}" * bool(
             fam.optional

@@ -1,9 +1,9 @@
 """Family `logprobs`: selected log-probabilities and entropy from hidden states x LM head.
 
-Definition: logp = z[id] - L, L = logsumexp(z), entropy = -Σ p log p, with z of `head.logits`. With label smoothing s and a z-loss
-c it is minus that cross entropy: (1 - s)·(z[id] - L) + s·(mean z - L) - c·L² (torch.nn.functional.cross_entropy; PaLM, Chowdhery
-et al. 2022, section 5). Positions whose id is -100 are
-ignored: their value is 0 and they have no gradient (torch.nn.functional.cross_entropy, `ignore_index`).
+Definition: logp = z[id] - L, L = logsumexp(z), entropy = -Σ p log p, with logits z = c·tanh(k·(W h + b)/c)/τ, c the softcap and k
+the scale. With label smoothing s and a z-loss w it is minus that cross entropy: (1 - s)·(z[id] - L) + s·(mean z - L) - w·L²
+(torch.nn.functional.cross_entropy; PaLM, Chowdhery et al. 2022, section 5). Positions whose id is -100 are ignored: their
+value is 0 and they have no gradient (torch.nn.functional.cross_entropy, `ignore_index`).
 """
 
 import dataclasses
