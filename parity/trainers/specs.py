@@ -116,8 +116,10 @@ SPECS = {
     "gkd-trainer": TrainerSpec("GKDTrainer"),
     "gold-trainer": TrainerSpec("GOLDTrainer"),
     "iw-opd-trainer": TrainerSpec("IWOPDTrainer"),
-    "cpo-trainer": TrainerSpec("CPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT),
-    "orpo-trainer": TrainerSpec("ORPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT, loss="orpo"),
+    "cpo-trainer": TrainerSpec("CPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT, has=("max_length",)),
+    "orpo-trainer": TrainerSpec(
+        "ORPOTrainer", "pairs", begun=True, beta=0.3, options=UNCUT, loss="orpo", has=("max_length",)
+    ),
     "tpo-trainer": TrainerSpec("TPOTrainer", "triples", beta=0.3, options=UNCUT),
     "reward-trainer": TrainerSpec("RewardTrainer", "pairs"),
     "gmpo-trainer": TrainerSpec(

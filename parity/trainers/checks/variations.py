@@ -48,8 +48,9 @@ MODE = Setting(
 KL = Setting(False, "KTO with its own loss, which estimates a KL to the reference", (False, True))
 ONLINE = "online-dpo-trainer"
 LEVEL = Setting(False, "online DPO: every completion has eight tokens", (False, True))
-FULL = Setting(False, "two prompts more fill max_length, and are left out", (False, True))
-CUT = {"mode": MODE, "split": SPLIT, "kl": KL, "level": LEVEL, "full": FULL}
+FULL = Setting(False, "two prompts more fill max_length, and are left out, or kept without a completion", (False, True))
+AVERAGED = Setting(False, "CPO: simpo, of mean log-probs", (False, True))
+CUT = {"mode": MODE, "split": SPLIT, "kl": KL, "level": LEVEL, "full": FULL, "averaged": AVERAGED}
 CUT_IN_PR: list[CheckCase] = [("dpo-trainer", {})]
 CUTTING = (*having("max_length"), ONLINE)
 PRECOMPUTED = "precompute_ref_log_probs"
@@ -169,8 +170,10 @@ def truncation_cases(seed: int) -> Iterator[CheckCase]:
     for trainer in having("max_length"):
         for mode in MODES_OF_TRUNCATION if trainer in having("truncation_mode") else ("keep_start",):
             own = {"kl": True} if SPECS[trainer].data == "labels" else {"split": "8x1"}
-            yield from ((trainer, {"mode": mode, **cut}) for cut in (own, {"split": "1x8"}))
+            cuts = (own, {"split": "1x8"}) if trainer in TWINS else (own,)  # the others average each micro-batch alone
+            yield from ((trainer, {"mode": mode, **cut}) for cut in cuts)
         yield trainer, {"full": True}
+    yield "cpo-trainer", {"full": True, "averaged": True}
     yield from (("sft-trainer", {"mode": strategy}) for strategy in PACKINGS)
     yield from ((ONLINE, {"mode": "keep_end", "level": level}) for level in (False, True))
 
@@ -195,16 +198,25 @@ def truncation(call: CheckCall) -> Iterator[Quantity]:
         drive.needs(call.trainer, "truncation_mode")
         limits["truncation_mode"] = s.mode
     settings = twin(call.case.family, split=s.split, kl=s.kl, whole=packed)
+    if s.averaged:
+        if call.case.family != "cpo-trainer":
+            raise Unsupported(f"{call.case.family} has no loss type simpo")
+        settings.loss = limits["loss_type"] = "simpo"
     kept = Window.of(call.case.family).rows
     if s.level:  # completions that only a limit ends
         texts = [(f"{r.completion} " * 8, f"{r.other} " * 8) for r in kept]
         kept = [dataclasses.replace(r, limit=8, completion=a, other=b) for r, (a, b) in zip(kept, texts, strict=True)]
-    if s.full and ".filter(" not in source_of(vars(kind).get("_prepare_dataset")):
-        raise Unsupported("the installed version keeps prompts that fill max_length")
+    if call.spec.begun and not trl.since("1.15.0"):
+        raise Unsupported("the installed version cuts a completion by the longer one's length")
     # without room for a completion
     prompts = [models.words(n, "prompt", n) + " " for n in (MAX_LENGTH, MAX_LENGTH + 2)]
     full = [dataclasses.replace(kept[0], prompt=text) for text in prompts] if s.full else []
     run = Run(call.case.family, settings, call.path, [*full, *kept], plain=True, **limits)
+    if s.full and ".filter(" not in source_of(vars(kind).get("_prepare_dataset")):
+        broken = [name for name, g in run.steps.gradients[0].items() if g is not None and not bool(g.isfinite().all())]
+        message = f"an empty completion, NaN in the gradients of {len(broken)} parameters, first {broken[:1]}"
+        yield holds("gradient", not broken, message)
+        return
     whole = sorted(run.window.expected)
     _ = run.steps  # on all rows
     run.window = Cut(run.trainer, kept, packed, mode=s.mode)
