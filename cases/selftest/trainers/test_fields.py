@@ -18,7 +18,7 @@ WORDS = str.split
 NOBODYS = {
     "how completions are generated, not what is made of them": WORDS(
         """cache_implementation ds3_gather_for_generation generation_kwargs min_p repetition_penalty top_k top_p
-        transformers_continuous_batching_config use_transformers_continuous_batching use_transformers_paged use_vllm
+        use_transformers_paged use_vllm
         max_tool_calling_iterations chat_template_kwargs reward_model_path"""
     ),
     "what is loaded and tokenised": WORDS(

@@ -1,10 +1,11 @@
 """What completions are drawn from: the distribution of each token as it reaches the draw, in the trainer's own generation.
 
-Everywhere else completions are stored ones. Here the model generates, with its cache and prompts padded on the left.
+Everywhere else completions are stored ones. Here the model generates, with its cache and prompts padded on the left. And what
+generation leaves as it was.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,16 +15,20 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, holds
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, holds, pairwise, tells
 from parity.trainers.definitions import decoder
 from parity.trainers.definitions.training_step import measured
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Sample
+from parity.upstream import trl
 
 TRAINERS = ("grpo-trainer", "rloo-trainer", "online-dpo-trainer")
 PROMPTS = (62, 3, 9, 60)
 """Tokens of each prompt: the longest and its completion are longer than a sliding window of 64."""
 LIMIT, EVEN = 8, 40
+ENDS = (models.EOS, *range(40, models.VOCABULARY))
+"""So many that some completion ends before the limit."""
+KWARGS = "generation_kwargs"
 SETTINGS = {
     "model": Setting("llama", "tiny model", tuple(models.ARCHITECTURES)),
     "even": Setting(False, f"prompts of {EVEN} tokens each: none is padded", (False, True)),
@@ -32,6 +37,8 @@ SETTINGS = {
     "top_p": Setting(1.0, "the fewest tokens whose probability reaches p", (1.0, 0.95)),
     "min_p": Setting(None, "those with a share of the likeliest one's probability", (None, 0.02)),
     "repetition_penalty": Setting(1.0, "divides a seen token's logit above 0, multiplies it below", (1.0, 1.3)),
+    "ends": Setting(False, f"{len(ENDS)} tokens end a completion, by the model's generation config", (False, True)),
+    KWARGS: Setting(False, "all these by generation_kwargs, which override fields and the model", (False, True)),
 }
 Generated = tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]
 """A call of `generate`: prompts and their mask (N, T), what it returned, and of each draw what from, (N, V), and which."""
@@ -42,6 +49,9 @@ PR: list[CheckCase] = [
     ("grpo-trainer", {"model": "modernbert_decoder", "repetition_penalty": 1.3}),
     ("online-dpo-trainer", {"temperature": 1.4}),
     ("rloo-trainer", {}),
+    ("grpo-trainer", {"ends": True}),
+    *((trainer, {KWARGS: True, "ends": True}) for trainer in ("grpo-trainer", "rloo-trainer")),
+    ("grpo-trainer", {KWARGS: True, "temperature": 1.4}),
 ]
 
 
@@ -52,6 +62,8 @@ def cases(seed: int) -> Iterator[CheckCase]:
         for name, setting in SETTINGS.items():
             yield from ((trainer, {name: value}) for value in setting.choices or ())
         yield trainer, {"model": "recurrent_gemma", "even": True}  # which padding changes
+        for name in (*FILTERS, "ends"):
+            yield from ((trainer, {KWARGS: True, name: value}) for value in SETTINGS[name].choices or ())
 
 
 @check("generation", TRAINERS, SETTINGS, cases, pr=PR, paths=("released",))
@@ -65,10 +77,26 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
         Sample(models.words(13, f"prompt {n}", n) + " ", "", "", label=True)
         for n in ([EVEN] * len(PROMPTS) if s.even else PROMPTS)
     ]
+    policy, ends = models.model(s.model), list(ENDS) if s.ends else [models.EOS]
+    if getattr(s, KWARGS):
+        drive.needs(call.trainer, KWARGS)
+        given = {name: settings[name] for name in moved} | ({"eos_token_id": ends} if s.ends else {})
+        settings = {name: SETTINGS[name].default for name in FILTERS} | {KWARGS: given}
+    elif s.ends:
+        policy.generation_config.eos_token_id = ends
     wanted = recorder.plain(f"{len(rows)}x1") | settings | {"max_new_tokens": LIMIT, "max_completion_length": LIMIT}
     wanted |= {"per_device_train_batch_size": 2 * len(rows)} if call.spec.grouped else {}
     data = stored_window.dataset(rows, "prompts")
-    trainer = drive.build(call.trainer, models.model(s.model), wanted, train_dataset=data)
+    trainer, scored = drive.build(call.trainer, policy, wanted, train_dataset=data), list[Tensor]()
+    if s.ends and not getattr(s, KWARGS) and not hasattr(trainer, "eos_token_ids"):
+        raise Unsupported(f"{call.trainer} of the installed version knows the tokenizer's <eos> alone")
+
+    def scoring(args: Any, out: Any) -> Any:
+        scored.append(drive.scores(out)[0].detach())
+        return out
+
+    if call.spec.scored:
+        drive.changed(trainer, drive.scorer(trainer), scoring)
     with drive.seeded(), _watched(trainer.model) as calls:
         trained = recorder.train(trainer)
     if len(calls) != 1:
@@ -78,15 +106,17 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
         yield holds("tokens", False, "no token is drawn", "exact")
         return
     prompts = [row[there.bool()].tolist() for row, there in zip(ids, mask, strict=True)]
-    drawn = [_ended([int(chosen[b]) for _, chosen in draws]) for b in range(len(ids))]
-    returned = [_ended(row[ids.shape[1] :].tolist()) for row in out]
+    drawn = [_ended([int(chosen[b]) for _, chosen in draws], ends) for b in range(len(ids))]
+    returned = [_ended(row[ids.shape[1] :].tolist(), ends) for row in out]
     sequences = [(prompt + tokens, len(prompt)) for prompt, tokens in zip(prompts, drawn, strict=True)]
     yield holds("tokens", returned == drawn, "what is returned is not what was drawn", "exact")
     kept = sorted(recorder.sequences_of(trained.batches)) == sorted(sequences)
     yield holds("sequences", kept, "what reaches the loss is not what was drawn", "exact")
-    short = [len(tokens) for tokens in drawn if tokens[-1] != models.EOS]
-    message = f"completions without <eos> have {short} tokens instead of {LIMIT}"
+    short = [len(tokens) for tokens in drawn if tokens[-1] not in ends]
+    message = f"completions without an end have {short} tokens instead of {LIMIT}"
     yield holds("length", set(short) <= {LIMIT}, message, "exact")
+    if s.ends:
+        yield tells("ended", any(tokens[-1] != models.EOS for tokens in drawn if tokens[-1] in ends), "none ends so")
     found = torch.stack([p[b] for b, tokens in enumerate(drawn) for p, _ in draws[: len(tokens)]])
 
     met = torch.zeros(len(found), models.VOCABULARY, dtype=torch.bool)
@@ -97,11 +127,19 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
     def define(model: Any) -> dict[str, Tensor]:
         z = decoder.logits(model, s.model, [tokens for tokens, _ in sequences])
         behind = [own[start - 1 : -1] for own, (_, start) in zip(z, sequences, strict=True)]
-        return {"probabilities": drawn_from(torch.cat(behind), met, s)}
+        by = torch.cat([torch.log_softmax(own / s.temperature, -1) for own in behind])
+        tokens = torch.tensor([token for ids, start in sequences for token in ids[start:]])
+        logps = by.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        return {"probabilities": drawn_from(torch.cat(behind), met, s), "logps": logps}
 
     oracle = measured(models.model(s.model, torch.float64), define)
     message = f"of {len(found)} tokens of {len(sequences)} sequences"
     yield Quantity("probabilities", found, Entry(oracle, "probabilities"), message)
+    if kept and scored and getattr(s, KWARGS):  # check `step-one` has the others; the loss's are the last
+        rows_of = zip(*recorder.parts(trained.batches[0])[0], scored[-1], strict=True)
+        by = {tuple(t[there.bool()].tolist()): own[loss[-len(own) :].bool()] for t, there, loss, own in rows_of}
+        logps = torch.cat([by[tuple(tokens)] for tokens, _ in sequences])
+        yield Quantity("logps", logps, Entry(oracle, "logps"), "in the loss, at the temperature of the draws")
 
 
 def drawn_from(z: Tensor, met: Tensor, s: SimpleNamespace) -> Tensor:
@@ -124,9 +162,9 @@ def _kept(p: Tensor, kept: Tensor) -> Tensor:
     return p / p.sum(-1, keepdim=True)
 
 
-def _ended(tokens: list[int]) -> list[int]:
-    """Up to the first <eos>."""
-    return tokens[: tokens.index(models.EOS) + 1 if models.EOS in tokens else None]
+def _ended(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    """Up to the first end."""
+    return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), None)]
 
 
 @contextlib.contextmanager
@@ -150,3 +188,54 @@ def _watched(model: Any) -> Iterator[list[Generated]]:
 
     with mock.patch.object(model, "generate", generate):
         yield calls
+
+
+BATCHED = "use_transformers_continuous_batching"
+SMALL = {"num_blocks": 16, "page_size": 16, "max_batch_tokens": 64}
+"""Its default takes half of the memory."""
+GROUPED = ("grpo-trainer", "rloo-trainer")
+AROUND = {
+    BATCHED: Setting(False, "generate_batch in place of generate", (False, True)),
+    "precision": Setting("fp32", "float32, or autocast to bfloat16", ("fp32", "autocast")),
+}
+AROUND_PR: list[CheckCase] = [(trainer, {BATCHED: True, "precision": "autocast"}) for trainer in GROUPED]
+AROUND_PR += [("grpo-trainer", {"precision": "autocast"})]
+
+
+def around_cases(seed: int) -> Iterator[CheckCase]:
+    yield from ((trainer, settings) for trainer in GROUPED for settings in pairwise(AROUND, seed))
+
+
+@check("around-generation", GROUPED, AROUND, around_cases, pr=AROUND_PR, paths=("released",))
+def around_generation(call: CheckCall) -> Iterator[Quantity]:
+    """Generation leaves weights and mode as they are: a step at rate 0, an evaluation, both of their own prompts."""
+    given: dict[str, Any] = {}
+    if getattr(call.settings, BATCHED):
+        given = {BATCHED: True, "transformers_continuous_batching_config": SMALL}
+    drive.needs(call.trainer, *given)
+    given |= {"bf16": call.settings.precision == "autocast", "steps_per_generation": 2}
+    wanted = recorder.plain("4x1") | {"per_device_eval_batch_size": 4} | given
+    rows = stored_window.brief()
+    data, other = (stored_window.dataset(part, "prompts") for part in (rows[:4], rows[4:]))
+    trainer = drive.build(call.trainer, models.model("llama"), wanted, train_dataset=data, eval_dataset=other)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    seen: list[tuple[list[int], bool]] = []
+
+    def watched(args: tuple[Any, ...], out: Any) -> Any:
+        seen.extend((tokens[:start], args[0].training) for tokens, start in recorder.sequences_of([args[1]]))
+        return out
+
+    drive.changed(trainer, "compute_loss", watched)
+    with drive.seeded():
+        recorder.train(trainer)
+        after, steps = dict(trainer.model.named_parameters()), len(seen)
+        with trl.quiet():
+            trainer.evaluate()
+    off = [f"{n}, {after[n].dtype}" for n, p in before.items() if p.dtype != after[n].dtype or not p.equal(after[n])]
+    yield holds("weights", not off, f"{len(off)} are not what they were, first {off[:1]}", "exact")
+    modes = [{training for _, training in part} for part in (seen[:steps], seen[steps:])]
+    yield holds("mode", modes == [{True}, {False}], f"training in a step, then in evaluation: {modes}", "exact")
+    own = sorted(stored_window.ids(row.prompt) for row in rows[4:] for _ in range(stored_window.GENERATIONS))
+    found = sorted(prompt for prompt, _ in seen[steps:])
+    others = sum(prompt not in own for prompt in found)
+    yield holds("prompts", found == own, f"{others} of the evaluation's {len(found)} are not its own", "exact")
