@@ -179,6 +179,20 @@ def padding_attended(original, self, *given, **more):
     return out | {"attention_mask": torch.ones_like(out["attention_mask"])}
 
 
+BEHIND = {
+    "bfloat16": ("weights", lambda model: model.to(torch.bfloat16)),
+    "training mode": ("mode", lambda model: model.train()),
+    "evaluation mode": ("mode", lambda model: model.eval()),
+}
+for name, (quantity, leave) in BEHIND.items():
+
+    @mistake("trl.GRPOTrainer._generate_single_turn", of("grpo", "around-generation"), quantity, name=f"left in {name}")
+    def left_behind(original, self, *given, leave=leave, **more):
+        out = original(self, *given, **more)
+        leave(self.model)
+        return out
+
+
 PROCESSORS = {
     "temperature": "TemperatureLogitsWarper",
     "top_k": "TopKLogitsWarper",
