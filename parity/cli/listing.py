@@ -3,6 +3,7 @@
 import collections
 import inspect
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ def settings(name: str, console: Console) -> None:
     if name in loss_families():
         fam = loss_family(name)
         defined = inspect.getmodule(inspect.unwrap(fam.oracle))
-        console.print(Text(f"\n{((defined and defined.__doc__) or '').strip()}"))
+        text = ((defined and defined.__doc__) or "").strip()
+        console.print(Text("\n" + re.sub(r"(?<!\n)\n(?![ \n])", " ", text)))  # paragraphs; formulas stay lines
         console.print(Text(f"\ntensors, by the name of a function's parameter: {', '.join(_tensors(fam))}"))
         more = f", or ({fam.first}, {{name: value}}) with any of: {', '.join(sorted(fam.optional))}" * bool(
             fam.optional

@@ -211,8 +211,8 @@ class Problem:
 
     @functools.cached_property
     def _lost(self) -> dict[str, torch.Tensor]:
-        """Where the definition, computed in float32 as it is written, is not finite: 0/0 by a sum that float32 does not hold. None
-        where an output is infinite: a stable function has the logarithm of a softmax."""
+        """Where the definition, computed in float32 as it is written, is not finite: 0/0 by a sum that float32 does not
+        hold. None where an output is infinite: a stable function has the logarithm of a softmax."""
         x = {
             n: t.detach().float().requires_grad_(n in self.leaves) if is_floating(t) else t
             for n, t in self.tensors.items()

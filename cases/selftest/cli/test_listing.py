@@ -32,6 +32,7 @@ def test_ids_are_whole_and_lines_fit():
         (["--settings", "policy"], "tool_mask (B, T)"),
         (["--settings", "divergence"], "support_logps (B, T, …)"),
         (["--settings", "logprobs"], "returns logps, or (logps, {name: value}) with any of: entropy"),
+        (["--settings", "divergence"], "beta = 0: KL(q‖p) beta = 1: KL(p‖q)"),
         (["--settings", "dpo-trainer"], "alpha_divergence"),
         (["--checks", "gkd-trainer"], "run as: released"),
     ],
