@@ -129,6 +129,7 @@ SPECS = {
         clips="logarithms",
         twins=({"beta": 0.04},),
         own=("beta", "tools"),
+        has=("router_aux_loss_coef",),
         fused_fix=False,
     ),
     "sdft-trainer": TrainerSpec("SDFTTrainer"),

@@ -1,4 +1,7 @@
-"""GRPO's importance ratios to the log-probs that a sampler reports: one batch of a twin, truncated or masked as asked for."""
+"""Importance ratios to the log-probs that a sampler reports: one batch of a twin, truncated or masked as asked for.
+
+GMPO has the ratios of GRPO, whose config it inherits. Its term is one of a sequence, and so are the ratios it is held to.
+"""
 
 import functools
 import itertools
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parity.case.inputs import Setting
+from parity.errors import Unsupported
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check
 from parity.trainers.checks.twins import judged, twin
 from parity.trainers.definitions.formulas import Loss, padded
@@ -48,10 +52,16 @@ SAMPLED: list[dict[str, Any]] = [
     {"tools": True, "split": "2x4"},
     {"mode": "token_truncate", "tools": True, "threshold": 0.5},
 ]
+OF_GMPO: list[dict[str, Any]] = [
+    {"mode": "sequence_truncate"},
+    {"correction": False},
+    {"correction": False, "threshold": 0.1},
+]
 
 
 def sampler_cases(seed: int) -> Iterator[CheckCase]:
-    """Every mode with every bound, and each other setting with a mode of tokens and of sequences."""
+    """Every mode with every bound, and each other setting with a mode of tokens and of sequences; some of GMPO's."""
+    yield from (("gmpo-trainer", own) for own in OF_GMPO)
     for mode, low, high in itertools.product(MODES, (None, 0.5), (2.0, 30.0)):
         yield "grpo-trainer", {"mode": mode, "low": low, "high": high}
     for mode in ("token_truncate", "sequence_mask"):
@@ -61,7 +71,7 @@ def sampler_cases(seed: int) -> Iterator[CheckCase]:
 
 @check(
     "sampler",
-    ("grpo-trainer",),
+    ("grpo-trainer", "gmpo-trainer"),
     SAMPLER,
     sampler_cases,
     pr=[("grpo-trainer", s) for s in SAMPLED],
@@ -71,6 +81,8 @@ def sampler_cases(seed: int) -> Iterator[CheckCase]:
 def sampler(call: CheckCall) -> Iterator[Quantity]:
     """Loss and every gradient by exp(log π - log π_sampler), truncated or masked as the mode says."""
     s, trainer = call.settings, call.case.family
+    if trainer == "gmpo-trainer" and s.correction and s.mode.startswith("token"):
+        raise Unsupported("nothing says where the ratios of tokens stand in a geometric mean")
     settings = twin(trainer, loss=s.loss, beta=s.beta, split=s.split, tools=s.tools)
     options, given = _options(call), log_probs(Window.of(trainer).sequences, s.missing, s.tools)
     reported = [[None if math.isnan(x) else x for x in logps.tolist()] for logps in given]

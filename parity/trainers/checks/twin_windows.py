@@ -265,7 +265,7 @@ WINDOWS = {
     "synced": Kind(_synced, having("sync_ref_model"), "2x2", beta=0.04, config=TWO_STEPS, own=SYNCED),
     "clipped": Kind(_clipped, ("grpo-trainer", "rloo-trainer"), config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
     "entropies": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | {QUANTILE: 0.6}, losses=("dapo",)),
-    "bonus": Kind(_clipped, ("grpo-trainer",), config=recorder.LOGGED, own=CLIPPED | BONUS, losses=("dapo",)),
+    "bonus": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | BONUS, losses=("dapo",)),
     "sequence": Kind(_clipped, ("grpo-trainer",), beta=0.04, own=OF_SEQUENCES),
     "bounded": Kind(_bounded, ("rloo-trainer",), beta=0.04, own=BOUNDED),
     "misaligned": Kind(_misaligned, GROUPED, "2x3", config=TWO_STEPS | EPOCH, own={PARTS: 2}, losses=GRPO_TYPES),

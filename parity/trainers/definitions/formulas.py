@@ -20,6 +20,7 @@ from parity.families import preference_losses
 from parity.families.divergence import divergence
 from parity.families.policy import FAMILY as POLICY
 from parity.families.policy_losses import divergence as k3
+from parity.families.policy_losses import off_policy_mask
 from parity.families.preference_losses import AVERAGED, DIVERGENCES, DPO, ONLINE, Pairs, log_odds, unpaired
 from parity.trainers.definitions.scored import Scored, completion_logps, entropies, mean, rows
 from parity.trainers.rig import drive, stored_window
@@ -223,19 +224,35 @@ def rloo(a: Loss, model: Any) -> Tensor:
 
 
 def gmpo(a: Loss, model: Any) -> Tensor:
-    """-mean of A·exp(mean over the tokens of d), d = log π/π_old, at most ε_high for A > 0, at least -ε for the others.
+    """-mean of A·w·exp(mean over the tokens of d), d = log π/π_old, at most ε_high for A > 0, at least -ε for the others.
     arXiv 2507.20673, equation 4; plus β times GRPO's KL, its mean over each completion. One all of whose tokens are a
-    tool's has ratio 1. top_entropy_quantile: the mean of d is over the tokens with the highest entropies of the window."""
+    tool's has ratio 1. top_entropy_quantile: the mean of d is over the tokens with the highest entropies of the window.
+    GRPO's settings: w is the sampler's ratio of a sequence, 0 where off_policy_mask_threshold masks it; less entropy_coef
+    times the mean entropy of those tokens."""
     scored, (low, high) = a.scored(model), a.clip(0.4)
     old = a.old(scored.tokens)
     base = scored.base.tokens if a.s.beta else old
     terms = []
     counted = [a.counted(ids) for ids in scored.completions]
-    every = zip(scored.tokens, old, base, a.of_window(advantages(a.whole)), counted, uncertain(a, scored), strict=True)
-    for t, o, ref, sign, own, kept in every:
+    signs, trained = a.of_window(advantages(a.whole)), [*map(torch.logical_and, counted, uncertain(a, scored))]
+    every = zip(scored.tokens, old, base, signs, trusted(a, scored, counted, signs), counted, trained, strict=True)
+    for t, o, ref, sign, w, own, kept in every:
         d = torch.where(sign > 0, (t - o).clamp(max=high), (t - o).clamp(min=-low))
-        terms.append(-sign * mean(d, own & kept).exp() + a.s.beta * mean(k3(ref - t, None), own))
-    return torch.stack(terms).mean()
+        terms.append(-sign * w * mean(d, kept).exp() + a.s.beta * mean(k3(ref - t, None), own))
+    loss = torch.stack(terms).mean()
+    if "entropy_coef" in a.policy:
+        h = [entropies(table)[kept] for table, kept in zip(scored.tables, trained, strict=True)]
+        loss = loss - a.policy["entropy_coef"] * torch.cat(h).mean()
+    return loss
+
+
+def trusted(a: Loss, scored: Scored, counted: list[Tensor], signs: Tensor) -> Tensor:
+    """The sampler's importance ratio of each sequence, 0 where its log-probs mask the sequence, without gradient, (N,)."""
+    mask, logps = padded([own.double() for own in counted]), padded([t.detach() for t in scored.tokens])
+    found = torch.ones_like(mask[:, :1]) if a.ratio is None else a.ratio(logps, mask)
+    if "off_policy_mask_threshold" in a.policy:
+        found = found * off_policy_mask(SimpleNamespace(**a.policy), logps, signs.unsqueeze(-1), a.sampled, mask)
+    return found[:, 0]
 
 
 def uncertain(a: Loss, scored: Scored) -> list[Tensor]:
