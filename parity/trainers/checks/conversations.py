@@ -12,6 +12,7 @@ from parity.trainers.definitions.formulas import LOSSES
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Sample, Window
 from parity.trainers.rig.twin_runs import Run
+from parity.upstream import trl
 
 USER, ASSISTANT = "w5", "w6"
 """The words before a message, by its role."""
@@ -27,13 +28,19 @@ SETTINGS = {
         "an answer to a prompt; SFT's also: two of each, trained on as a whole, on the assistant's words alone, or on those of a "
         "completion that is the last answer",
         ("one", "all", "assistant", "last"),
-    )
+    ),
+    "beside": Setting(
+        "",
+        "SFT: formatting_func writes the text, of a dataset with this column besides: messages, or dataset_text_field",
+        ("", "told", "messages", "content"),
+    ),
 }
 CASES: list[CheckCase] = [
     *((trainer, {}) for trainer in LOSSES),
     ("sft-trainer", {"turns": "all"}),
     ("sft-trainer", {"turns": "assistant"}),
     ("sft-trainer", {"turns": "last"}),
+    *(("sft-trainer", {"beside": column}) for column in ("told", "messages", "content")),
 ]
 
 
@@ -82,10 +89,31 @@ def _written(row: Sample, turns: str) -> tuple[list[int], list[int]]:
     return ids, [0, *loss[1:]]  # no model predicts a first token
 
 
+def _formatted(call: CheckCall) -> Quantity:
+    """Each text that formatting_func returns, once, whichever columns it was made of."""
+    from datasets import Dataset
+
+    if not trl.accepts(drive.trl_class(call.trainer), "formatting_func"):
+        raise Unsupported(f"{call.trainer} takes no formatting_func")
+    window, column = Window.of(call.case.family, whole=True), call.settings.beside
+    data: list[dict[str, Any]] = [
+        {column: _messages(row) if column == "messages" else row.other} | {"told": row.prompt + row.completion}
+        for row in window.rows
+    ]
+    config = recorder.plain("8x1") | ({"dataset_text_field": column} if column == "content" else {})
+    given = {"train_dataset": Dataset.from_list(data), "formatting_func": lambda row: row["told"]}
+    trainer = drive.build(call.trainer, models.model("llama"), config, **given)
+    found, wanted = sorted(recorder.sequences_of(recorder.train(trainer).batches)), sorted(window.sequences)
+    return holds("sequences", found == wanted, f"the first is {found[:1]} instead of {wanted[:1]}", "exact")
+
+
 @check("conversations", tuple(LOSSES), SETTINGS, lambda seed: CASES, pr=CASES, paths=("released",))
 def conversations(call: CheckCall) -> Iterator[Quantity]:
     """Each sequence as the chat template writes it, once, and the tokens of the answer in the loss."""
-    turns = call.settings.turns
+    turns, beside = call.settings.turns, call.settings.beside
+    if beside:
+        yield _formatted(call)
+        return
     if turns != "one" and call.case.family != "sft-trainer":
         raise Unsupported("conversations of several turns are SFT's")
     config = {"assistant_only_loss": True} if turns in ("assistant", "last") else {}

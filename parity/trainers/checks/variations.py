@@ -55,6 +55,7 @@ CUT_IN_PR: list[CheckCase] = [("dpo-trainer", {})]
 CUTTING = (*having("max_length"), ONLINE)
 PRECOMPUTED = "precompute_ref_log_probs"
 EXPERTS, BALANCED = "qwen3_moe", "router_aux_loss_coef"
+SMOOTHED: CheckCase = ("sft-trainer", {"smoothing": 0.1})
 
 
 def adapter_cases(seed: int) -> Iterator[CheckCase]:
@@ -312,9 +313,10 @@ def _balanced(*cases: dict[str, Any]) -> list[CheckCase]:
         "coefficient": Setting(0.5, f"{BALANCED}; older releases: the model's", (0.5, 0.0)),
         "split": SPLIT,
         "left": Setting(False, "one sequence of five, in a last window of four micro-batches", (False, True)),
+        "smoothing": Setting(0.0, "SFT: label_smoothing_factor", (0.0, 0.1)),
     },
-    lambda seed: _balanced({}, {"split": "4x2"}, {"coefficient": 0.0}),
-    pr=_balanced({"split": "4x2"}),
+    lambda seed: [*_balanced({}, {"split": "4x2"}, {"coefficient": 0.0}), SMOOTHED],
+    pr=[*_balanced({"split": "4x2"}), SMOOTHED],
 )
 def experts(call: CheckCall) -> Iterator[Quantity]:
     """Loss and gradients are those of the trainer's loss plus coefficient times the mean over micro-batches of the balance."""
@@ -325,12 +327,17 @@ def experts(call: CheckCall) -> Iterator[Quantity]:
     if s.left and call.spec.generates:
         raise Unsupported("groups of completions leave no single sequence")
     settings, given = twin(trainer, model=EXPERTS, split="1x4" if s.left else s.split), {BALANCED: s.coefficient}
+    if s.smoothing:
+        if call.spec.data != "completions":
+            raise Unsupported("SFT alone smooths labels with label_smoothing_factor")
+        settings.smoothing = s.smoothing
 
     def switched_on(policy: Any) -> None:
         policy.config.update(given | {"output_router_logits": True})
 
     more: dict[str, Any] = {"changed": switched_on} if of_model else given
     more |= EPOCH | {"rows": Window.of(trainer).rows[:5]} if s.left else {}
+    more |= {"label_smoothing_factor": s.smoothing} if s.smoothing else {}
     run = Run(trainer, settings, call.path, plain=True, **more)
     batches = run.steps.window(len(run.steps.gradients) - 1)
     loss = Loss(run.window.found_in(batches), settings)
