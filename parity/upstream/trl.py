@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -244,11 +245,13 @@ def _without_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
-    """Older accelerate leaves settings in environment variables when a trainer is made: not the trainer's doing."""
+    """Older accelerate leaves settings in environment variables when a trainer is made: not the trainer's doing. Where datasets
+    starts processes it leaves a copy of `os.environ` in its place."""
     kept = vars(os.environ)["_data"]  # each name and value encoded: to read all of them by it decodes each
     before = dict(kept)
     try:
-        yield
+        with mock.patch.object(os, "environ", os.environ):
+            yield
     finally:
         if kept != before:
             for name in set(kept) - set(before):

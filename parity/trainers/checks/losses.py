@@ -85,6 +85,7 @@ HONOURED: dict[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ...]] = {
         _with(model="qwen2"),
         _with(precomputed=True),
         _with("kto", split="2x4"),
+        _with("kto", prepared=2),
     ),
     "sft-trainer": (
         _with(whole=True),
@@ -137,6 +138,8 @@ def losses(call: CheckCall) -> Iterator[Quantity]:
         raise Unsupported("only CPO's, ORPO's and TPO's likelihood is a mean over the tokens of a micro-batch")
     if s.zero and not call.spec.paired:
         raise Unsupported("only a paired trainer's likelihood is its own")
+    if s.prepared and call.path == "fixed":  # which would start as many processes again
+        raise Unsupported("no fix of ours is in the preparation of a dataset")
     rows = list(Window.of(trainer).rows)
     if s.penalty:  # completions end with the second of two tokens, where the version knows more than one
         several = "self.eos_token_ids" in source_of(vars(trl.class_named(call.trainer))["__init__"])

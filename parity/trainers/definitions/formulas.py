@@ -46,6 +46,7 @@ OPTIONS = {
     "whole": ("completion_only_loss", Setting(False, "SFT: off, prompts are trained on", (False, True))),
     "eval_packed": ("eval_packing", Setting(False, "SFT: in evaluation alone", (False, True))),
     "precomputed": ("precompute_ref_log_probs", Setting(False, "before training", (False, True))),
+    "prepared": ("dataset_num_proc", Setting(None, "in how many processes the dataset is prepared", (None, 2))),
 }
 """Setting of a loss -> the field of the trainer's config, and its values."""
 PLAIN = {"beta": 0.0, "tools": False, "temperature": 1.0, "split": "8x1", "ranks": 1} | {
