@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -53,6 +54,7 @@ ABOVE = 100.0
 """An entropy above that of any window."""
 TWO_STEPS = {"max_steps": 2, "learning_rate": 0.05}
 """The second step must differ from the first."""
+SAVED = {"save_strategy": "steps", "save_steps": 1}
 SLOW = TWO_STEPS | {"learning_rate": 0.0005}
 """The second step's ratios stay within their bounds."""
 EVALUATED = {"per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS}
@@ -194,12 +196,20 @@ def _generation(run: WindowRun) -> Iterator[Quantity]:
 
 
 def _synced(run: WindowRun) -> Iterator[Quantity]:
-    """sync_ref_model: behind a step the reference is α times the policy and 1 - α times itself (arXiv 2404.09656, equation 2)."""
-    share, now = run.kind.own["ref_model_mixup_alpha"], run.steps.parameters[1]
+    """sync_ref_model: behind a step the reference is α times the policy and 1 - α times itself (arXiv 2404.09656, equation 2).
+    With checkpoints the second step is another trainer's, from the first one's."""
+    if SAVED.items() <= run.kind.config.items():
+        with tempfile.TemporaryDirectory(prefix="parity-synced-") as folder:
+            twin_runs.train(run.build(output_dir=folder), run.path)
+            run.built = run.build(output_dir=folder)
+            with drive.fixed(run.path, run.built):
+                run.steps = recorder.train(run.built, resume_from_checkpoint=f"{folder}/checkpoint-1")
+    last = len(run.steps.gradients) - 1
+    share, now = run.kind.own["ref_model_mixup_alpha"], run.steps.parameters[last]
     reference = copy.deepcopy(stored_window.reference(run.s.model))
     for name, parameter in reference.named_parameters():
         parameter.mul_(1 - share).add_(now[name].double(), alpha=share)
-    yield run.gradient("gradient of step 2", 1, count=4, reference=reference)
+    yield run.gradient("gradient of step 2", last, count=4, reference=reference)
 
 
 def _clipped(run: WindowRun) -> Iterator[Quantity]:
@@ -263,6 +273,7 @@ WINDOWS = {
     "again": Kind(_generation, GROUPED, "4x2", config=SLOW, own={AGAIN: 2}, losses=("dapo",)),
     "adapter": Kind(_generation, GROUPED, "4x2", config=SLOW, own={AGAIN: 2}, losses=("dapo",), adapted=True),
     "synced": Kind(_synced, having("sync_ref_model"), "2x2", beta=0.04, config=TWO_STEPS, own=SYNCED),
+    "resumed": Kind(_synced, having("sync_ref_model"), "2x2", beta=0.04, config=TWO_STEPS | SAVED, own=SYNCED),
     "clipped": Kind(_clipped, ("grpo-trainer", "rloo-trainer"), config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
     "entropies": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | {QUANTILE: 0.6}, losses=("dapo",)),
     "bonus": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | BONUS, losses=("dapo",)),
