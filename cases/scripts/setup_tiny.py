@@ -26,6 +26,16 @@ def tiny(seed=0):
     )
 
 
+def experts(seed=0):
+    torch.manual_seed(seed)
+    size = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=32, pad_token_id=0, eos_token_id=1, num_key_value_heads=2, num_local_experts=4, **size
+        )
+    )
+
+
 def options(**more):
     quiet = dict(report_to=[], use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, logging_strategy="no")
     return quiet | dict(output_dir=tempfile.mkdtemp(), learning_rate=0.0, max_grad_norm=1e9) | more

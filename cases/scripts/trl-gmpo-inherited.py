@@ -2,24 +2,13 @@
 # GMPOConfig "inherits every parameter from GRPOConfig; it only changes the meaning and default of the clipping range".
 import datasets
 import torch
-import transformers
 from setup_grpo import rewarded
-from setup_tiny import options, tiny, tokenizer
+from setup_tiny import experts, options, tiny, tokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 IDS = torch.randint(2, 32, (4, 7), generator=torch.Generator().manual_seed(1))
 ONES = torch.ones(4, 4, dtype=torch.long)
-
-
-def experts():
-    torch.manual_seed(0)
-    sizes = dict(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
-    )
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(vocab_size=32, pad_token_id=0, eos_token_id=1, num_local_experts=4, **sizes)
-    )
 
 
 def norm(kind, config, model=tiny, ratio=None, **own):

@@ -2,20 +2,10 @@
 import datasets
 import torch
 import transformers
-from setup_tiny import options, tokenizer
+from setup_tiny import experts, options, tokenizer
 from trl import SFTConfig, SFTTrainer
 
 IDS = [[2, 3, 4, 5, 6], [7, 8, 9, 10, 1]]
-
-
-def experts():
-    torch.manual_seed(0)
-    sizes = dict(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
-    )
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(vocab_size=32, pad_token_id=0, num_local_experts=4, **sizes)
-    )
 
 
 def trained(smoothing):
