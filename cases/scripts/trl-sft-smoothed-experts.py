@@ -1,4 +1,5 @@
 # TRL 1.16: with label_smoothing_factor SFT's loss lacks router_aux_loss_coef times the load-balancing loss, which is logged
+# It is added where the loss is the fused one; that of smoothed labels is taken from other logits, in a branch of its own.
 import datasets
 import torch
 import transformers
