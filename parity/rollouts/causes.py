@@ -53,6 +53,8 @@ def explanations(
             if agrees(other) and rms(other) <= 1 and (name == "bf16" if rounded else rms(other) > 0.1):
                 return [f"no cause that was tried; by size alone as far apart as the arithmetic of {name}"]
         return []
+    if not all(size for *_, size in fits):  # a support that keeps nearly all is no cause beside one of one size
+        fits = [fit for fit in fits if not fit[2]]
     least, out = min(left for left, *_ in fits), dict[str, list[str]]()
     for left, text, detail in sorted(fits):
         if left <= 2 * max(least, 0.5):

@@ -30,7 +30,6 @@ BLAMED = {
     "temperature": "temperature",
 }
 """Words of an explanation -> the line that it breaks."""
-SAMPLED = "temperature", "top-p", "top-k"
 
 
 def questions(base: Request, sample: Callable[[Request], Sampled]) -> Iterator[tuple[str, Request, Sampled]]:
@@ -71,7 +70,7 @@ def broken(recording: Recording, verdict: Verdict, raw: Verdict | None) -> dict[
     """Line -> why this recording breaks it. `raw`: the verdict of its raw log-probs as such.
 
     A disagreement that is explained breaks the line of its explanation; another one what the recording was asked for, else
-    the settings that it was sampled with, else "processed".
+    "processed".
     """
     out = {} if raw is None or raw.agrees else {"raw": f"{recording.name}: fails by {raw.worst}"}
     absent = int((~recording.sampler_logps.isfinite())[recording.mask].sum())
@@ -80,19 +79,21 @@ def broken(recording: Recording, verdict: Verdict, raw: Verdict | None) -> dict[
     if not verdict.agrees:
         why = verdict.explanation or f"fails by {verdict.worst}"
         named = [line for words, line in BLAMED.items() if words in str(verdict.explanation)][:1]
-        sampled = [name for name in SAMPLED if name in lines_of(recording)]
         if "is not in them" in why:
-            named = named or [name for name in sampled if name != "temperature"]
-        asked = [str(recording.facts["asked"])] if "asked" in recording.facts else sampled
-        out |= dict.fromkeys(named or asked or ["processed"], f"{recording.name}: {why}")
+            named = named or [name for name in ("top-p", "top-k") if name in lines_of(recording)]
+        out |= dict.fromkeys(named or [str(recording.facts.get("asked", "processed"))], f"{recording.name}: {why}")
     return out
 
 
 def table(judged: Iterable[tuple[Recording, Mapping[str, str]]]) -> dict[str, str]:
     """Line -> "holds", what breaks it, or "not asked", of recordings with what is `broken` in each."""
     shown: dict[str, int] = {}
-    faults: dict[str, str] = {}
+    faults: dict[str, list[str]] = {}
     for recording, found in judged:
-        faults = {**found, **faults}
+        for name, why in found.items():
+            faults.setdefault(name, []).append(why)
         shown |= {name: shown.get(name, 0) + 1 for name in lines_of(recording)}
-    return {n: faults.get(n) or (f"holds ({shown[n]} recordings)" if n in shown else "not asked") for n in LINES}
+    said = {
+        n: every[0] + (f"; {len(every) - 1} more recordings" if len(every) > 1 else "") for n, every in faults.items()
+    }
+    return {n: said.get(n) or (f"holds ({shown[n]} recordings)" if n in shown else "not asked") for n in LINES}

@@ -29,13 +29,15 @@ def folder_of(model: str) -> Path:
 
 def loaded(folder: Path, dtype: torch.dtype) -> Any:
     """The causal language model in `folder`, in evaluation mode, in eager attention: the others may be another
-    function. transformers 5.19 runs Gemma-2 with sdpa and drops the softcap on its attention scores."""
+    function. transformers 5.19 runs Gemma-2 with sdpa and drops the softcap on its attention scores. Experts in turn: its
+    grouped product knows no float64."""
     import transformers
 
     with trl.quiet():
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, torch_dtype=dtype, attn_implementation="eager"
-        ).eval()
+        out = transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=dtype, attn_implementation="eager")
+    if hasattr(out, "set_experts_implementation"):
+        out.set_experts_implementation("eager")
+    return out.eval()
 
 
 def weights_hash(folder: Path) -> str:

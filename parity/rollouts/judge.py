@@ -20,12 +20,14 @@ from parity.judge.recipe import DTYPES, EAGER, NAMES
 from parity.judge.stages import in_dtype
 from parity.recording import Recording
 from parity.rollouts import causes, engine_models, scoring
-from parity.rollouts.scoring import Rows, kept_mass, mismatch, rms, rows_from, tables
+from parity.rollouts.scoring import LIMIT, Rows, kept_mass, mismatch, rms, rows_from, tables
 from parity.trainers.definitions.training_step import measured
 
 Pairs = Sequence[tuple[list[int], list[int]]]  # prompt and completion
 Sampling = tuple[float, float, int]  # temperature, top-p (1: none), top-k (0: none)
 BATCH = 16
+TIES = 64
+"""Tokens besides k that may equal the k-th: of 16-bit logits many do, and transformers and vLLM keep them all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Verdict:
     # top-p or top-k excludes the token
     log_ratios: Tensor
     explanation: str | None  # what explains a disagreement, by the causes of a watched run
+    off: str = ""  # of a disagreement: how many tokens are off, and where
 
     @property
     def agrees(self) -> bool:
@@ -115,7 +118,7 @@ class Verdict:
         ]
         if not self.agrees:
             cause = self.explanation or "nothing that was tried: other weights, or another computation"
-            lines.append(f"  fails by {self.worst}; what fits better: {cause}")
+            lines += [f"  fails by {self.worst}; what fits better: {cause}", f"  {self.off}"]
         d = self.log_ratios[self.log_ratios.isfinite()]
         cut, unscored = int(self.log_ratios.isinf().sum()), int(self.log_ratios.isnan().sum())
         lines.append(f"  {len(d)} tokens, {unscored} not scored, {cut} that the trainer's top-p or top-k excludes")
@@ -162,8 +165,10 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
         if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps
         and all(j.agrees for j in oracle.judge(values, EAGER.resolve(NAMES[dtype])).values())
     )
-    named = _causes(trainer.loaded(), rows_from(rows, scored, model.device), sampling, mine, sampler, others, coarser)
-    return dataclasses.replace(verdict, explanation=" or ".join(named) or None)
+    named, off = _causes(
+        trainer.loaded(), rows_from(rows, scored, model.device), sampling, mine, sampler, others, coarser
+    )
+    return dataclasses.replace(verdict, explanation=" or ".join(named) or None, off=off)
 
 
 def _causes(
@@ -174,9 +179,9 @@ def _causes(
     sampler: Tensor,
     known: Mapping[str, Tensor],
     coarser: Iterable[torch.dtype],
-) -> list[str]:
+) -> tuple[list[str], str]:
     """What explains a difference from `mine` (B, T) down to noise, by the causes of a watched run, `known` ones besides; last,
-    the size of `coarser` arithmetic."""
+    the size of `coarser` arithmetic. And which tokens are off."""
     tau = sampling[0]
     with torch.no_grad():
         alone = scoring.score(model, rows, tau)
@@ -186,9 +191,29 @@ def _causes(
 
         others: dict[str, Callable[[], Tensor]] = {n: functools.partial(rows.of, x) for n, x in known.items()}
         others |= scoring.bare_head(model, alone, rows.token_ids, tau)
+        if hasattr(model, "disable_adapter"):
+            others["the adapter is left out"] = functools.partial(_unadapted, model, rows, tau)
         found = scoring.Difference(rows.of(sampler), noisy())
         alike = ((NAMES[dtype], functools.partial(noisy, dtype)) for dtype in coarser)
-        return causes.explanations(found, rows, tau, [(sampling[1], sampling[2], 0.0)], others, alike)
+        named = causes.explanations(found, rows, tau, [(sampling[1], sampling[2], 0.0)], others, alike)
+        return named, _place(found.each > LIMIT, rows.picked)
+
+
+def _unadapted(model: Any, rows: Rows, tau: float) -> Tensor:
+    with model.disable_adapter():
+        return scoring.score(model, rows, tau).logps
+
+
+def _place(off: Tensor, picked: Tensor) -> str:
+    """How many of the `picked` tokens (B, T) are `off` (n,), in which rows, from which to which place of a completion."""
+    there = torch.zeros_like(picked)
+    there[picked] = off
+    rows, places = (there.any(dim).nonzero()[:, 0].tolist() for dim in (1, 0))
+    count = f"{int(off.sum())} of {len(off)} tokens are off by more than {LIMIT:g} times the noise"
+    if not rows:
+        return count
+    which = f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} of {int(picked.any(1).sum())} rows"
+    return f"{count}, in {which}, at places {places[0]} to {places[-1]} of the completions"
 
 
 def _defined(
@@ -198,16 +223,19 @@ def _defined(
 
     log-probs: log p - log K at the temperature, K the mass of the kept tokens. mean: of these, 0-dim. Of what is kept beside
     the sampled token, the likeliest are: outranked is by how much the next is likelier than the sampled one, at most 0. kept:
-    the share of K in what top-k leaves, at least top-p; without one: the same without the least likely, less than top-p.
+    the share of K in what top-k leaves, at least top-p; without one: the same without the least likely, less than top-p. tied:
+    by how much the k-th token is likelier than the last that top-k keeps, 0: it keeps those that equal the k-th.
     """
     temperature, top_p, top_k = sampling
     wanted = rows_from(rows, scored, model.device)
     token = wanted.token_ids[:, None]
     with torch.no_grad(), as_definition():
         exact = (torch.cat([z for _, z, _ in tables(model, wanted, BATCH)]) / temperature).log_softmax(-1)
-    order = exact.argsort(dim=-1, descending=True, stable=True)[:, : top_k or None]
-    if top_p < 1:
-        kept = _kept(exact.gather(-1, order), exact.gather(-1, token), sampler, top_p)
+    alone = top_k > 0 and top_p >= 1
+    order = exact.argsort(dim=-1, descending=True, stable=True)[:, : top_k + TIES * alone or None]
+    if alone or top_p < 1:
+        choose = functools.partial(_tied, top_k=top_k) if alone else functools.partial(_kept, top_p=top_p)
+        kept = choose(exact.gather(-1, order), exact.gather(-1, token), sampler)
     else:
         kept = torch.full_like(token, order.shape[-1] - 1)
     marginal = order.gather(-1, kept)
@@ -226,9 +254,26 @@ def _defined(
             out = {"log-probs": own - mass.log(), "outranked": logps.gather(-1, marginal) - own}
             if top_p < 1:
                 out |= {"kept": mass / masses[:, -1:], "without one": before / masses[:, -1:]}
+            elif alone:
+                out["tied"] = logps.gather(-1, order[:, min(top_k, order.shape[-1]) - 1, None]) - logps.gather(
+                    -1, marginal
+                )
             return {name: value[:, 0] for name, value in out.items()} | {"mean": out["log-probs"].mean()}
 
     return define
+
+
+def _tied(inside: Tensor, own: Tensor, sampler: Tensor, top_k: int) -> Tensor:
+    """The same where top-k alone decides: as many as k, and those that rounding may make equal to the k-th."""
+    mass, _ = _sums(inside)
+    logp = own - mass
+    alike = ((2 * inside).logcumsumexp(-1) - 2 * mass).exp()
+    noise = (1 - 2 * logp.exp() + alike).clamp(min=torch.finfo(torch.float32).eps ** 2).sqrt()
+    kth = inside[:, min(top_k, inside.shape[-1]) - 1, None]
+    explained = [(logp - sampler[:, None]).abs() / noise, (kth - inside) / math.sqrt(2), (inside - own) / math.sqrt(2)]
+    worst = torch.stack(explained).amax(0)
+    worst[:, : top_k - 1] = torch.inf
+    return worst.argmin(-1, keepdim=True)
 
 
 def _kept(inside: Tensor, own: Tensor, sampler: Tensor, top_p: float) -> Tensor:
@@ -266,7 +311,7 @@ def _sums(logs: Tensor) -> tuple[Tensor, Tensor]:
 
 def _values(exact: Mapping[str, Tensor], sampler: Tensor, top_p: float) -> dict[str, Tensor]:
     """What an engine says, and of a limit what keeps it and is nearest to the exact value."""
-    bounds = {"kept": (top_p, None), "without one": (None, top_p), "outranked": (None, 0.0)}
+    bounds = {"kept": (top_p, None), "without one": (None, top_p), "outranked": (None, 0.0), "tied": (None, 0.0)}
     out = {name: exact[name].clamp(*bounds[name]).float() for name in exact if name in bounds}
     return {"log-probs": sampler, "mean": sampler.double().mean().float(), **out}
 

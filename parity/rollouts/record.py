@@ -108,7 +108,7 @@ def _recording(options: RecordingOptions, folder: Path, request: Request, found:
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     facts = {
         **found.facts,
-        "model": options.model if options.model.startswith(engine_models.PREFIX) else folder.name,
+        "model": options.model,
         "weights": engine_models.weights_hash(folder),
         "dtype": options.dtype,
         "temperature": request.temperature,

@@ -245,6 +245,9 @@ def bare_head(model: Any, scores: Scores, ids: Tensor, temperature: float) -> di
     values = {name: getattr(config, name, None) for name in SAID}
     said = [f"the {SAID[name]} {x:g} of the logits" for name, x in values.items() if x not in (None, 0, 1)]
     said += ["the bias of the LM head"] * (getattr(head, "bias", None) is not None)
+    rounding = max(2 * unit(scores.dtype), 64 * unit(torch.float32)) * float(scores.logits.abs().max())
+    if not said and torch.allclose(product, scores.logits, rtol=0.0, atol=rounding):
+        return {}
     where = "in hooks of" if head._forward_hooks or type(head) is not torch.nn.Linear else "to the logits behind"
     text = f"{' and '.join(said) or f'what the model does {where} its LM head'} is left out"
     return {text: lambda: scores.of_sample(product, ids, temperature)}

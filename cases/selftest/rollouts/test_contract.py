@@ -67,6 +67,14 @@ def test_the_likeliest_tokens_in_place_of_the_sampled_ones():
     assert broken == {"place": f"{found.name}: those of the likeliest token"}
 
 
+def test_what_nothing_explains_blames_no_setting_and_every_recording_counts():
+    found = of("t0.7-p0.8")
+    moved = dataclasses.replace(found, sampler_logps=found.sampler_logps - 0.01)
+    broken = contract.held(moved, **JUDGED)[1]
+    assert broken.keys() == {"processed"}
+    assert contract.table([(moved, broken)] * 3)["processed"] == f"{broken['processed']}; 2 more recordings"
+
+
 def test_what_nothing_was_recorded_of_is_not_asked():
     table = contract.table([(of("t1-p1"), {})])
     assert [name for name, answer in table.items() if answer == "not asked"] == [

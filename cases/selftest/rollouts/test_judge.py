@@ -13,7 +13,7 @@ from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
 from parity.judge.values import normal
-from parity.rollouts import engine_models
+from parity.rollouts import engine_models, scoring
 from parity.rollouts.judge import Scores, Trainer, judge, score
 from parity.rollouts.scoring import kept_mass
 
@@ -219,3 +219,71 @@ def test_top_k_is_judged_where_it_was_sampled_from(top_k):
     outside = dataclasses.replace(inside, sampler_logps=scores.full.float())
     verdict = judge(outside, trainer_of(found))
     assert not verdict.judgements["outranked"].agrees and not verdict.judgements["log-probs"].agrees
+
+
+@pytest.mark.parametrize("more", [0, 3, 40])
+def test_top_k_keeps_what_equals_the_k_th_logit_in_16_bits(more):
+    """transformers keeps all that are not below the k-th, and vLLM too. Which ones these are rounding decides; others it does
+    not."""
+    found = short("llama-fp32-t1-p1")
+    folder = engine_models.folder_of(found.facts["model"])
+    model, k = engine_models.loaded(folder, torch.bfloat16), 5
+    rows = scoring.rows_from(found.rows(), found.mask, "cpu")
+    logits = torch.cat([z.float() for _, z, _ in scoring.tables(model, rows)])
+    least = logits.topk(k + more).values[:, -1:]
+    kept = logits.masked_fill(logits < least, -torch.inf)
+    assert bool(((kept > -torch.inf).sum(-1) > k).any()), "some are tied"
+    logps = kept.log_softmax(-1).gather(-1, rows.token_ids[:, None])[:, 0]
+    logps = torch.where(logps.isfinite(), logps, torch.nan)
+    told = dataclasses.replace(
+        found, facts={**found.facts, "dtype": "bf16", "top_k": k}, sampler_logps=rows.back(logps.double()).float()
+    )
+    verdict = judge(told, Trainer(folder, torch.bfloat16))
+    assert verdict.agrees == (more == 0), verdict.text(told)
+
+
+def test_a_model_of_experts_is_judged(tmp_path):
+    """transformers' grouped product refuses float64: the command ended."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_local_experts": 4,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    found = short("llama-fp32-t1-p1")
+    ids = {n: getattr(found, n) % 64 for n in ("prompt_ids", "completion_ids")}
+    found, trainer = dataclasses.replace(found, **ids), Trainer(tmp_path, torch.float32)
+    scores = score(trainer.loaded(), found.rows(), 32, (1.0, 1.0, 0))
+    assert judge(dataclasses.replace(found, sampler_logps=scores.full.float()), trainer).agrees
+
+
+def test_an_adapter_that_the_engine_lacks_and_a_row_of_other_weights_are_told():
+    from peft import LoraConfig, get_peft_model
+
+    found = short("llama-fp32-t1-p1")
+    plain = trainer_of(found)
+
+    def adapted(model):
+        torch.manual_seed(0)
+        return get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+
+    verdict = judge(found, dataclasses.replace(plain, change=adapted))
+    assert verdict.explanation == "the adapter is left out" and f"in {ROWS} of {ROWS} rows" in verdict.off
+    logps = found.sampler_logps.clone()
+    logps[3, 4:9] -= 0.2
+    verdict = judge(moved := dataclasses.replace(found, sampler_logps=logps), plain)
+    assert verdict.explanation is None
+    assert re.search(r"5 of \d+ tokens are off .*, in row 3, at places 4 to 8 of", verdict.text(moved))
+
+
+def test_no_support_is_named_beside_a_cause_that_explains_as_well():
+    """Log-probs over the whole vocabulary were also "of what top-p 0.99 keeps", and left out what Llama does behind its head."""
+    found = short("llama-fp32-t1-p0.8")
+    verdict = judge(dataclasses.replace(found, sampler_logps=found.trainer_logps), trainer_of(found))
+    assert verdict.explanation == "top-p or top-k is not in them"
