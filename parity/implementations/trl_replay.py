@@ -51,11 +51,13 @@ def classes() -> tuple[type, type]:
 
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
             hidden = self.hidden + self.embed_tokens(self.previous_ids) if self.tied else self.hidden
-            if not torch.equal(
-                input_ids, self.ids
-            ):  # a subclass scores some rows, in another order, or without their padding
-                rows, width = input_ids[:, PROMPT - 1], input_ids.shape[1]
-                own = bool((rows < len(self.ids)).all()) and torch.equal(input_ids, self.ids[rows][:, :width])
+            # a subclass scores some rows, in another order, or with their padding changed or cut
+            if not torch.equal(input_ids, self.ids):
+                rows, width, mask = input_ids[:, PROMPT - 1], input_ids.shape[1], kwargs.get("attention_mask")
+                own = bool((rows < len(self.ids)).all())
+                if own:
+                    same = input_ids == self.ids[rows][:, :width]
+                    own = bool((same if mask is None else same | (mask == 0)).all())
                 require(
                     own,
                     "the model here has hidden states for the sequences of the case alone, each in a row of its own",
@@ -82,7 +84,7 @@ def classes() -> tuple[type, type]:
             return self.lm_head
 
         def forward(self, input_ids: Any = None, logits_to_keep: int = 0, **kwargs: Any) -> Any:
-            hidden = self.model(input_ids).last_hidden_state
+            hidden = self.model(input_ids, **kwargs).last_hidden_state
             if logits_to_keep:
                 hidden = hidden[:, -logits_to_keep:]
             z = self.lm_head(hidden.to(self.lm_head.weight.dtype))

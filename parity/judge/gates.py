@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,8 +37,6 @@ class Unit:
     counted: bool = False  # whether it is a count or fraction that must be exact
     first_order: float = 0.0  # √Σ(∂L/∂logp·rms e)², for a scalar
     terms: float = 0.0  # ‖terms‖₂·√n of what a scalar sums
-    # entries that are not finite where the definition itself is computed in float32, asked for where a value is not finite
-    lost: Callable[[], torch.Tensor] = lambda: torch.tensor(False)
 
     @functools.cached_property
     def errors(self) -> Errors:
@@ -223,8 +220,6 @@ def judge(value: torch.Tensor | None, unit: Unit, dtype: torch.dtype) -> Judgeme
         infinite = torch.isinf(o) & (unit.replicas.detach().cpu().double() == o).all(0)
         skip = ~torch.isfinite(spread).all(0) | (o.abs() > largest / 2) | ((spread + o).abs() > largest).any(0)
         skip = skip & ~infinite
-        if not bool((finite | skip | ~torch.isfinite(o)).all()):
-            skip = skip | (~finite & unit.lost())
         same = (finite == torch.isfinite(o)) & (torch.isnan(v) == torch.isnan(o))
         same = torch.where(infinite, v == o, same | skip)
         if not bool(same.all()):

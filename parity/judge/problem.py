@@ -203,26 +203,7 @@ class Problem:
 
     def _kind(self, name: str, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         value, gradient = found[name][0], name.startswith("grad_")
-        kind: dict[str, Any] = {
-            "scalar": value.dim() == 0 and not gradient,
-            "entrywise": not gradient or value.dim() == 1,
-        }
-        return kind | {"lost": lambda: self._lost.get(name, torch.tensor(False))}
-
-    @functools.cached_property
-    def _lost(self) -> dict[str, torch.Tensor]:
-        """Where the definition, computed in float32 as it is written, is not finite: 0/0 by a sum that float32 does not
-        hold. None where an output is infinite: a stable function has the logarithm of a softmax."""
-        x = {
-            n: t.detach().float().requires_grad_(n in self.leaves) if is_floating(t) else t
-            for n, t in self.tensors.items()
-        }
-        with torch.enable_grad(), contextlib.suppress(Exception):  # it may take float64 alone
-            outputs = self._form(self.definition)(x)
-            if not any(bool(torch.isinf(value).any()) for value in outputs.values()):
-                found = self._with_gradients(x, outputs, self.cotangents)
-                return {n: ~torch.isfinite(value).cpu() for n, value in found.items()}
-        return {}
+        return {"scalar": value.dim() == 0 and not gradient, "entrywise": not gradient or value.dim() == 1}
 
     def _double(self, stack: int | None) -> dict[str, torch.Tensor]:
         """Fresh tensors in float64, `stack` of them in front."""

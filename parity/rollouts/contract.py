@@ -92,7 +92,8 @@ def table(judged: Iterable[tuple[Recording, Mapping[str, str]]]) -> dict[str, st
     for recording, found in judged:
         for name, why in found.items():
             faults.setdefault(name, []).append(why)
-        shown |= {name: shown.get(name, 0) + 1 for name in lines_of(recording)}
+        # one that nothing explains shows no other line
+        shown |= {name: shown.get(name, 0) + 1 for name in lines_of(recording) if "processed" not in found}
     said = {
         n: every[0] + (f"; {len(every) - 1} more recordings" if len(every) > 1 else "") for n, every in faults.items()
     }

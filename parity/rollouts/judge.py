@@ -118,7 +118,7 @@ class Verdict:
         ]
         if not self.agrees:
             cause = self.explanation or "nothing that was tried: other weights, or another computation"
-            lines += [f"  fails by {self.worst}; what fits better: {cause}", f"  {self.off}"]
+            lines += [f"  fails by {self.worst}; what fits better: {cause}", *([f"  {self.off}"] if self.off else [])]
         d = self.log_ratios[self.log_ratios.isfinite()]
         cut, unscored = int(self.log_ratios.isinf().sum()), int(self.log_ratios.isnan().sum())
         lines.append(f"  {len(d)} tokens, {unscored} not scored, {cut} that the trainer's top-p or top-k excludes")
@@ -213,7 +213,7 @@ def _place(off: Tensor, picked: Tensor) -> str:
     if not rows:
         return count
     which = f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} of {int(picked.any(1).sum())} rows"
-    return f"{count}, in {which}, at places {places[0]} to {places[-1]} of the completions"
+    return f"{count}, in {which}, at tokens {places[0]} to {places[-1]} of the completions, counted from 0"
 
 
 def _defined(
@@ -264,7 +264,7 @@ def _defined(
 
 
 def _tied(inside: Tensor, own: Tensor, sampler: Tensor, top_k: int) -> Tensor:
-    """The same where top-k alone decides: as many as k, and those that rounding may make equal to the k-th."""
+    """`_kept` where top-k alone decides: as many as k, and those that rounding may make equal to the k-th."""
     mass, _ = _sums(inside)
     logp = own - mass
     alike = ((2 * inside).logcumsumexp(-1) - 2 * mass).exp()
@@ -272,7 +272,7 @@ def _tied(inside: Tensor, own: Tensor, sampler: Tensor, top_k: int) -> Tensor:
     kth = inside[:, min(top_k, inside.shape[-1]) - 1, None]
     explained = [(logp - sampler[:, None]).abs() / noise, (kth - inside) / math.sqrt(2), (inside - own) / math.sqrt(2)]
     worst = torch.stack(explained).amax(0)
-    worst[:, : top_k - 1] = torch.inf
+    worst[:, : min(top_k, inside.shape[-1]) - 1] = torch.inf
     return worst.argmin(-1, keepdim=True)
 
 

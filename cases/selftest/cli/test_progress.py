@@ -61,6 +61,15 @@ def test_an_estimate_that_has_passed_is_none():
     assert shown.left() == "time left not known yet"
 
 
+def test_the_time_left_is_that_of_the_work():
+    now = [0.0]
+    shown, _ = made(lambda: now[0])
+    shown([], 0, 100, 0.0, "")
+    now[0] = 60.0
+    shown([], 78, 100, 0.5, "lib.a on case-1")
+    assert shown.line().startswith("60 s: 50 % · 78 of 100 cases · about 60 s left")
+
+
 def test_a_pipe_gets_lines(monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.01)
     shown, out = made(lambda: 0.0)

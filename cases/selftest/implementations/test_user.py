@@ -524,12 +524,13 @@ def test_draws_are_moved_to_a_number_beside_the_kind_of_teacher_that_a_function_
     assert {"beta": 0.0, "teacher": "logits"}.items() <= found.settings.items()
 
 
-def test_settings_that_do_not_stand_together_are_no_case_of_a_function():
+def test_settings_that_do_not_stand_together_are_no_case_of_a_function(monkeypatch):
     """A run ended with CISPO's upper clip of 0, which was drawn for another loss."""
 
     def loss(hidden, weight, ids, mask, advantages, num_items_in_batch, old_logps=None, epsilon_high=None): ...
 
     loss.fixed = {"loss_type": "cispo"}
+    monkeypatch.setattr("parity.sampling.capabilities._BUILT", {})
     own, policy = from_function(loss, "my.py:loss"), loss_family("policy")
     drawn, cispo = (policy.case(3, "fp32", {"epsilon_high": 0.0} | more) for more in ({}, loss.fixed))
     assert "epsilon_high=0 must be positive" in str(refusal(own, cispo, "cpu"))

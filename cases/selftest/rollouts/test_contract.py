@@ -72,7 +72,9 @@ def test_what_nothing_explains_blames_no_setting_and_every_recording_counts():
     moved = dataclasses.replace(found, sampler_logps=found.sampler_logps - 0.01)
     broken = contract.held(moved, **JUDGED)[1]
     assert broken.keys() == {"processed"}
-    assert contract.table([(moved, broken)] * 3)["processed"] == f"{broken['processed']}; 2 more recordings"
+    table = contract.table([(moved, broken)] * 3)
+    assert table["processed"] == f"{broken['processed']}; 2 more recordings"
+    assert not [line for line, answer in table.items() if answer.startswith("holds")]
 
 
 def test_what_nothing_was_recorded_of_is_not_asked():

@@ -213,6 +213,11 @@ class Exchanged(Reversed):
         found = super()._get_per_token_logps_and_entropies(*given, **more)
         return [x if x is None else x.flip(0) for x in found]
 
+class Cleaned(GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *given, **more):
+        cleaned = input_ids.where(attention_mask.bool(), 0)
+        return super()._get_per_token_logps_and_entropies(model, cleaned, attention_mask, *given, **more)
+
 class Packed(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *given, **more):
         model(input_ids=input_ids.flatten()[None])
@@ -221,11 +226,17 @@ class Packed(GRPOTrainer):
 
 @pytest.mark.parametrize(
     ("name", "verdict"),
-    [("Rows", "agree"), ("Reversed", "agree"), ("Exchanged", "disagree"), ("Packed", "unsupported")],
+    [
+        ("Rows", "agree"),
+        ("Reversed", "agree"),
+        ("Cleaned", "agree"),
+        ("Exchanged", "disagree"),
+        ("Packed", "unsupported"),
+    ],
 )
 def test_a_subclass_may_score_sequences_in_parts_and_in_another_order(tmp_path, name, verdict):
     """The stored hidden states were those of all sequences in their order, whatever the model was given."""
     (tmp_path / "mine.py").write_text(SUBCLASSES)
     mine = next(i for i in from_file(f"{tmp_path}/mine.py:{name}") if i.family == "policy")
-    case = FAMILY.case(5, "fp32", {"B": 4, "T": 6, "V": 11, "beta": 0.04})
+    case = FAMILY.case(5, "fp32", {"B": 4, "T": 6, "V": 11, "beta": 0.04, "lengths": [6, 3, 2, 5]})
     assert verdict in {row.verdict for row in run_case(case, [mine], thorough=False)} <= {verdict, "agree"}

@@ -198,13 +198,13 @@ def _generation(run: WindowRun) -> Iterator[Quantity]:
 def _synced(run: WindowRun) -> Iterator[Quantity]:
     """sync_ref_model: behind a step the reference is α times the policy and 1 - α times itself (arXiv 2404.09656, equation 2).
     With checkpoints the second step is another trainer's, from the first one's."""
+    last = 1
     if SAVED.items() <= run.kind.config.items():
         with tempfile.TemporaryDirectory(prefix="parity-synced-") as folder:
             twin_runs.train(run.build(output_dir=folder), run.path)
             run.built = run.build(output_dir=folder)
             with drive.fixed(run.path, run.built):
-                run.steps = recorder.train(run.built, resume_from_checkpoint=f"{folder}/checkpoint-1")
-    last = len(run.steps.gradients) - 1
+                run.steps, last = recorder.train(run.built, resume_from_checkpoint=f"{folder}/checkpoint-1"), 0
     share, now = run.kind.own["ref_model_mixup_alpha"], run.steps.parameters[last]
     reference = copy.deepcopy(stored_window.reference(run.s.model))
     for name, parameter in reference.named_parameters():
