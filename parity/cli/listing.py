@@ -65,7 +65,7 @@ def settings(name: str, console: Console) -> None:
     _show(f"settings of {name}", ("name", "default", "meaning"), rows, console)
     if name in loss_families():
         fam = loss_family(name)
-        defined = inspect.getmodule(inspect.unwrap(fam.oracle))
+        defined = inspect.getmodule(fam.oracle)
         text = ((defined and defined.__doc__) or "").strip()
         console.print(Text("\n" + re.sub(r"(?<!\n)\n(?![ \n])", " ", text)))  # paragraphs; formulas stay lines
         console.print(Text(f"\ntensors, by the name of a function's parameter: {', '.join(_tensors(fam))}"))

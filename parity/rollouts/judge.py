@@ -231,10 +231,10 @@ def _defined(
     token = wanted.token_ids[:, None]
     with torch.no_grad(), as_definition():
         exact = (torch.cat([z for _, z, _ in tables(model, wanted, BATCH)]) / temperature).log_softmax(-1)
-    alone = top_k > 0 and top_p >= 1
+    alone, last_k = top_k > 0 and top_p >= 1, min(top_k, exact.shape[-1]) - 1
     order = exact.argsort(dim=-1, descending=True, stable=True)[:, : top_k + TIES * alone or None]
     if alone or top_p < 1:
-        choose = functools.partial(_tied, top_k=top_k) if alone else functools.partial(_kept, top_p=top_p)
+        choose = functools.partial(_tied, last_k=last_k) if alone else functools.partial(_kept, top_p=top_p)
         kept = choose(exact.gather(-1, order), exact.gather(-1, token), sampler)
     else:
         kept = torch.full_like(token, order.shape[-1] - 1)
@@ -255,25 +255,26 @@ def _defined(
             if top_p < 1:
                 out |= {"kept": mass / masses[:, -1:], "without one": before / masses[:, -1:]}
             elif alone:
-                out["tied"] = logps.gather(-1, order[:, min(top_k, order.shape[-1]) - 1, None]) - logps.gather(
-                    -1, marginal
-                )
+                out["tied"] = logps.gather(-1, order[:, last_k, None]) - logps.gather(-1, marginal)
             return {name: value[:, 0] for name, value in out.items()} | {"mean": out["log-probs"].mean()}
 
     return define
 
 
-def _tied(inside: Tensor, own: Tensor, sampler: Tensor, top_k: int) -> Tensor:
-    """`_kept` where top-k alone decides: as many as k, and those that rounding may make equal to the k-th."""
+def _tied(inside: Tensor, own: Tensor, sampler: Tensor, last_k: int) -> Tensor:
+    """`_kept` where top-k alone decides: as many as k, and those that rounding may make equal to the k-th, at `last_k`."""
     mass, _ = _sums(inside)
-    logp = own - mass
-    alike = ((2 * inside).logcumsumexp(-1) - 2 * mass).exp()
-    noise = (1 - 2 * logp.exp() + alike).clamp(min=torch.finfo(torch.float32).eps ** 2).sqrt()
-    kth = inside[:, min(top_k, inside.shape[-1]) - 1, None]
-    explained = [(logp - sampler[:, None]).abs() / noise, (kth - inside) / math.sqrt(2), (inside - own) / math.sqrt(2)]
+    off = _off(own - mass, ((2 * inside).logcumsumexp(-1) - 2 * mass).exp(), sampler)
+    explained = [off, (inside[:, last_k, None] - inside) / math.sqrt(2), (inside - own) / math.sqrt(2)]
     worst = torch.stack(explained).amax(0)
-    worst[:, : min(top_k, inside.shape[-1]) - 1] = torch.inf
+    worst[:, :last_k] = torch.inf
     return worst.argmin(-1, keepdim=True)
+
+
+def _off(logp: Tensor, alike: Tensor, sampler: Tensor) -> Tensor:
+    """How far log-probs (n, k) within sets of tokens are from the engine's (n,), in errors of logits; `alike`: Σq² of each."""
+    noise = (1 - 2 * logp.exp() + alike).clamp(min=torch.finfo(torch.float32).eps ** 2).sqrt()
+    return (logp - sampler[:, None]).abs() / noise
 
 
 def _kept(inside: Tensor, own: Tensor, sampler: Tensor, top_p: float) -> Tensor:
@@ -293,9 +294,8 @@ def _kept(inside: Tensor, own: Tensor, sampler: Tensor, top_p: float) -> Tensor:
     logp, alike = own - total - mass, (squares - 2 * mass).exp()
     far = (math.log(top_p / (1 - top_p)) - mass + rest) / (alike + (other_squares - 2 * rest).exp()).sqrt()
     far[:, -1] = -torch.inf  # all of them
-    noise = (1 - 2 * logp.exp() + alike).clamp(min=torch.finfo(torch.float32).eps ** 2).sqrt()
     explained = [
-        (logp - sampler[:, None]).abs() / noise,
+        _off(logp, alike, sampler),
         far,
         torch.nn.functional.pad(-far[:, :-1], (1, 0), value=-torch.inf),
         (inside - own) / math.sqrt(2),

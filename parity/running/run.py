@@ -70,9 +70,14 @@ def execute(
         costs = {shard.name: shard.cost for shard in plan.shards}
         whole = sum(shard.cost * shard.count for shard in plan.shards)
 
-        def tell(now: str) -> None:
-            share = sum(costs.get(name, 0.0) * count for name, count in state.cases.items()) / (whole or 1.0)
-            progress(state.rows, state.done, of, share, now, None if deadline is None else deadline - time.time())
+        done, share = 0, 0.0
+
+        def tell(now: str, moved: bool) -> None:
+            nonlocal done, share
+            if moved:  # else a run of thousands of shards would sum over them at each row
+                done = state.done
+                share = sum(costs.get(name, 0.0) * count for name, count in state.cases.items()) / (whole or 1.0)
+            progress(state.rows, done, of, share, now, None if deadline is None else deadline - time.time())
 
         def again_later() -> list[Shard]:
             until = math.inf if options.max_time is None else begun + options.max_time
@@ -113,15 +118,15 @@ def _follow(
     events: Iterator[supervisor.Told],
     found: Findings,
     write: Callable[[Any], None],
-    progress: Callable[[str], None],
+    progress: Callable[[str, bool], None],
     say: Callable[[str], None],
 ) -> None:
-    """The events of a run, into its state and its file."""
+    """The events of a run, into its state and its file. `progress` is told what runs now, and whether more cases are done."""
     run = state.header.run
     roles = {i.id: i.role for i in (load() | catalogue.implementations()).values()}
     absent = {row.implementation for row in state.rows if row.absent}
     underway: dict[str, Part] = {}
-    now = ""
+    now, moved = "", True  # what a run goes on with was done before
     for shard, event in events:
         part = underway.setdefault(shard.name, Part(name=shard.name, cases=0))
         news: Iterable[str] = ()
@@ -147,16 +152,18 @@ def _follow(
             case Started():
                 now = f"{event.implementation} on {event.case}"
             case At():
-                state.cases[shard.name] = event.number
+                moved, state.cases[shard.name] = True, event.number
             case ShardDone():
-                state.cases[shard.name] = part.cases = event.cases
+                moved, state.cases[shard.name] = True, event.cases
+                part.cases = event.cases
                 part.seconds = event.seconds
                 if event.cases == shard.count:
                     state.parts[part.name] = part
                     write(Parted(part=part, run=run))
         for line in news:
             say(line)
-        progress(now)
+        progress(now, moved)
+        moved = False
 
 
 def finish(state: RunResult, device: str, path: Path, cannot: str | None = None) -> None:
