@@ -95,7 +95,8 @@ def bisect_command(
 @options.IMPLEMENTATIONS
 @options.FAMILIES
 @options.device("cpu")
-def compare_command(before: str, after: str, implementations: tuple[str, ...], **asked: Any) -> None:
+@click.option("--all", "each", is_flag=True, help="a line for each case, not for each kind of change")
+def compare_command(before: str, after: str, implementations: tuple[str, ...], each: bool, **asked: Any) -> None:
     """Show what changed between two releases.
 
     SPEC is PKG==VER. For each quantity: which release is nearer to the definition.
@@ -103,7 +104,7 @@ def compare_command(before: str, after: str, implementations: tuple[str, ...], *
     from parity.versions.compare import compare
 
     found = compare(([before], [after]), implementations, **asked)
-    click.echo(found.text())
+    click.echo(found.text(each))
     sys.exit(found.exit_code)
 
 

@@ -71,9 +71,11 @@ def _candidates(
     if bool(zero.any()):
         text = f"{int(zero.sum())} of {len(zero)} log-probs are 0: missing ones were filled"
         yield text, "", own.logps.masked_fill(zero, 0.0)
+    table = rows.back(own.logps)
     for step, side in ((1, "before"), (-1, "after")):
-        moved = torch.nn.functional.pad(rows.back(own.logps), (step, -step), value=math.nan)
+        moved = torch.nn.functional.pad(table, (step, -step), value=math.nan)
         yield f"each log-prob belongs to the token {side} it", "", moved[rows.picked.cpu()]
+        yield f"each log-prob belongs to the row {side} it", "", table.roll(step, 0)[rows.picked.cpu()]
     yield "their sign is turned", "", -own.logps
     for name, ask in others.items():
         yield name, "", ask()
@@ -89,19 +91,22 @@ def _candidates(
         yield text, "", own.of_sample(own.logits, ids, fitted)
     if sampling is None:
         return
-    seen = torch.zeros_like(own.logits, dtype=torch.bool)
-    here = [row.cpu() for row in rows.ids]
-    before = [row[:at] for row, places in zip(here, rows.places, strict=True) for at in places.tolist()]
-    for there, n in zip(seen, own.sample.tolist(), strict=True):
-        there[before[n]] = True
-
-    def penalised(by: float) -> Tensor:
-        z = own.logits
-        return own.of_sample(torch.where(seen, torch.where(z > 0, z / by, z * by), z), ids, tau)
-
-    penalty = _minimum(lambda by: float(found.units(penalised(by)).square().sum()))
-    if abs(math.log(penalty)) > 1e-3:
-        yield f"the sampler has a repetition penalty of {penalty:.4g}", "", penalised(penalty)
+    here, counts = [row.cpu() for row in rows.ids], torch.zeros(2, *own.logits.shape)  # in completion, and prompt
+    ends = [(row[:at], int(places[0])) for row, places in zip(here, rows.places, strict=True) for at in places.tolist()]
+    for there, n in zip(counts.unbind(1), own.sample.tolist(), strict=True):
+        before, prompt = ends[n]
+        for count, part in zip(there, (before[prompt:], before[:prompt]), strict=True):
+            count.index_add_(0, part, torch.ones(len(part)))
+    z, seen = own.logits, counts.sum(0) > 0
+    penalties = {  # as vLLM has them: of all tokens before it, and of those of the completion
+        "repetition": (lambda by: torch.where(seen, torch.where(z > 0, z / by, z * by), z), 1.0),
+        "presence": (lambda by: z - by * (counts[0] > 0), 0.0),
+        "frequency": (lambda by: z - by * counts[0], 0.0),
+    }
+    for name, (penalised, none) in penalties.items():
+        by = _minimum(lambda x, of=penalised: float(found.units(own.of_sample(of(x), ids, tau)).square().sum()))  # type: ignore[misc]
+        if abs(by - none) > 1e-3:
+            yield f"the sampler has a {name} penalty of {by:.4g}", "", own.of_sample(penalised(by), ids, tau)
     whole = own.of_sample(own.logits, ids, tau)[own.sample]
     tables = (own.logits.double() / tau).log_softmax(-1)
     yield "those of the likeliest token", "", own.spread(tables.amax(-1))

@@ -191,6 +191,8 @@ def _causes(
 
         others: dict[str, Callable[[], Tensor]] = {n: functools.partial(rows.of, x) for n, x in known.items()}
         others |= scoring.bare_head(model, alone, rows.token_ids, tau)
+        for text, other in scoring.begun(model, rows).items():
+            others[text] = functools.partial(lambda there: scoring.score(model, there, tau).logps, other)
         if hasattr(model, "disable_adapter"):
             others["the adapter is left out"] = functools.partial(_unadapted, model, rows, tau)
         found = scoring.Difference(rows.of(sampler), noisy())

@@ -54,6 +54,17 @@ class Rows:
         ids, places = zip(*((i[n:], at - n) for i, at, n in zip(self.ids, self.places, cuts, strict=True)), strict=True)
         return Rows(list(ids), list(places), self.picked)
 
+    def begun(self, bos: int) -> dict[str, "Rows"]:
+        """With a BOS token more in front of each row, and without the one that each has: whether it is there -> the rows."""
+        more = [torch.cat([row.new_tensor([bos]), row]) for row in self.ids]
+        out = {"one more BOS token": Rows(more, [at + 1 for at in self.places], self.picked)}
+        if all(
+            int(row[0]) == bos and (not len(at) or int(at[0]) > 1)
+            for row, at in zip(self.ids, self.places, strict=True)
+        ):
+            out["no BOS token"] = Rows([row[1:] for row in self.ids], [at - 1 for at in self.places], self.picked)
+        return out
+
     @property
     def prompt(self) -> int:
         """Tokens before the first one in the loss, of the row that has most."""
@@ -232,6 +243,13 @@ def float32_head(model: Any) -> Iterator[Callable[..., Any]]:
         del head.forward
         if "forward" in before:
             head.forward = original
+
+
+def begun(model: Any, rows: Rows) -> dict[str, Rows]:
+    """The rows as `Rows.begun` has them, by the BOS token of the model's config, if it has one: cause -> rows."""
+    bos = getattr(innermost(model).config.get_text_config(), "bos_token_id", None)
+    found = rows.begun(bos) if isinstance(bos, int) else {}
+    return {f"prompts begin with {many} there": other for many, other in found.items()}
 
 
 def bare_head(model: Any, scores: Scores, ids: Tensor, temperature: float) -> dict[str, Callable[[], Tensor]]:

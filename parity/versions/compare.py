@@ -82,13 +82,14 @@ class Compared:
         """1 when something newly disagrees in the second, else 0."""
         return int(any(m.mark == "+" for m in self.moved))
 
-    def text(self) -> str:
+    def text(self, each: bool = False) -> str:
+        """What moved, with a line for each kind of change or for `each` case; the packages, settings, the search."""
         counts = {mark: sum(m.mark == mark for m in self.moved) for mark in MARKS}
         before, after = self.sides
         sides = [(name, before.versions.get(name), after.versions.get(name)) for name in PARTNERS]
         packages = [f"{name} {a} -> {b}" for name, a, b in sides if a != b]
         lines = [f"before: {before.partners}", f"after:  {after.partners}", ""]
-        lines += [table(self.moved), ""] if self.moved else []
+        lines += [table(self.moved, each), ""] if self.moved else []
         moved = (
             f"{counts['+']} worse (+), {counts['-']} better (-), {counts['~']} otherwise moved (~); ! outside its gate"
         )

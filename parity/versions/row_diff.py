@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -41,13 +42,16 @@ class Difference:
 
     @property
     def mark(self) -> str:
-        """ "+" worse, "-" better, as asv prints them, "~" neither: both inside their gates, or a refusal."""
+        """ "+" worse, "-" better, as asv prints them, "~" neither: both inside their gates, or a refusal. Of two that fail the
+        nearer one is better; where neither is nearer by its error, error ÷ allowed decides."""
         sides = [_ORDER.get(r.verdict) if r else None for r in (self.before, self.after)]
         if sides[0] is None or sides[1] is None or sides == [0, 0]:
             return "~"
         if sides[0] != sides[1]:
             # What begins to be refused, or no longer is, was not wrong on either side.
             return "~" if 2 not in sides else "+" if sides[1] > sides[0] else "-"
+        if self.nearer:
+            return "+" if self.nearer == "before" else "-"
         levels = [self._level(r) for r in (self.before, self.after)]
         return "~" if levels[0] == levels[1] else "+" if levels[1] > levels[0] else "-"
 
@@ -106,23 +110,31 @@ def _differ(one: Row, two: Row) -> bool:
         return False
     if one.value is None or two.value is None:
         return one.value is not two.value
+    if (one.value, one.dist) == (two.value, two.dist):
+        return False  # what is allowed moved: rounding is drawn anew in each environment
     scale = max(abs(one.value), abs(two.value), 1e-12)
     least, most = sorted(math.inf if r.headroom is None else r.headroom for r in (one, two))
     moved = abs(one.value - two.value) > RELATIVE.get(one.dtype, 0.05) * scale or most > TIMES * least
     return moved and most > USED
 
 
-def table(found: Sequence[Difference]) -> str:
-    """Mark, case, implementation, quantity, before, after, ratio, by definition, and which side is nearer to it."""
-    heads = ("", "case", "implementation", "quantity", "before", "after", "ratio", "definition", "nearer")
+def table(found: Sequence[Difference], each: bool = False) -> str:
+    """Mark, case, implementation, quantity, before, after, ratio, by definition, and which side is nearer to it. A line for
+    each kind of change, with the case that shows it most clearly and how many more there are, or for `each` case."""
+    heads = ("", "case", "implementation", "quantity", "before", "after", "ratio", "definition", "nearer", "more cases")
     lines: list[tuple[str, ...]] = [heads]
-    for m in found:
+    kinds: dict[Any, list[Difference]] = {}
+    for n, m in enumerate(found):
+        sides = [(r and r.verdict, m.quantity is None and r and r.message) for r in (m.before, m.after)]
+        kinds.setdefault(n if each else (m.mark, m.implementation, m.quantity, *sides), []).append(m)
+    for m, *more in kinds.values():
         whole, both = m.quantity is None, (m.before, m.after)
         values = [None if whole or r is None else r.value for r in both]
         ratio = f"{values[1] / values[0]:.4g}" if values[0] and values[1] is not None else ""
         cells = [_cell(r, whole) for r in both]
         exact = "" if whole else next(amount(r.value_oracle) for r in both if r is not None)
-        lines.append((m.mark, m.case, m.implementation, m.quantity or "", *cells, ratio, exact, m.nearer))
+        count = f"{len(more):,}" if more else ""
+        lines.append((m.mark, m.case, m.implementation, m.quantity or "", *cells, ratio, exact, m.nearer, count))
     wide = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, wide, strict=True)).rstrip() for line in lines)
 

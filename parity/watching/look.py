@@ -255,6 +255,8 @@ class Look:
                 others[f"in training the model computes something else{how}"] = functools.partial(by, training=True)
                 if bool((self.taken.attention[:, 0] == 0).any()):
                     others["padding at the left changes what the model computes"] = self._padded
+            for text, rows in scoring.begun(self.model, self.rows).items() if what == "sampler" else ():
+                others[text] = functools.partial(self._by, rows)
             for dtype in (torch.float16, torch.bfloat16) if what == "sampler" else ():
                 coarser[NAMES[dtype]] = functools.partial(self._own, self.rows, dtype)
         if what != "old" and not self.behind(what):

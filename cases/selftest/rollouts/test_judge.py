@@ -1,6 +1,7 @@
 """Recordings of a real vLLM against the trainer: the shipped ones, every fault put in on purpose, and the exact relations."""
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -138,6 +139,52 @@ def test_a_setting_of_the_sampler_that_the_recording_does_not_say_is_named(name,
     found = dataclasses.replace(found, facts={**found.facts, "top_k": 0})
     verdict = judge(found, trainer)
     assert not verdict.agrees and cause in str(verdict.explanation)
+
+
+def _penalised(logits, before, prompt):
+    seen = torch.bincount(before, minlength=logits.shape[-1]) > 0
+    done = torch.bincount(before[prompt:], minlength=logits.shape[-1])
+    return {
+        "repetition": torch.where(seen, torch.where(logits > 0, logits / 1.3, logits * 1.3), logits),
+        "presence": logits - 0.8 * (done > 0),
+        "frequency": logits - 0.4 * done,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("repetition", "the sampler has a repetition penalty of 1.3"),
+        ("presence", "the sampler has a presence penalty of 0.8"),
+        ("frequency", "the sampler has a frequency penalty of 0.4"),
+        ("one more", "prompts begin with one more BOS token there"),
+        ("none", "prompts begin with no BOS token there"),
+        ("rows", "each log-prob belongs to the row before it"),
+    ],
+)
+def test_a_penalty_a_bos_token_and_another_row_are_named(kind, cause):
+    found = short("llama-fp32-t1-p1")
+    trainer = trainer_of(found)
+    model, width = trainer.loaded(), found.completion_ids.shape[1]
+    prompts = found.prompt_ids.clone()
+    prompts[:, 0] = model.config.bos_token_id
+    found = dataclasses.replace(found, prompt_ids=prompts)
+    plain, own = (1.0, 1.0, 0), score(model, found.rows(), width, (1.0, 1.0, 0)).full
+    if kind == "rows":
+        mine = own.roll(1, 0).masked_fill(~found.mask.roll(1, 0), math.nan)
+    elif kind in ("one more", "none"):
+        rows = [([prompts[0, 0].item(), *p] if kind == "one more" else p[1:], c) for p, c in found.rows()]
+        mine = score(model, rows, width, plain).full
+    else:
+        mine = own.clone()
+        for i, (prompt, completion) in enumerate(found.rows()):
+            ids = torch.tensor(prompt + completion)
+            logits = model(input_ids=ids[None]).logits[0].detach().double()
+            for place in range(len(prompt), len(ids)):
+                other = _penalised(logits[place - 1], ids[:place], len(prompt))[kind].log_softmax(-1)
+                mine[i, place - len(prompt)] = other[ids[place]]
+    verdict = judge(dataclasses.replace(found, sampler_logps=mine.float()), trainer)
+    assert not verdict.agrees and str(verdict.explanation).startswith(cause[:-1])
 
 
 def test_a_padded_vocabulary_is_not_said_to_be_arithmetic_and_what_is_judged_is_no_other_explanation():

@@ -1,5 +1,6 @@
 """What moved between two sets of rows; without an environment."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,8 @@ WHOLE = {"quantity": None, "value": None, "headroom": None, "value_oracle": None
         ({}, WRONG, "+", "before"),
         (WRONG, {}, "-", "after"),
         (WRONG, WRONG | {"headroom": 90.0, "value": 9.0, "dist": 8.0}, "+", "before"),
+        (WRONG, WRONG | {"headroom": 99.0, "value": 1.5, "dist": 0.5}, "-", "after"),  # what is allowed was drawn anew
+        (WRONG | {"dist": None}, WRONG | {"headroom": 90.0, "value": 9.0, "dist": None}, "+", ""),
         ({}, {"value": 1.01, "dist": 0.01}, "~", "before"),
         ({"headroom": 0.25}, {"value": 1.0 + 1e-9, "dist": 0.01}, "~", "before"),
         ({}, WHOLE | {"verdict": "refused"}, "~", ""),
@@ -55,10 +58,24 @@ def test_a_case_that_one_side_does_not_take_is_shown_with_the_reason():
     assert "  agree   unsupported: has no top_k" in lines
 
 
+def test_a_change_that_many_cases_show_is_told_once():
+    """Where a path was removed between two releases 235 of 241 lines said so."""
+    moved = differences([row()], [row(**WRONG)])
+    moved += differences(
+        [row(implementation="o")], [row(**WHOLE, implementation="o", verdict="unsupported", message="no")]
+    )
+    found = [*moved, *(dataclasses.replace(m, case=f"{m.case}-2") for m in moved)]
+    heads, one, two = row_diff.table(found).splitlines()
+    assert heads.endswith("nearer  more cases") and one.endswith("before  1") and two.split()[-1] == "1"
+    assert len(row_diff.table(found, each=True).splitlines()) == 5
+    assert len(row_diff.table([*found, dataclasses.replace(moved[0], implementation="p")]).splitlines()) == 4
+
+
 def test_what_did_not_move_is_left_out():
     assert differences([row()], [row(value=1.0 + 1e-9)]) == []
     assert differences([row(headroom=0.1)], [row(headroom=0.0, value=1.01)]) == [], "rounding in another order"
     assert differences([row(headroom=0.4)], [row(headroom=0.7)]) == [], "less than twice as large"
+    assert differences([row(**WRONG)], [row(**WRONG | {"headroom": 30.0})]) == [], "the same value, more allowed"
     assert differences([row(**WHOLE, verdict="refused")], [row(**WHOLE, verdict="refused")]) == []
 
 
