@@ -32,6 +32,12 @@ def log1p(x):
 
 
 @triton.jit
+def rsqrt(x):
+    """1/√x."""
+    return 1.0 / tl.sqrt(x)
+
+
+@triton.jit
 def _to_bfloat16(x_ptr, y_ptr, n: tl.constexpr):
     offsets = tl.arange(0, n)
     tl.store(y_ptr + offsets, tl.load(x_ptr + offsets).to(tl.bfloat16))

@@ -27,11 +27,11 @@ from parity.protocol.exceptions import Outcome
 from parity.results.row import VALUE, Row, finite
 from parity.trainers.check import CHECKS, PATHS, Check, CheckCall, Quantity
 from parity.trainers.rig import drawn, drive
-from parity.trainers.specs import TRAINERS
+from parity.trainers.specs import SPECS, TRAINERS
 
 MODULES = (
     "step_one config_values advantages twins processes losses metrics variations sampler twin_windows distillation"
-    " self_distillation update architecture generation asynchronous conversations reward_model"
+    " self_distillation update architecture generation asynchronous conversations reward_model plain_trainer"
 ).split()
 ALONE, MODEL_ALONE = "sft-trainer", "architecture"
 """The family and the check of the models by themselves."""
@@ -133,7 +133,10 @@ def of_user(kind: type, id: str) -> Implementation:
 
 def _implementation(id: str, trainer: str, role: Literal["reference", "candidate"], **more: Any) -> Implementation:
     call: Any = functools.partial(measured, more.get("user_class"))
-    return Implementation(id, trainer, role, call, library="trl", dtypes=frozenset({"fp32"}), **more)
+    library = SPECS[trainer].library
+    if library != "trl" and id.endswith(".fused"):
+        library = "liger-kernel"
+    return Implementation(id, trainer, role, call, library=library, dtypes=frozenset({"fp32"}), **more)
 
 
 def measured(user_class: type | None, call: CheckCall) -> Iterator[Quantity]:

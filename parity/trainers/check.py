@@ -30,7 +30,8 @@ Made = TypeVar("Made")
 
 PATHS = {
     "released": "the trainer as the installed version ships it",
-    "fused": "the installed version's Liger path (use_liger_loss, use_liger_kernel), model layers unchanged",
+    "fused": "the installed version's Liger path (use_liger_loss, use_liger_kernel), the model's layers as they are; of"
+    " transformers' own Trainer with Liger's layers",
     "fixed": "the same after parity.fixes.apply(trainer)",
 }
 EVERY_PATH = tuple(PATHS)

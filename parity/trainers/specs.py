@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class TrainerSpec:
-    upstream: str  # class in TRL
+    upstream: str  # class in TRL, or in the `library`
     # what its dataset has: prompts alone, with completions, with completions and labels, or with pairs of them, and a gold one
     data: Literal["prompts", "completions", "labels", "pairs", "triples"] = "prompts"
     # how it generates: in a method of its own, or by the model's `generate`, after which completions end with <eos>; empty
@@ -29,6 +29,7 @@ class TrainerSpec:
     has: tuple[str, ...] = ()  # fields of its config that not every trainer has, of those that a check is about
     # whether other settings are looked at in accumulated micro-batches; what goes wrong there hides them
     accumulates: bool = True
+    library: str = "trl"  # the distribution that has it
     fused_fix: bool = True  # whether the path "fixed" is its fused one; else a fix of ours patches the plain one
 
     @property
@@ -135,11 +136,12 @@ SPECS = {
     "sdft-trainer": TrainerSpec("SDFTTrainer"),
     "sdpo-trainer": TrainerSpec("SDPOTrainer", baseline="group"),
     "a2po-trainer": TrainerSpec("A2POTrainer"),
+    "transformers-trainer": TrainerSpec("Trainer", library="transformers"),
 }
 """Family of the rows -> the trainer."""
 
 TRAINERS = {family: spec.upstream for family, spec in SPECS.items()}
-"""Family of the rows -> class in TRL."""
+"""Family of the rows -> class in TRL or transformers."""
 JUDGED = tuple(family for family, spec in SPECS.items() if spec.twins)
 """Families of the trainers that have twins."""
 TWINS = tuple(family for family in JUDGED if SPECS[family].fused_fix)

@@ -39,6 +39,8 @@ from parity.process import scratch_folder
 QUIET: dict[str, Any] = {"report_to": [], "bf16": False, "fp16": False, "save_strategy": "no", "disable_tqdm": True}
 """Arguments of every config: the model's own precision, nothing stored or reported. Their defaults moved between releases."""
 
+TRANSFORMERS = "Trainer"
+"""The class of transformers itself."""
 LIGER_LAYERS = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
 """What `use_liger_kernel` exchanges in a model besides the trainer's loss, for every model of the process."""
 
@@ -69,12 +71,12 @@ def triton_taken(*modules: str) -> Iterator[None]:
 
 @functools.cache
 def class_named(name: str) -> type:
-    """A class of the installed TRL, in `trl` or wherever in `trl.experimental` it lives. Raises Unsupported when the
-    installed version has none, or when the module that defines it does not import; with why."""
+    """A class of the installed TRL, in `trl` or wherever in `trl.experimental` it lives, else of transformers. Raises
+    Unsupported when neither has one, or when the module that defines it does not import; with why."""
     import trl
 
     failed: BaseException | None = None
-    for module in itertools.chain(["trl"], _experimental(name)):
+    for module in itertools.chain(["trl"], _experimental(name), ["transformers"]):
         try:
             return getattr(importlib.import_module(module), name)
         except AttributeError:
@@ -111,7 +113,7 @@ def config_class(trainer: type, config: type) -> Any:
 
 
 def config_name(trainer: str) -> str:
-    return trainer.removesuffix("Trainer") + "Config"
+    return (trainer.removesuffix("Trainer") or "TrainingArguments") + "Config" * (trainer != TRANSFORMERS)
 
 
 def config_of(trainer: str) -> type:

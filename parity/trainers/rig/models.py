@@ -167,7 +167,29 @@ ARCHITECTURES: dict[str, Architecture] = {
 """Name, as in cases -> what it is."""
 GROUPED = "llama_grouped"
 """Two heads to each key and value: with one key for all, in which order keys are repeated changes nothing."""
-_EVERY = {**ARCHITECTURES, GROUPED: _text("Llama", num_attention_heads=4, num_key_value_heads=2)}
+_CLIP = {**_VISION, "image_size": 8, "model_type": "clip_vision_model"}
+_ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+MORE = {
+    "llama_relu": _text("Llama", hidden_act="relu"),
+    "llava": Architecture(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {"text_config": {**_SIZES, "model_type": "llama"}, "vision_config": _CLIP, "image_token_id": 60},
+    ),
+    "glm4v": Architecture(
+        "Glm4vForConditionalGeneration",
+        "Glm4vConfig",
+        {
+            "text_config": {**_SIZES, "rope_parameters": _ROTARY},
+            "vision_config": {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "image_size": 8},
+            "image_token_id": 60,
+            "video_token_id": 61,
+        },
+    ),
+    "classifier": Architecture("Qwen2ForSequenceClassification", "Qwen2Config", {**_SIZES, "num_labels": 3}),
+}
+"""Models that only transformers' own trainer is given."""
+_EVERY = {**ARCHITECTURES, **MORE, GROUPED: _text("Llama", num_attention_heads=4, num_key_value_heads=2)}
 
 
 def config(name: str) -> Any:
@@ -198,7 +220,8 @@ def write(given: Any, folder: Path) -> None:
     with trl.quiet():
         model = getattr(transformers, given.architectures[0])(given)
         fill(model)
-        _scale_head(model)
+        if model.get_output_embeddings() is not None:
+            _scale_head(model)
         model.save_pretrained(folder)
         tokenizer().save_pretrained(folder)
 
