@@ -12,7 +12,14 @@ from liger_kernel.transformers import apply_liger_kernel_to_granite
 from transformers import GraniteConfig, GraniteForCausalLM
 
 torch.manual_seed(0)
-config = GraniteConfig(vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+config = GraniteConfig(
+    vocab_size=37,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 model = GraniteForCausalLM(config).to(device)
 model.lm_head.weight.data.normal_()
 ids = torch.arange(3, 19, device=device).view(2, 8)
@@ -35,5 +42,7 @@ for patched in (False, True):
         evaluated = model.eval()(input_ids=ids, labels=labels).logits
     for name, logits in (("training", trained), ("evaluation, no_grad", evaluated)):
         found.append(measured(logits))
-        print(f"| {'patched' if patched else 'unpatched'}, {name} | {found[-1][0]:.5g} | {found[-1][1]:.5g} | {found[-1][2]} |")
+        print(
+            f"| {'patched' if patched else 'unpatched'}, {name} | {found[-1][0]:.5g} | {found[-1][1]:.5g} | {found[-1][2]} |"
+        )
 raise SystemExit(int(abs(found[2][0] - found[0][0]) > 1e-3))

@@ -15,15 +15,35 @@ if device == "cpu":  # Triton's interpreter lacks rsqrt, and hands float argumen
 
     libdevice.rsqrt = lambda x: 1 / tl.sqrt(x)
     convert = interpreter._implicit_cvt
-    interpreter._implicit_cvt = lambda x: tl.tensor(interpreter.TensorHandle(np.array([x], np.float32), tl.float32), tl.float32) if isinstance(x, float) else convert(x)
+    interpreter._implicit_cvt = lambda x: (
+        tl.tensor(interpreter.TensorHandle(np.array([x], np.float32), tl.float32), tl.float32)
+        if isinstance(x, float)
+        else convert(x)
+    )
 from liger_kernel.transformers import apply_liger_kernel_to_glm4v
 from transformers import Glm4vConfig, Glm4vForConditionalGeneration
 
 torch.manual_seed(0)
-text = dict(vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0,
-            rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 1, 1]))
-vision = dict(hidden_size=16, depth=1, num_heads=2, intermediate_size=16, out_hidden_size=32, patch_size=4, image_size=8)
-model = Glm4vForConditionalGeneration(Glm4vConfig(text_config=text, vision_config=vision, image_token_id=35, video_token_id=36)).to(device).train()
+text = dict(
+    vocab_size=37,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 1, 1]),
+)
+vision = dict(
+    hidden_size=16, depth=1, num_heads=2, intermediate_size=16, out_hidden_size=32, patch_size=4, image_size=8
+)
+model = (
+    Glm4vForConditionalGeneration(
+        Glm4vConfig(text_config=text, vision_config=vision, image_token_id=35, video_token_id=36)
+    )
+    .to(device)
+    .train()
+)
 ids = torch.arange(3, 19, device=device).view(2, 8)
 print("| | loss | gradient norm | of layer 0's o_proj |\n|---|---|---|---|")
 norms = []

@@ -13,7 +13,11 @@ if device == "cpu":
     from triton.runtime import interpreter
 
     convert = interpreter._implicit_cvt
-    interpreter._implicit_cvt = lambda x: tl.tensor(interpreter.TensorHandle(np.array([x], np.float32), tl.float32), tl.float32) if isinstance(x, float) else convert(x)
+    interpreter._implicit_cvt = lambda x: (
+        tl.tensor(interpreter.TensorHandle(np.array([x], np.float32), tl.float32), tl.float32)
+        if isinstance(x, float)
+        else convert(x)
+    )
 from liger_kernel.transformers import apply_liger_kernel_to_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,9 +25,21 @@ ids = torch.arange(3, 19, device=device).view(2, 8)
 wrong = False
 print("| hidden_act | unpatched: loss, gradient norm of down_proj | patched |\n|---|---|---|")
 models = {}
-for act in ("silu", "relu", "gelu"):  # relu: as SparseLLM/ReluLLaMA; all before the patch, which exchanges the classes as well
+for act in (
+    "silu",
+    "relu",
+    "gelu",
+):  # relu: as SparseLLM/ReluLLaMA; all before the patch, which exchanges the classes as well
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, hidden_act=act, initializer_range=0.3)
+    config = LlamaConfig(
+        vocab_size=37,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        hidden_act=act,
+        initializer_range=0.3,
+    )
     models[act] = LlamaForCausalLM(config).to(device)
 for act, model in models.items():
     found = []

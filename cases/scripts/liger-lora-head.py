@@ -18,7 +18,16 @@ for dora in (False, True):
     losses = []
     for patched in (False, True):
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2))
+        model = Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=37,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+            )
+        )
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "lm_head"], use_dora=dora)).to(device)
         head = model.base_model.model.lm_head
         torch.nn.init.normal_(head.lora_B["default"].weight)
@@ -28,6 +37,8 @@ for dora in (False, True):
         loss.backward()
         grad = head.lora_B["default"].weight.grad
         losses.append(loss.item())
-        print(f"| {'DoRA' if dora else 'LoRA'}, {'patched' if patched else 'unpatched'} | {losses[-1]:.5f} | {model.eval()(input_ids=ids, labels=ids).loss.item():.5f} | {grad if grad is None else f'{grad.norm():.4f}'} |")
+        print(
+            f"| {'DoRA' if dora else 'LoRA'}, {'patched' if patched else 'unpatched'} | {losses[-1]:.5f} | {model.eval()(input_ids=ids, labels=ids).loss.item():.5f} | {grad if grad is None else f'{grad.norm():.4f}'} |"
+        )
     wrong |= abs(losses[1] - losses[0]) > 1e-4
 raise SystemExit(int(wrong))

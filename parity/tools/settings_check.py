@@ -86,6 +86,7 @@ class Advice:
 def known_of(trainer: Any, model: str, quantities: Collection[str]) -> list[Entry]:
     """What the ledger has against these quantities of a trainer of TRL over a model of the architecture `model`, for certain."""
     kinds = tuple(k.__name__ for k in type(trainer).__mro__ if k.__name__.endswith("Trainer"))
+    kinds = tuple(k for k in kinds if k != trl.TRANSFORMERS) or kinds  # every trainer of TRL extends it
     args = {ALIASES.get(name, name): value for name, value in vars(trainer.args).items()}
     run = Run(kinds[0], kinds, args, (model,), frozenset(name for name, value in args.items() if value is True))
     found = advice(run, Ledger.load(data.ledger_file())).findings
@@ -191,7 +192,12 @@ def run_of(path: Path, asked: str | None, ledger: Ledger) -> Run:
     if (given := args.get("trainer")) in known:
         asked = asked or str(given)
         del args["trainer"]
-    counts = {trainer: len(args.keys() & _fields(trainer).keys()) for trainer in known if not asked}
+    # each config extends that of transformers' own trainer, which is asked for by name
+    counts = {
+        trainer: len(args.keys() & _fields(trainer).keys())
+        for trainer in known
+        if not asked and trainer != trl.TRANSFORMERS
+    }
     likely = [asked] if asked else [t for t, n in counts.items() if n == max(counts.values()) > 0]
     if len(likely) > 1:
         likely = [

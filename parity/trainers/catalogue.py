@@ -123,7 +123,7 @@ def implementations() -> dict[str, Implementation]:
 def of_user(kind: type, id: str) -> Implementation:
     """The checks of the nearest TRL trainer that `kind` extends, on `kind`, FILE.py:NAME. Raises UsageError where it
     extends no trainer that has checks."""
-    families = {upstream: name for name, upstream in TRAINERS.items()}
+    families = {spec.upstream: name for name, spec in SPECS.items() if spec.library == "trl"}
     extended = (b.__name__ for b in kind.__mro__ if b.__module__.startswith("trl."))
     name = next((families[n] for n in extended if n in families), None)
     if name is None:

@@ -4,5 +4,5 @@ Reads rows, and nothing else: whatever a report shows is in `results.ndjson`, so
 that was killed, reports like any other. `rows` reads and writes the file, `summary.summarise` counts, the rest renders.
 """
 
-PAGES = ("newest", "low", "mended")
+PAGES = ("high", "medium", "low", "mended")
 """Pages of docs/ with what the ledger tells users."""

@@ -124,15 +124,17 @@ def junit(summary: Summary) -> str:
     return filled("junit.xml.j2", summary=summary, suites=suites, all=[c for found in suites.values() for c in found])
 
 
-def ledger_page(ledger: Ledger, page: str = "newest") -> str:
-    """docs/findings.md: the newest releases' defects, of any library, but those of severity low; or page "low", or "mended",
+def ledger_page(ledger: Ledger, page: str = "high") -> str:
+    """docs/findings.md: the newest releases' defects, of any library, of severity high; or another page of `PAGES`. "mended":
     those that only older releases have."""
     pages: dict[str, list[Entry]] = {name: [] for name in PAGES}
     for e in (e for e in ledger.entries if not e.user.part_of):
-        pages["mended" if stack.is_mended(e) else "low" if e.severity == "low" else "newest"].append(e)
+        severity = e.severity if e.severity in pages else "low"
+        pages["mended" if stack.is_mended(e) else severity].append(e)
     older = Ledger.older(ledger.path) if page == "mended" else []
     found = stack.Stack.of(pages[page])
-    return filled("findings.md.j2", stack=found, page=page, low=len(pages["low"]), older=older)
+    counts = {name: sum(e.severity == name for e in found) for name, found in pages.items()}
+    return filled("findings.md.j2", stack=found, page=page, counts=counts, older=older)
 
 
 def strips(finding: Finding) -> list[tuple[Row, list[list[tuple[int, bool]]]]]:
