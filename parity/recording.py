@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parity import data, decoding
 from parity.errors import UsageError
+from parity.judge.recipe import DTYPES
 
 SCHEMA = 1
 NEEDED = ("prompt_ids", "prompt_lengths", "completion_ids", "completion_lengths", "sampler_logps")
@@ -101,6 +102,8 @@ def _facts(manifest: Path) -> dict[str, Any]:
     decoding.of_schema(facts, SCHEMA, str(manifest), "a recording's manifest")
     if missing := [name for name in FACTS if name not in facts]:
         raise UsageError(f"{manifest}: not a recording's manifest: no {', '.join(missing)}")
+    if facts["dtype"] not in DTYPES:
+        raise UsageError(f"{manifest}: dtype {facts['dtype']!r} is unknown, choose from {', '.join(DTYPES)}")
     return facts
 
 

@@ -54,7 +54,7 @@ def settings(name: str, console: Console) -> None:
     if Path(name).is_file():
         _judged(read(Path(name))[1], console)
         return
-    found = family(name)
+    found = family(resolved(name))
     if isinstance(found, catalogue.TrainerFamily):
         _show(f"settings of {name}", ("check", "name", "default", "meaning"), _of_checks(found), console)
         return

@@ -66,6 +66,7 @@ def bisect_command(
 
     from parity.registry import select
     from parity.sampling.find import find as find_case
+    from parity.sampling.find import only_one
     from parity.versions import history
     from parity.versions.look import CaseCheck, only_implementation
     from parity.versions.search import search
@@ -79,7 +80,7 @@ def bisect_command(
         name = str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
     else:
         case, found_with = find_case(name, reports)
-        chosen = only_implementation(case, implementations, found_with)
+        chosen = only_implementation(case, implementations, found_with or only_one(name))
         select([chosen])
         check = CaseCheck(name, case, chosen, quantities or ("*",), failure)
     check = dataclasses.replace(check, device=device)

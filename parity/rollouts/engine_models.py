@@ -40,12 +40,12 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
     return out.eval()
 
 
-def weights_hash(folder: Path) -> str:
+def weights_hash(folder: str | Path) -> str:
     """SHA-256 over the names and bytes of the tensors in the folder's safetensors files, sorted by name."""
     from safetensors import safe_open
 
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in sorted(tensors.keys()):
                 value = tensors.get_tensor(name).contiguous()

@@ -31,6 +31,7 @@ from parity.sampling.capabilities import Nearest, besides, left_out, refusal, re
 from parity.trainers import catalogue
 
 STREAMS = 4  # streams of a family whose cases are moved to what an implementation takes
+MORE = 120  # draws more from which a small run takes, for each function of a user, the settings that its own leave out
 AGAIN = 3  # cases of a new finding, which no recipe explains, that are judged with as many replicas as it takes
 KEPT = 4 * STREAMS  # streams of drawn cases that a worker keeps, so that it draws each case once
 
@@ -180,6 +181,9 @@ class Session:
         streamed = [self._stream(shard.family, n, of, shard.seed, of) for n, of in enumerate(counts[:STREAMS])]
         drawn = [case for stream in streamed for case in stream]
         users = any(i.is_function for i in self.implementations if i.family == shard.family)
+        every_pair = self.profile.cost == 1
+        if users and not every_pair:  # of so few no setting may be left out
+            drawn += self._stream(shard.family, len(counts), MORE, shard.seed, MORE)
         ends = dealt(self.profile_name, counts, users)
         given = {case.id for stream, end in zip(streamed, ends, strict=False) for case in stream[:end]}
 
@@ -194,7 +198,6 @@ class Session:
         wanted: list[tuple[Implementation, Case]] = []
         owed, further = collections.Counter[str](), dict[str, Iterator[Case]]()  # by implementation
         near: Nearest = {}
-        every_pair = self.profile.cost == 1
         for own in chosen:
             of_own = functools.partial(gets, own)
             least = self.profile.least_own if own.is_function else self.profile.least

@@ -208,6 +208,11 @@ def shown(case: Case) -> frozenset[Hashable]:
     return frozenset({*itertools.combinations(names, 2), *values})
 
 
+def _moved(case: Case) -> frozenset[Hashable]:
+    """The settings away from their defaults."""
+    return frozenset(case.settings.keys() - set(loss_family(case.family).shapes))
+
+
 def _shown_of_own(case: Case) -> frozenset[Hashable]:
     """`shown` of a user's function, and sizes, of which the draws of many libraries together hold enough: how many tokens
     there are, also one more than a chunk's, and a long sequence in each dtype by itself and with what decides the loss. And the
@@ -249,7 +254,8 @@ def besides(
 
     A covering array over what it takes: each brings two settings together, or a value, that none of its cases has yet; small
     ones for a kernel in Triton's interpreter. Then others, until it has `least` cases: of those that cost as much as ten a tenth
-    first, and the rest where there is nothing else. Without `every_pair` no more than `least`. `known`: found for others.
+    first, and the rest where there is nothing else. Without `every_pair` no more than `least`, but of a user's function every
+    setting once. `known`: found for others.
     """
     found = {} if known is None else known.setdefault(implementation.declared, {})
     own = [case for case in drawn if gets(case) and refusal(implementation, case, device) is None]
@@ -266,13 +272,14 @@ def besides(
     for near in _joined(implementation, [*own, *pool.values()], device):
         pool.setdefault(near.id, near)
     seen = _shown_of_kernel if implementation.interpreted and device == "cpu" else shown
-    seen = _shown_of_own if implementation.is_function else seen
+    if implementation.is_function:
+        seen = _shown_of_own if every_pair else _moved
     met = frozenset[Hashable]().union(*map(seen, own))
     cost = functools.partial(price, implementation, device=device)
     each = cost if implementation.interpreted else lambda case: 1.0  # elsewhere a case more costs more than a large one
     new = [case for case in covering(list(pool.values()), seen, met, each) if _stands(case, implementation)]
     wanted = max(0, least - len(own))
-    new = new if every_pair else new[:wanted]
+    new = new if every_pair or implementation.is_function else new[:wanted]
     others = sorted(pool.values(), key=lambda case: zlib.crc32(f"dear/{case.id}".encode()) % int(cost(case)) > 0)
     rest = (case for case in others if case not in new and _stands(case, implementation))
     new += itertools.islice(rest, max(0, wanted - len(new)))

@@ -30,16 +30,15 @@ def followed(ids: Sequence[str], found_with: str | None, case: Case) -> tuple[st
 
 
 def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
-    """A case by file, by the id of a ledger entry, or by the id of a case in reports/ (or that results file) or a folder
-    of it; with the implementation it names. Raises UsageError when nothing has this name."""
+    """A case by file, by the id of a ledger entry (the shipped ledger's, or that of the run), or by the id of a case in reports/
+    (or that results file) or a folder of it; with the implementation it names. Raises UsageError when nothing has this name."""
     path = Path(name)
     if path.suffix == ".json" or os.path.exists(name):  # also of what is too long for a file
         found = Frozen.load(path)
         return found.case, found.implementation
     ledger = Ledger.load(data.ledger_file())
-    for entry, case in ledger.frozen():
-        if entry.id == name:
-            return case, None
+    if entry := _of_entry(ledger, name):
+        return entry
     folder = reports.parent if reports.is_file() else reports
     folders = [folder, *sorted(file.parent for file in folder.glob("*/results.ndjson"))]
     recorded = sorted((data.cases_dir() / "history").glob("*.json"))
@@ -53,7 +52,11 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
             return case, f"{case.family}.released"
     files = [folder / "results.ndjson" for folder in folders]
     for file in [reports, *files] if reports.is_file() else files:
-        rows = read(file)[1] if file.exists() else ()
+        header, rows = read(file) if file.exists() else (None, ())
+        asked = header.header.asked if header else None
+        own = asked.ledger if asked else None
+        if own and Path(own).exists() and (entry := _of_entry(Ledger.load(Path(own)), name)):
+            return entry
         if drawn := next((case_of(row) for row in rows if row.case == name and row.seed is not None), None):
             return drawn, None
     known = [e.id for e in ledger.entries]
@@ -63,6 +66,16 @@ def find(name: str, reports: Path = Path("reports")) -> tuple[Case, str | None]:
     raise UsageError(
         f"case {name[:200]!r}: no such file, entry of the ledger or case in {place} (another: --reports); {hint}"
     )
+
+
+def _of_entry(ledger: Ledger, name: str) -> tuple[Case, None] | None:
+    return next(((case, None) for entry, case in ledger.frozen() if entry.id == name), None)
+
+
+def only_one(name: str) -> str | None:
+    """The implementation of the ledger entry with this id, if it is of one."""
+    named = next((e.implementations for e in Ledger.load(data.ledger_file()).entries if e.id == name), ())
+    return named[0] if len(named) == 1 and "*" not in named[0] else None
 
 
 def case_of(row: Row) -> Case | None:

@@ -44,8 +44,8 @@ def issue_text(case: Case, implementation: Implementation, rows: Sequence[Row]) 
         where = torch.cuda.get_device_name()
     cells = (
         (r.quantity, *("none or not finite" if v is None else f"{v:.6g}" for v in (r.value, r.value_oracle)))
-        for r in its_rows
-        if r.quantity
+        for r in failing
+        if r.quantity and (r.value, r.value_oracle) != (None, None)
     )
     printed = "\n".join(measured.table(("quantity", "library", "float64 definition"), cells))
     settings = ", ".join(f"{n}={v!r}" for n, v in case.settings.items() if n not in ("grad", "cotangent", "check"))
@@ -76,7 +76,8 @@ def title(case: Case, implementation: Implementation, failing: Sequence[Row]) ->
     values = {n: f"{v:g}" if isinstance(v, float) else str(v) for n, v in case.settings.items() if n not in QUIET}
     moved = [f"{n}={short(v, 24)}" for n, v in values.items()]
     where = f", with {', '.join(moved[:4])}{', …' if len(moved) > 4 else ''}" if moved else ""
-    known, name = implementation.library, implementation.id.partition(".")[2] or implementation.id
+    known, name = implementation.library, implementation.id
+    name = (known and name.partition(".")[2]) or name
     library = f"{known} {implementation.version() or '?'}" if known else "user function"
     return f"{library}: `{name}`: {effect(failing)}{where} ({DTYPES[case.dtype]})"
 

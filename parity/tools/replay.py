@@ -60,16 +60,18 @@ def replay(
     for row in rows:
         line = replay_line(str(minimise or name), row.implementation) if stored else row.replay
         row.replay = line + own + ("" if stored else place)
+    mine = chosen
+    if implementations and all(".py:" in one for one in implementations):
+        # `select` adds the references of a user's own, which answer for themselves
+        mine = [i for i in chosen if i.role != "reference"]
     if issue:
-        return _issue(case, chosen, rows, console, name)
+        return _issue(case, mine, rows, console, name)
     for implementation in chosen:
         its_rows = [r for r in rows if r.implementation == implementation.id]
         render.render_case(its_rows, console)
         if unknown := [name for row in its_rows for name in row.unjudged]:
             render.show(f"note {not_judged(implementation.id, unknown)}", console)
-    if implementations and all(".py:" in name for name in implementations):
-        # `select` adds the references of a user's own, which answer for themselves
-        wanted = {i.id for i in chosen if i.role != "reference"}
+    wanted = {i.id for i in mine}
     return exit_code([r for r in rows if r.implementation in wanted])
 
 

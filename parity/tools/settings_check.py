@@ -14,6 +14,7 @@ from parity import data
 from parity.decoding import short
 from parity.errors import Unsupported, UsageError
 from parity.process import installed
+from parity.registry import meant
 from parity.results import ledger
 from parity.results.ledger import Entry, Ledger
 from parity.results.report.stack import LIBRARIES, Stack
@@ -186,7 +187,7 @@ def run_of(path: Path, asked: str | None, ledger: Ledger) -> Run:
     file has in it. Raises UsageError as `check`."""
     known = sorted({name for e in ledger.entries for table in e.user.applies for name in table.get("trainer", ())})
     if asked not in (None, *known):
-        raise UsageError(f"trainer {asked!r} is unknown, choose from {', '.join(known)}")
+        raise UsageError(f"trainer {asked!r} is unknown, {meant(str(asked), known)}")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     args = settings_of(path)
     if (given := args.get("trainer")) in known:

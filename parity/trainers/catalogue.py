@@ -127,7 +127,10 @@ def of_user(kind: type, id: str) -> Implementation:
     extended = (b.__name__ for b in kind.__mro__ if b.__module__.startswith("trl."))
     name = next((families[n] for n in extended if n in families), None)
     if name is None:
-        raise UsageError(f"implementation {id!r}: a class must extend one of TRL's trainers {', '.join(families)}")
+        raise UsageError(
+            f"implementation {id!r}: a class must extend one of TRL's trainers {', '.join(families)}; of a "
+            "module name an instance"
+        )
     return _implementation(id, name, "candidate", user_class=kind, extends=f"{name}.released")
 
 

@@ -112,8 +112,8 @@ def _counts(trainer: Any) -> Iterator[tuple[str, float]]:
     }
     for n in sorted({*counts.values()}):
         of = " or the ".join(name for name, count in counts.items() if count == n)
-        yield f"{n} times too large: not divided by the {of}", n
-        yield f"{n} times too small: divided by the {of} once too often", 1 / n
+        yield f"{n} times too large, as if not divided by the {of}", n
+        yield f"{n} times too small, as if divided by the {of} once too often", 1 / n
 
 
 def distilled(trainer: Any, model: Any, inputs: Any, value: float) -> tuple[str, list[str]] | None:

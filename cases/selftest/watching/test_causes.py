@@ -51,7 +51,7 @@ def test_each_loss_is_its_definition_until_a_count_is_forgotten(tmp_path, loss_t
     wrong, _ = watched(trainer, tmp_path)
     ((what, *causes),) = found(wrong)
     both = "the micro-batches of an optimizer step or the micro-batches of a generation batch"
-    assert what == "loss" and f"2 times too large: not divided by {both}" in causes
+    assert what == "loss" and f"2 times too large, as if not divided by {both}" in causes
 
 
 def test_padding_in_the_normaliser(tmp_path):
@@ -304,7 +304,7 @@ def test_a_loss_that_is_not_divided_and_one_that_is_logged_wrong(tmp_path, name,
     if float(change(torch.tensor(0.0))):
         assert "the loss that is logged is " in watch.findings[0].text and causes[0].endswith("gradients are right")
     else:
-        assert causes[0].startswith("2 times too large: not divided by the micro-batches of an optimizer step")
+        assert causes[0].startswith("2 times too large, as if not divided by the micro-batches of an optimizer step")
 
 
 @pytest.mark.parametrize(
