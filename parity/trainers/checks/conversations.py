@@ -1,8 +1,12 @@
 """Data as conversations: which tokens a chat template makes of them, and which of those are in the loss."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
@@ -12,11 +16,12 @@ from parity.trainers.definitions.formulas import LOSSES
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Sample, Window
 from parity.trainers.rig.twin_runs import Run
-from parity.upstream import trl
+from parity.trainers.specs import SPECS
 
-USER, ASSISTANT = "w5", "w6"
-"""The words before a message, by its role."""
+USER, ASSISTANT, TOOL, FIRST = "w5", "w6", "w7", "w8"
+"""The words before a message, by its role, a tool's name, and the first word of an answer."""
 TEMPLATE = (
+    "{% for t in tools or [] %}{{ t['function']['name'] + ' ' }}{% endfor %}"
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'ASSISTANT ' }}{% generation %}{{ m['content'] + ' <eos>' }}"
     "{% endgeneration %}{% else %}{{ 'USER ' + m['content'] }}{% endif %}{{ ' ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT ' }}{% endif %}"
@@ -25,22 +30,34 @@ TEMPLATE = (
 SETTINGS = {
     "turns": Setting(
         "one",
-        "an answer to a prompt; SFT's also: two of each, trained on as a whole, on the assistant's words alone, or on those of a "
-        "completion that is the last answer",
-        ("one", "all", "assistant", "last"),
+        "an answer to a prompt; to one that ends with its first word (prefilled); both texts, whose tokenizer puts <bos> first; "
+        "SFT's also: two of each, trained on as a whole, on the assistant's words alone, on those of a completion that is the "
+        "last answer, or refused for completion_only_loss without a completion (messages)",
+        ("one", "prefilled", "texts", "all", "assistant", "last", "messages"),
     ),
     "beside": Setting(
         "",
-        "SFT: formatting_func writes the text, of a dataset with this column besides: messages, or dataset_text_field",
-        ("", "told", "messages", "content"),
+        "SFT: formatting_func writes the text, of a dataset with this column besides: messages, or dataset_text_field; "
+        "tools of a prompt; GKD: the prompt of its messages",
+        ("", "told", "messages", "content", "tools", "prompt"),
     ),
 }
-CASES: list[CheckCase] = [
+GKD = "gkd-trainer"
+TOOLS = [{"type": "function", "function": {"name": TOOL, "description": "", "parameters": {"type": "object"}}}]
+PR: list[CheckCase] = [
     *((trainer, {}) for trainer in LOSSES),
     ("sft-trainer", {"turns": "all"}),
     ("sft-trainer", {"turns": "assistant"}),
     ("sft-trainer", {"turns": "last"}),
     *(("sft-trainer", {"beside": column}) for column in ("told", "messages", "content")),
+]
+CASES: list[CheckCase] = [
+    *PR,
+    ("sft-trainer", {"turns": "messages"}),
+    *((trainer, {"turns": "texts"}) for trainer in LOSSES),
+    *((trainer, {"turns": "prefilled"}) for trainer in LOSSES if SPECS[trainer].generates),
+    *((trainer, {"beside": "tools"}) for trainer in LOSSES if not SPECS[trainer].generates),
+    *((GKD, settings) for settings in ({}, {"beside": "tools"}, {"beside": "prompt"})),
 ]
 
 
@@ -48,14 +65,12 @@ class _Conversing(Run):
     """A run over conversations that the chat template writes out as the rows of the window."""
 
     def __init__(self, call: CheckCall, given: Sequence[Sample], **config: Any):
-        told = [dataclasses.replace(row, prompt=f"{USER} {row.prompt}{ASSISTANT} ") for row in given]
+        told = _told(call, given)
         super().__init__(call.case.family, twin(call.case.family), call.path, told, plain=True, **config)
-        self.given, self.turns = given, call.settings.turns
+        self.given, self.turns, self.beside = given, call.settings.turns, call.settings.beside
 
     def tokenizer(self) -> Any:
-        found = super().tokenizer()
-        found.chat_template = TEMPLATE.replace("ASSISTANT", ASSISTANT).replace("USER", USER)
-        return found
+        return _tokenizer(self.turns == "texts")
 
     def data(self) -> Any:
         from datasets import Dataset
@@ -63,12 +78,52 @@ class _Conversing(Run):
         turns = [_messages(row) for row in self.given]
         if self.turns == "last":
             return Dataset.from_list([{"prompt": said[:-1], "completion": said[-1:]} for said in turns])
-        if self.turns != "one":
+        if self.turns in ("all", "assistant", "messages"):
             return Dataset.from_list([{"messages": said} for said in turns])
+        if self.turns == "texts":
+            return Window(self.trainer, self.given).dataset()
         roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected", "reference"), "assistant")}
         rows = Window(self.trainer, self.given).dataset()
         said = ({k: [{"role": roles[k], "content": row[k].strip()}] for k in roles if k in row} for row in rows)
-        return Dataset.from_list([row | texts for row, texts in zip(rows, said, strict=True)])
+        out = [row | texts | _beside(self.beside) for row, texts in zip(rows, said, strict=True)]
+        for row in out if self.turns == "prefilled" else []:
+            row["prompt"].append({"role": "assistant", "content": FIRST})
+        return Dataset.from_list(out)
+
+
+def _read(trainer: Any, tokenizer: Any) -> list[list[int]]:
+    """What a reward model reads that takes the place of reward functions."""
+    out: list[list[int]] = []
+
+    class Scores(torch.nn.Module):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+            out.extend(ids[there.bool()].tolist() for ids, there in zip(input_ids, attention_mask, strict=True))
+            return SimpleNamespace(logits=torch.zeros(len(input_ids), 1))
+
+    trainer.reward_funcs, trainer.reward_processing_classes = [Scores()], [tokenizer]
+    return out
+
+
+def _tokenizer(begins: bool = False) -> Any:
+    out = models.own_tokenizer()
+    out.chat_template = TEMPLATE.replace("ASSISTANT", ASSISTANT).replace("USER", USER)
+    if begins:
+        from tokenizers.processors import TemplateProcessing
+
+        out.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", models.BOS)])
+    return out
+
+
+def _beside(column: str, prompt: str = "") -> dict[str, Any]:
+    return {column: {"tools": TOOLS, "prompt": prompt.strip()}[column]} if column else {}
+
+
+def _told(call: CheckCall, given: Sequence[Sample]) -> list[Sample]:
+    """The rows, each prompt as the model should read it."""
+    begin, tool = "" if call.spec.begun else "<bos> ", f"{TOOL} " * (call.settings.beside == "tools")
+    first = f"{FIRST} " * (call.settings.turns == "prefilled")
+    ends = (begin, "") if call.settings.turns == "texts" else (f"{tool}{USER} ", f"{ASSISTANT} {first}")
+    return [dataclasses.replace(row, prompt=row.prompt.join(ends)) for row in given]
 
 
 def _messages(row: Sample) -> list[dict[str, str]]:
@@ -93,8 +148,6 @@ def _formatted(call: CheckCall) -> Quantity:
     """Each text that formatting_func returns, once, whichever columns it was made of."""
     from datasets import Dataset
 
-    if not trl.accepts(drive.trl_class(call.trainer), "formatting_func"):
-        raise Unsupported(f"{call.trainer} takes no formatting_func")
     window, column = Window.of(call.case.family, whole=True), call.settings.beside
     data: list[dict[str, Any]] = [
         {column: _messages(row) if column == "messages" else row.other} | {"told": row.prompt + row.completion}
@@ -102,25 +155,55 @@ def _formatted(call: CheckCall) -> Quantity:
     ]
     config = recorder.plain("8x1") | ({"dataset_text_field": column} if column == "content" else {})
     given = {"train_dataset": Dataset.from_list(data), "formatting_func": lambda row: row["told"]}
+    return _trained(call, window, config, **given)
+
+
+def _trained(call: CheckCall, window: Window, config: Mapping[str, Any], **given: Any) -> Quantity:
     trainer = drive.build(call.trainer, models.model("llama"), config, **given)
     found, wanted = sorted(recorder.sequences_of(recorder.train(trainer).batches)), sorted(window.sequences)
     return holds("sequences", found == wanted, f"the first is {found[:1]} instead of {wanted[:1]}", "exact")
 
 
-@check("conversations", tuple(LOSSES), SETTINGS, lambda seed: CASES, pr=CASES, paths=("released",))
+def _taught(call: CheckCall) -> Quantity:
+    """GKD: what of messages is the prompt, and in the loss, does not depend on a column beside them."""
+    from datasets import Dataset
+
+    rows = stored_window.rows()
+    data = [{"messages": _messages(row)[:2], **_beside(call.settings.beside, row.prompt)} for row in rows]
+    given = {"teacher_model": models.model("llama"), "train_dataset": Dataset.from_list(data)}
+    config = recorder.plain("8x1") | {"lmbda": 0.0, "max_length": 64}
+    window = Window.of(call.case.family, _told(call, rows))
+    return _trained(call, window, config, processing_class=_tokenizer(), **given)
+
+
+@check("conversations", (*LOSSES, GKD), SETTINGS, lambda seed: CASES, pr=PR, paths=("released",))
 def conversations(call: CheckCall) -> Iterator[Quantity]:
     """Each sequence as the chat template writes it, once, and the tokens of the answer in the loss."""
-    turns, beside = call.settings.turns, call.settings.beside
-    if beside:
-        yield _formatted(call)
+    turns, beside, family = call.settings.turns, call.settings.beside, call.case.family
+    asked = {n: v for n, v in vars(call.settings).items() if n in SETTINGS and v != SETTINGS[n].default}
+    if (family, asked) not in CASES:
+        raise Unsupported(f"{call.trainer} is not given such data")
+    if family == GKD or beside not in ("", "tools"):
+        yield _taught(call) if family == GKD else _formatted(call)
         return
-    if turns != "one" and call.case.family != "sft-trainer":
-        raise Unsupported("conversations of several turns are SFT's")
     config = {"assistant_only_loss": True} if turns in ("assistant", "last") else {}
+    config |= {"completion_only_loss": True} if turns == "messages" else {}
     drive.needs(call.trainer, *config)
-    run = _Conversing(call, Window.of(call.case.family).rows, **config)
-    if turns == "one":
+    run = _Conversing(call, Window.of(family).rows, **config)
+    if turns == "messages":
+        try:
+            run.built  # noqa: B018
+        except ValueError as error:
+            raise Unsupported(f"refused: {error}") from error
+    if turns in ("one", "prefilled"):
         yield run.all_there()
+        return
+    if turns == "texts":
+        read = _read(run.built, run.tokenizer())
+        yield run.all_there()
+        begun = [ids[0] == models.BOS for ids in read]
+        if begun:
+            yield holds("reward model", all(begun), f"{sum(begun)} of {len(begun)} begin with <bos>", "exact")
         return
     parts = [part for batch in run.steps.batches for part in recorder.parts(batch)]
     found = sorted(

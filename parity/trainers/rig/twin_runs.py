@@ -197,7 +197,8 @@ def generate_in_model(
 
     def generate(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
         prompts = [tuple(tokens[seen.bool()].tolist()) for tokens, seen in zip(input_ids, attention_mask, strict=True)]
-        completions = [torch.tensor(next(turns[prompt])) for prompt in prompts]
+        unknown = itertools.repeat([ends])  # of a prompt that nobody gave
+        completions = [torch.tensor(next(turns.get(prompt, unknown))) for prompt in prompts]
         filled = trainer.processing_class.pad_token_id
         new = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True, padding_value=filled)
         return handed(torch.cat([input_ids, new.to(input_ids)], 1))
