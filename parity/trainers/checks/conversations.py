@@ -195,15 +195,12 @@ def conversations(call: CheckCall) -> Iterator[Quantity]:
             run.built  # noqa: B018
         except ValueError as error:
             raise Unsupported(f"refused: {error}") from error
-    if turns in ("one", "prefilled"):
+    if turns in ("one", "prefilled", "texts"):
+        read = _read(run.built, run.tokenizer()) if turns == "texts" else []
         yield run.all_there()
-        return
-    if turns == "texts":
-        read = _read(run.built, run.tokenizer())
-        yield run.all_there()
-        begun = [ids[0] == models.BOS for ids in read]
-        if begun:
-            yield holds("reward model", all(begun), f"{sum(begun)} of {len(begun)} begin with <bos>", "exact")
+        if read:
+            begun = sum(ids[0] == models.BOS for ids in read)
+            yield holds("reward model", begun == len(read), f"{begun} of {len(read)} begin with <bos>", "exact")
         return
     parts = [part for batch in run.steps.batches for part in recorder.parts(batch)]
     found = sorted(
