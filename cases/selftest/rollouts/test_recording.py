@@ -75,6 +75,14 @@ def test_a_foreign_manifest_is_one_line(content, made, tmp_path):
     assert done.exit_code == 2 and f"{path}: " in done.output and done.output.count("\n") == 1, done.output
 
 
+def test_a_dtype_is_named_as_elsewhere(made, tmp_path):
+    """It was a KeyError: 'float32'."""
+    path = copied(made, tmp_path)
+    path.write_text(path.read_text().replace('"dtype": "fp32"', '"dtype": "float32"'))
+    with pytest.raises(UsageError, match="dtype 'float32' is unknown, choose from fp64, fp32, fp16, bf16"):
+        recording.load(path)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

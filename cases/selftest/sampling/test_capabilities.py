@@ -258,6 +258,20 @@ def test_a_draw_that_no_candidate_takes_was_not_given_to_the_reference(session):
     assert len(drawn & {row.case for row in rows}) >= 5
 
 
+def test_a_small_run_moves_every_setting_of_a_users_function_once(session):
+    """A quick run drew no smoothing: a loss that smooths over V - 1 was green."""
+
+    def loss(hidden, weight, ids, smoothing=0.0, z_loss=0.0, softcap=None, temperature=1.0, logit_scale=1.0): ...
+
+    family = loss_family("logprobs")
+    drawn, given = drawn_of(family, 160), drawn_of(family, 10)
+    own = user.from_function(loss, "own.py:loss", [family])
+    new, *_ = besides(own, drawn, lambda case: case in given, 2, "cpu", every_pair=False)
+    moved = {name for case in (*given, *new) if refusal(own, case, "cpu") is None for name in case.settings}
+    assert moved >= {"smoothing", "z_loss", "softcap", "temperature", "logit_scale"}
+    assert len(new) < 40
+
+
 @pytest.fixture
 def besides_of(session, monkeypatch):
     """The rows of what implementations get besides their draws, of which nobody is given any: at least 8 cases each, a user's

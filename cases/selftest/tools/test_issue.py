@@ -52,6 +52,20 @@ def test_a_family_of_ones_own_gets_an_issue():
     assert Case.from_json(kept) == case and f"parity replay case.json --implementation {wrong.id}" in text
 
 
+def test_the_issue_of_a_users_function_is_its_own(tmp_path):
+    """It was TRL's, whose known finding the references show on the same case."""
+    file, screen = tmp_path / "loss.py", io.StringIO()
+    lines = (
+        "z = ((hidden @ weight.T).float() / temperature).log_softmax(-1)",
+        "return 0.9 * z.gather(-1, ids.long()[..., None])[..., 0]",
+    )
+    file.write_text("def loss(hidden, weight, ids, temperature=1.0):\n    " + "\n    ".join(lines))
+    replay("trl-entropy-fp16-overflow", (f"{file}:loss",), "cpu", True, Console(file=screen))
+    title, text = screen.getvalue().partition("\n")[::2]
+    assert title.startswith(f"# user function: `{file}:loss`: ") and "| logps | " in text
+    assert "none or not finite" not in text
+
+
 def ledger():
     return Ledger.load(data.ledger_file())
 
