@@ -110,7 +110,7 @@ def _differ(one: Row, two: Row) -> bool:
         return False
     if one.value is None or two.value is None:
         return one.value is not two.value
-    if (one.value, one.dist) == (two.value, two.dist):
+    if one.dist is not None and (one.value, one.dist) == (two.value, two.dist):
         return False  # what is allowed moved: rounding is drawn anew in each environment
     scale = max(abs(one.value), abs(two.value), 1e-12)
     least, most = sorted(math.inf if r.headroom is None else r.headroom for r in (one, two))
