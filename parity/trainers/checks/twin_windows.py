@@ -59,6 +59,8 @@ SLOW = TWO_STEPS | {"learning_rate": 0.0005}
 """The second step's ratios stay within their bounds."""
 EVALUATED = {"per_device_eval_batch_size": 8, "num_generations_eval": stored_window.GENERATIONS}
 EPOCH = {"max_steps": -1, "num_train_epochs": 1, "dataloader_drop_last": False}
+EPOCHS = EPOCH | recorder.LOGGED | SAVED | {"num_train_epochs": 2, "save_steps": 6}
+"""Of four steps each; a checkpoint is in the middle of the second."""
 
 
 class WindowRun(Run):
@@ -195,16 +197,58 @@ def _generation(run: WindowRun) -> Iterator[Quantity]:
         yield run.gradient(f"gradient of step {number + 1}", number, count=count, generation=generation)
 
 
+def _interrupted(run: WindowRun) -> recorder.Steps:
+    """The steps of a whole run. Those of `run` are another trainer's, which goes on from its checkpoint."""
+    with tempfile.TemporaryDirectory(prefix="parity-resumed-") as folder:
+        whole = twin_runs.train(run.build(output_dir=folder), run.path)
+        run.built = run.build(output_dir=folder)
+        with drive.fixed(run.path, run.built):
+            checkpoint = f"{folder}/checkpoint-{run.kind.config['save_steps']}"
+            run.steps = recorder.train(run.built, resume_from_checkpoint=checkpoint)
+    return whole
+
+
+def _resumed(run: WindowRun) -> Iterator[Quantity]:
+    """The last epoch of a resumed run: the steps before the checkpoint and those behind it see every sequence once. Its
+    `num_tokens` are those of all its epochs."""
+    whole, epochs = _interrupted(run), run.kind.config["num_train_epochs"]
+    before = whole.batches[: whole.windows[run.kind.config["save_steps"] - 1]]
+    seen, wanted = recorder.sequences_of(before + run.steps.batches), sorted(run.window.expected)
+    got = sorted(seen[(epochs - 1) * len(wanted) :])
+    missing = sum(w not in got for w in wanted)
+    yield holds("sequences", got == wanted, f"{missing} of {len(wanted)} are never seen", gate="exact")
+    counted = [row["num_tokens"] for row in run.built.state.log_history if "num_tokens" in row]
+    if counted and epochs > 1:
+        yield summed("num_tokens", float(counted[-1]), [float(len(t)) for t, _ in seen])
+
+
+def _packed(run: WindowRun) -> Iterator[Quantity]:
+    """Evaluation of packed rows, of the dataset itself and of the same one by a name."""
+    prepares = "evaluate" in vars(trl.class_named(run.call.trainer))
+    given = {"one": run.data() if prepares else run.built.eval_dataset}
+    with trl.quiet(), drive.fixed(run.path, run.built):
+        found = run.built.evaluate() | run.built.evaluate(given)
+    for name, key in (("evaluation loss", "eval_loss"), ("loss of the named", "eval_one_loss")):
+        yield window_loss(by_definition(run.trainer, run.s), float(found[key]), name)
+
+
+def _mismatched(run: WindowRun) -> Iterator[Quantity]:
+    """KTO's KL is of prompts with completions of others (arXiv 2402.01306, section 4.1), also where one row is left over."""
+    if "KL_input_ids" not in run.steps.batches[0]:
+        raise Unsupported("KTO of the installed version hands its KL's completions on otherwise")
+    pairs = [zip(b["KL_input_ids"], b["KL_attention_mask"], strict=True) for b in run.steps.batches]
+    drawn = [tokens[there > 0].tolist() for batch in pairs for tokens, there in batch]
+    own = sum(tokens in drawn for tokens, _ in run.window.sequences)
+    yield holds("completions of the KL", not own, f"{own} of {len(drawn)} are the prompt's own", gate="exact")
+
+
 def _synced(run: WindowRun) -> Iterator[Quantity]:
     """sync_ref_model: behind a step the reference is α times the policy and 1 - α times itself (arXiv 2404.09656, equation 2).
     With checkpoints the second step is another trainer's, from the first one's."""
     last = 1
     if SAVED.items() <= run.kind.config.items():
-        with tempfile.TemporaryDirectory(prefix="parity-synced-") as folder:
-            twin_runs.train(run.build(output_dir=folder), run.path)
-            run.built = run.build(output_dir=folder)
-            with drive.fixed(run.path, run.built):
-                run.steps, last = recorder.train(run.built, resume_from_checkpoint=f"{folder}/checkpoint-1"), 0
+        _interrupted(run)
+        last = 0
     share, now = run.kind.own["ref_model_mixup_alpha"], run.steps.parameters[last]
     reference = copy.deepcopy(stored_window.reference(run.s.model))
     for name, parameter in reference.named_parameters():
@@ -274,6 +318,10 @@ WINDOWS = {
     "adapter": Kind(_generation, GROUPED, "4x2", config=SLOW, own={AGAIN: 2}, losses=("dapo",), adapted=True),
     "synced": Kind(_synced, having("sync_ref_model"), "2x2", beta=0.04, config=TWO_STEPS, own=SYNCED),
     "resumed": Kind(_synced, having("sync_ref_model"), "2x2", beta=0.04, config=TWO_STEPS | SAVED, own=SYNCED),
+    "epochs": Kind(_resumed, JUDGED, "2x1", config=EPOCHS),
+    "between": Kind(_resumed, GROUPED, "2x1", config=EPOCH | SAVED, own={PARTS: 2}),
+    "packed": Kind(_packed, ("sft-trainer",), config={**EVALUATED, "packing": True, "max_length": 48}),
+    "mismatched": Kind(_mismatched, ("kto-trainer",), "4x1", config={**EPOCH, "loss_type": "kto"}, count=5),
     "clipped": Kind(_clipped, ("grpo-trainer", "rloo-trainer"), config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
     "entropies": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | {QUANTILE: 0.6}, losses=("dapo",)),
     "bonus": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | BONUS, losses=("dapo",)),
