@@ -13,7 +13,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.policy_losses import divergence as k3
 from parity.families.preference_losses import AVERAGED, alphapo, log_odds
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, shared, tells
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, holds, shared, tells
 from parity.trainers.checks.twin_windows import EVALUATED, begun
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import LOSSES, Loss, kl_of_others
@@ -26,6 +26,12 @@ from parity.trainers.specs import SPECS
 from parity.upstream import trl
 
 MODELS = ("llama", "qwen2", "gemma2")
+EVALUATIONS = {
+    "whole": "in one batch",
+    "uneven": "in batches of six and two, sequences of one length, so that a mean over tokens is one over rows",
+    "named": "as a dict of two datasets, of whose metrics each has the name of its own",
+    "predicted": "behind a prediction on other data",
+}
 SETTINGS = {
     "model": Setting("llama", "tiny model; KTO's estimate of the KL is 0 for qwen2", MODELS),
     "beta": Setting(0.3, "beta of the config", (0.3, 0.04)),
@@ -34,6 +40,7 @@ SETTINGS = {
     "divergence": Setting("reverse_kl", "DPO: f-DPO's, of which no reward is made", ("reverse_kl", "forward_kl")),
     "loss": Setting("sigmoid", "CPO's simpo and tpo-l have rewards of a token's mean", ("sigmoid", "simpo", "tpo-l")),
     "power": Setting(0.0, "CPO: exponent of AlphaPO's rewards", (0.0, 0.3)),
+    "evaluation": Setting("whole", "; ".join(f"{k}: {v}" for k, v in EVALUATIONS.items()), tuple(EVALUATIONS)),
     "whole": Setting(False, "SFT: completion_only_loss is off, prompts are trained on", (False, True)),
 }
 PR: tuple[CheckCase, ...] = (("online-dpo-trainer", {}),)
@@ -151,6 +158,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
             yield from ((trainer, settings) for settings in ({"beta": 0.04}, {"brief": True}))
         else:
             yield from ((trainer, settings) for settings in ({}, {"beta": 0.04, "split": "2x4"}))
+            yield from ((trainer, {"evaluation": name}) for name in EVALUATIONS if name != "whole")
     yield from (
         ("sft-trainer", {"whole": True}),
         ("dpo-trainer", {"divergence": "forward_kl"}),
@@ -170,7 +178,10 @@ def metrics(call: CheckCall) -> Iterator[Quantity]:
     more = {**recorder.LOGGED, **EVALUATED, "beta": s.beta, **own}
     settings = twin(trainer, model=s.model, beta=s.beta, kl=call.spec.data == "labels", whole=s.whole, split=s.split)
     policy = functools.partial(stored_window.policy, s.model, torch.float64)
-    rows = Window.of(trainer).rows if s.split == "8x1" else stored_window.even(Window.of(trainer).rows)
+    uneven, named = s.evaluation == "uneven", s.evaluation == "named"
+    more |= {"per_device_eval_batch_size": 6} if uneven else {}
+    rows = Window.of(trainer).rows
+    rows = stored_window.even(rows) if uneven or s.split != "8x1" else rows
     rows = guessed(Window.of(trainer, rows), policy()) if trainer in GUESSED else rows
     rows = [dataclasses.replace(row, limit=2) for row in rows] if s.brief else rows
     run = Run(trainer, settings, call.path, rows, plain=True, **more)
@@ -178,9 +189,10 @@ def metrics(call: CheckCall) -> Iterator[Quantity]:
     log = drive.logged(run.built)
     defined = functools.partial(define, run.window, s)
     truth = shared(call, "logged", lambda: measured(policy(), defined, COUNTED))
+    unmeant = [n for n in truth.exact if uneven and n.endswith("std")]  # a mean of spreads is none
     if not trl.mentions("mean_logits", trl.class_named(call.trainer)):  # other releases say nowhere which mean is meant
-        kept = {name: exact for name, exact in truth.exact.items() if not name.startswith("logits/")}
-        truth = dataclasses.replace(truth, exact=kept)
+        unmeant += [n for n in truth.exact if n.startswith("logits/")]
+    truth = dataclasses.replace(truth, exact={n: x for n, x in truth.exact.items() if n not in unmeant})
     if not truth.exact.keys() & log.keys():
         raise Unsupported(f"{call.trainer} of the installed version logs none of {', '.join(truth.exact)}")
     if trainer in GUESSED:
@@ -189,7 +201,13 @@ def metrics(call: CheckCall) -> Iterator[Quantity]:
     yield from logged(truth, log)
     # online DPO does not evaluate; KTO's KL is of pairs within micro-batches of training
     if call.spec.generates != "model" and not begun(run.built) and s.split == "8x1":
-        with trl.quiet():
-            run.built.evaluate(run.built.eval_dataset.select(range(2)))  # of which nothing may stay
-            run.built.evaluate()
-        yield from logged(truth, drive.numbers(run.built.state.log_history[-1]), of="eval_")
+        other, every = run.built.eval_dataset.select(range(2)), run.built.eval_dataset
+        run.built.args.prediction_loss_only = s.evaluation == "predicted"
+        with trl.quiet():  # of the other rows nothing may stay
+            (run.built.predict if s.evaluation == "predicted" else run.built.evaluate)(other)
+            run.built.evaluate({"one": every, "other": other} if named else None)
+        log = drive.numbers(run.built.state.log_history[-2 if named else -1])
+        if named:
+            lost = [name for name in truth.exact if f"eval_{name}" in log and name != "num_tokens"]
+            yield holds("names", not lost, f"{len(lost)} lack the name of their dataset, first {lost[:1]}", "exact")
+        yield from logged(truth, log, of="eval_one_" if named else "eval_")
