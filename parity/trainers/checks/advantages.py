@@ -15,7 +15,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, always, check
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, always, check, summed
 from parity.trainers.definitions.scored import mean
 from parity.trainers.rig import drive, models, stored_window
 from parity.trainers.rig.drawn import uniform
@@ -25,6 +25,7 @@ EPSILON = 1e-4
 """What TRL adds to a standard deviation."""
 GROUP = 4
 NOBODY = math.nan
+ALIKE = "frac_reward_zero_std"
 AGGREGATION, LATE = "multi_objective_aggregation", "normalize_then_sum"
 REWARDS: dict[str, str] = {
     "spread": "every completion scored, one function",
@@ -58,13 +59,17 @@ def cases(seed: int) -> Iterator[CheckCase]:
 def advantages(call: CheckCall) -> Iterator[Quantity]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
     rewards, weights = table(call.settings.rewards)
-    found, logged = _asked(call, rewards, weights)
+    found, reward, alike = _asked(call, rewards, weights)
     oracle = definition(call, rewards, weights)
     exact = oracle.exact["advantages"]
     i = int((found.double() - exact).abs().nan_to_num(math.inf).argmax())
     message = f"completion {i % GROUP} of group {i // GROUP}: {float(found[i]):.6g} instead of {float(exact[i]):.6g}"
     yield Quantity("advantages", found, Entry(oracle, "advantages"), message)
-    yield Quantity("reward", torch.tensor(logged), Entry(oracle, "reward"), "the logged mean of the weighted rewards")
+    yield Quantity("reward", torch.tensor(reward), Entry(oracle, "reward"), "the logged mean of the weighted rewards")
+    if not (math.isnan(alike) or rewards.isnan().any()):
+        groups = (rewards * torch.tensor(weights)).sum(1).split(1 if call.settings.rewards == "group-of-one" else GROUP)
+        share = [float((group == group[0]).all()) / len(groups) for group in groups]
+        yield summed(ALIKE, alike, share, "the share of completions in groups whose rewards are all alike")
 
 
 def definition(call: CheckCall, rewards: Tensor, weights: list[float]) -> Oracle:
@@ -112,8 +117,8 @@ def table(name: str) -> tuple[Tensor, list[float]]:
     return out, [1.0, -0.5][: out.shape[1]]
 
 
-def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tensor, float]:
-    """What the trainer makes of the table, on completions that it generated, and the `reward` that it logs."""
+def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tensor, float, float]:
+    """What the trainer makes of the table, on completions that it generated; what it logs as `reward` and `ALIKE`, or NaN."""
     s, known = call.settings, trl.fields(drive.config(call.trainer))
     alone = s.rewards == "group-of-one"
     wanted: dict[str, Any] = {"beta": 0.0, "num_generations": GROUP, "per_device_train_batch_size": 2 * GROUP}
@@ -139,7 +144,8 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tens
     trainer.model.train(not alone)
     with trl.quiet(), drive.seeded():
         out = trainer._generate_and_score_completions(batch)
-    return out["advantages"].detach().cpu(), trainer._metrics["eval" if alone else "train"]["reward"][-1]
+    log = trainer._metrics["eval" if alone else "train"]
+    return out["advantages"].detach().cpu(), log["reward"][-1], log.get(ALIKE, [math.nan])[-1]
 
 
 def _spread(x: Tensor, seen: Tensor, dim: int | tuple[int, ...]) -> Tensor:
