@@ -9,7 +9,7 @@ import torch
 
 from parity.judge.recipe import HALF_SUBNORMAL, NAMES
 
-PLACE = "only at index"
+PLACE = "nearly all at index"
 """How a sentence on few indices begins."""
 FEW = 6
 """Indices that a hint names."""
@@ -37,7 +37,7 @@ def hints(
     v, o = value.detach().to(exact), exact
     if not bool(torch.isfinite(v).all()):
         return ["not finite"]
-    found = patterns(value.detach(), exact, _sizes(tensors, inputs), worst)
+    found = [*patterns(value.detach(), exact, _sizes(tensors, inputs), worst), *_masked(v - o, {**tensors, **inputs})]
     if 0 < (share := float((v - o).abs().amax() / o.abs().amax().clamp(min=1e-300))) < ROUNDING:
         found.append(f"at most {share:.1g} of the largest entry: is it another correct formula? also=(…) takes one")
     short = o.abs() - v.abs()  # a truncation takes up to a unit, and never adds
@@ -60,6 +60,18 @@ def patterns(
     spacing = HALF_SUBNORMAL[NAMES.get(value.dtype, "fp64")]  # the value may be of a dtype that none should have
     units = o.abs() + float(o.norm()) / o.numel() ** 0.5 * SMALL + spacing
     return [*_factor(v, o, named), *_places((v - o) / units, o, worst)]
+
+
+def _masked(e: torch.Tensor, inputs: Mapping[str, Any]) -> Iterator[str]:
+    """The masks, of the value's shape or of its first dimensions, on whose one side there is no error."""
+    for name, mask in inputs.items():
+        if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.shape == e.shape[: mask.dim()]:
+            each = e.abs().reshape(mask.numel(), -1).amax(-1)
+            sides = {side: each[mask.to(e.device).flatten() == side] for side in (True, False)}
+            for side, there in sides.items():
+                other = sides[not side]
+                if len(other) and len(there) and float(other.max()) < ROUNDING * float(there.max()):
+                    yield f"only where {name} is {side}"
 
 
 def _sizes(tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> dict[str, float]:
