@@ -16,6 +16,7 @@ SUPPORTS = (
     *((1.0, 0, m) for m in (0.01, 0.02, 0.05, 0.1, 0.2)),
 )
 """Top-p, top-k and min-p that are tried besides those of the run and of the model's generation config."""
+KEPT = "the sampler's are of the tokens that it kept, the trainer's of all"
 BOUNDARY = 2.0
 """Units within which rounding decides which tokens top-p or min-p keeps."""
 
@@ -117,9 +118,8 @@ def _candidates(
         each = torch.stack([torch.where(mass > 0, whole - mass.log(), -math.inf) for mass in kept])
         best = each.gather(0, (each - values).abs().nan_to_num(math.inf).argmin(0, keepdim=True))[0]
         if any(named.values()) and bool(best.isfinite().all()):
-            text = "the sampler's are of the tokens that it kept, the trainer's of all"
             size = " ".join(f"{name} {value:g}" for name, value in named.items() if value)
-            yield text, f"{size}: {float((whole - best).exp().mean()):.2f} of the mass", own.spread(best)
+            yield KEPT, f"{size}: {float((whole - best).exp().mean()):.2f} of the mass", own.spread(best)
 
 
 def _near(top_p: float, top_k: int, min_p: float, noise: float) -> list[tuple[float, int, float]]:

@@ -198,6 +198,8 @@ def _causes(
         found = scoring.Difference(rows.of(sampler), noisy())
         alike = ((NAMES[dtype], functools.partial(noisy, dtype)) for dtype in coarser)
         named = causes.explanations(found, rows, tau, [(sampling[1], sampling[2], 0.0)], others, alike)
+        if sampling[1] < 1 or sampling[2] > 0:  # which the definition has too
+            named = [one.replace(causes.KEPT, "other tokens were kept than the recording says") for one in named]
         return named, _place(found.each > LIMIT, rows.picked)
 
 
