@@ -31,8 +31,19 @@ ADAPTERS = {
     "existing": "a PeftModel with an adapter that is trained on: the reference is that adapter before the first step",
     "saved-head": "peft_config with the LM head in modules_to_save: the reference has the base model's head",
     "rslora": "peft_config with use_rslora: scaled by α/√r",
+    "pissa": "peft_config with init_lora_weights pissa, which moves a part of the weights into the adapter: as new",
+    "biases": "peft_config with bias all, on Qwen2: the reference keeps the base model's biases",
+    "existing-embeddings": "as existing, on embed_tokens too",
+    "existing-pissa": "as existing, made by pissa",
 }
-OPTIONS: dict[str, dict[str, Any]] = {"saved-head": {"modules_to_save": ["lm_head"]}, "rslora": {"use_rslora": True}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "saved-head": {"modules_to_save": ["lm_head"]},
+    "rslora": {"use_rslora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "biases": {"bias": "all"},
+    "existing-embeddings": {"targets": (*models.PROJECTIONS, "embed_tokens")},
+    "existing-pissa": {"init_lora_weights": "pissa"},
+}
 """Of the LoRA, away from `trl.lora`."""
 REFERRED = tuple(t for t in TWINS if SPECS[t].rewarded or SPECS[t].given == "ref_model")
 """Trainers that have a reference."""
@@ -60,7 +71,7 @@ SMOOTHED: CheckCase = ("sft-trainer", {"smoothing": 0.1})
 
 def adapter_cases(seed: int) -> Iterator[CheckCase]:
     for trainer in TWINS:
-        for kind in ADAPTERS if trainer in REFERRED else ("new", "saved-head", "rslora"):
+        for kind in [kind for kind in ADAPTERS if trainer in REFERRED or not kind.startswith("existing")]:
             yield trainer, {"adapter": kind}
             if trainer in having(PRECOMPUTED):
                 yield trainer, {"adapter": kind, "precomputed": True}
@@ -93,25 +104,29 @@ def adapter_cases(seed: int) -> Iterator[CheckCase]:
 def adapters(call: CheckCall) -> Iterator[Quantity]:
     """One batch with a LoRA: loss and every gradient of the adapter, by the reference that its kind implies."""
     trainer, s = call.case.family, call.settings
-    if s.adapter == "existing" and trainer not in REFERRED:
+    existing, options = s.adapter.startswith("existing"), OPTIONS.get(s.adapter, {})
+    if existing and trainer not in REFERRED:
         raise Unsupported(f"{trainer} has no reference: an existing adapter is a new one to it")
     _estimates(call)
     more: dict[str, Any] = {PRECOMPUTED: True} if s.precomputed else {}
     drive.needs(call.trainer, *more)
-    settings, existing = twin(trainer, beta=0.04, kl=s.kl, checkpointing=s.checkpointing), s.adapter == "existing"
+    settings = twin(trainer, beta=0.04, kl=s.kl, checkpointing=s.checkpointing)
+    settings.model = "qwen2" if s.adapter == "biases" else settings.model  # which has some
     more |= {} if s.checkpointing == drive.OFF else {"learning_rate": RATE}
-    options = OPTIONS.get(s.adapter, {})
+
+    def with_lora(seed: int) -> Any:
+        return stored_window.adapted(models.model(settings.model), seed, **options)
 
     def handed() -> tuple[Any, Any]:
-        base = models.model(settings.model)
-        return (
-            (stored_window.adapted(base, stored_window.HANDED_OVER), None) if existing else (base, trl.lora(**options))
-        )
+        if existing:
+            return with_lora(stored_window.HANDED_OVER), None
+        return models.model(settings.model), trl.lora(**options)
 
     run = Run(trainer, settings, call.path, adapter=handed, **more)
-    loss = Loss(run.window, settings, settings.model + (stored_window.ADAPTED if existing else ""))
-    base = models.model(settings.model, torch.float64)
-    adapted = stored_window.written_out(stored_window.adapted(base, stored_window.TRAINED, **options))
+    before = stored_window.written_out(with_lora(stored_window.HANDED_OVER).double()).eval().requires_grad_(False)
+    loss = Loss(run.window, settings, before if existing else "")
+    # in float32, as the trainer: pissa leaves of the base model what rounding there makes it
+    adapted = stored_window.written_out(with_lora(stored_window.TRAINED).double())
     yield _trained(run.built.model, options)
     yield from judged(call, run, loss, adapted.train())
     if s.checkpointing != drive.OFF:
@@ -151,6 +166,10 @@ def _trained(model: Any, options: Mapping[str, Any]) -> Quantity:
     wanted = {
         f"{n}.lora_{part}.{name}.weight" for n in modules if n.rpartition(".")[2] in models.PROJECTIONS for part in "AB"
     }
+    if "targets" in options:
+        wanted |= {f"{n}.lora_embedding_{part}.{name}" for n in modules if n.endswith("embed_tokens") for part in "AB"}
+    if "bias" in options:
+        wanted |= {n for n, _ in model.named_parameters() if n.endswith(".bias")}
     wanted |= {
         f"{n}.modules_to_save.{name}.weight"
         for n in modules

@@ -26,8 +26,8 @@ LENGTHS = (7, 1, 4, 8, 2, 6, 3, 5)
 OTHER_LENGTHS = (3, 6, 2, 2, 8, 1, 5, 4)
 NUDGE, MOVED, OLDER = 0.05, 5, 6
 """By how much the policy's parameters are moved, its seed, and that of one that takes the place of an older policy."""
-ADAPTED, HANDED_OVER, ADAPTER_SIZE = "+adapter", 3, 0.1
-"""Suffix of an architecture with the adapter that a trainer is handed, seed of that adapter, size of its weights."""
+HANDED_OVER, ADAPTER_SIZE = 3, 0.1
+"""Seed of the adapter that a trainer is handed, size of its weights."""
 WITHOUT = "parity_base_alone"
 TRAINED = 2
 """Seed of the adapter at the step that is judged; `HANDED_OVER` of one at construction."""
@@ -235,12 +235,8 @@ def _move(parameter: Tensor, seed: int, name: str, nudge: float) -> None:
 
 @drawn.once
 def reference(architecture: str) -> Any:
-    """The saved model in float64, without gradients; of "llama+adapter" with the adapter that a trainer is handed."""
-    name = architecture.removesuffix(ADAPTED)
-    out = models.model(name, torch.float64)
-    if name != architecture:
-        out = written_out(adapted(out, HANDED_OVER))
-    return out.eval().requires_grad_(False)
+    """The saved model in float64, without gradients."""
+    return models.model(architecture, torch.float64).eval().requires_grad_(False)
 
 
 def adapted(base: Any, seed: int, **options: Any) -> Any:
@@ -260,7 +256,8 @@ def with_adapter(base: Any, **options: Any) -> Any:
 
 def written_out(model: Any) -> Any:
     """The PeftModel of a definition: its modules and parameters are PEFT's, what they compute is written here. Of a linear
-    layer W·x + (α/r)·B·A·x, α/√r with use_rslora (arXiv 2106.09685, section 4.1; 2312.03732); of a saved module its copy."""
+    layer W·x + (α/r)·B·A·x, α/√r with use_rslora (arXiv 2106.09685, section 4.1; 2312.03732); x of an embedding is one-hot;
+    of a saved module its copy."""
     given = model.peft_config["default"]
     scale = given.lora_alpha / (given.r**0.5 if given.use_rslora else given.r)
     for module in model.modules():
@@ -275,6 +272,8 @@ def _low_rank(module: Any, scale: float, x: Tensor) -> Tensor:
     out: Tensor = module.base_layer(x)
     if getattr(module, WITHOUT, False):
         return out
+    if len(module.lora_embedding_A):
+        return out + module.lora_embedding_A["default"].T[x] @ module.lora_embedding_B["default"].T * scale
     return out + module.lora_B["default"](module.lora_A["default"](x)) * scale
 
 
@@ -297,14 +296,15 @@ def base_alone(model: Any) -> Iterator[None]:
 
 
 def fill_adapter(model: Any, seed: int, size: float = ADAPTER_SIZE, nudge: float = NUDGE) -> None:
-    """Weights of the adapter that is trained, by parameter name, none of them zero; a saved copy away from its original."""
+    """Weights of the adapter that is trained, by parameter name, none of them zero; a saved copy, and biases that are trained,
+    away from where they were."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".ref." in name:
+            if ".ref" in name:
                 continue
             if "lora_" in name:
                 parameter.copy_(size * normal(seed, name, parameter.shape).to(parameter))
-            elif "modules_to_save" in name:
+            elif "modules_to_save" in name or (parameter.requires_grad and name.endswith(".bias")):
                 _move(parameter, seed, name, nudge)
 
 
