@@ -13,13 +13,14 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds
-from parity.trainers.checks.twins import twin
+from parity.trainers.checks.twins import split, twin
 from parity.trainers.definitions import decoder
 from parity.trainers.definitions.scored import rows
 from parity.trainers.definitions.training_step import exact_step, gradients, window_loss
 from parity.trainers.rig import drive, models, recorder
 from parity.trainers.rig.drawn import normal
 from parity.trainers.rig.twin_runs import Run
+from parity.trainers.specs import TWINS
 from parity.upstream import trl
 
 LENGTHS = (80, 67)
@@ -31,6 +32,8 @@ PR = [case for case in CASES if case[1]["model"] not in ("recurrent_gemma", "gpt
 """Without those that are known to be wrong."""
 SHARE = 0.3
 DROPPED: list[CheckCase] = [("sft-trainer", {"checkpointing": kind}) for kind in (drive.REENTRANT, drive.NON_REENTRANT)]
+PLACES = ("adapter", "attention")
+DISABLED: list[CheckCase] = [(t, {"disabled": at}) for t in TWINS if t != "sft-trainer" for at in PLACES]
 
 
 @check(
@@ -82,28 +85,35 @@ def _logits(model: Any, sequences: Sequence[Sequence[int]], way: str) -> list[Te
 
 @check(
     "dropout",
-    ("sft-trainer",),
-    {"checkpointing": Setting(drive.REENTRANT, "gradient checkpointing", (drive.REENTRANT, drive.NON_REENTRANT))},
-    lambda seed: DROPPED,
+    TWINS,
+    {
+        "checkpointing": Setting(drive.REENTRANT, "gradient checkpointing", (drive.REENTRANT, drive.NON_REENTRANT)),
+        "disabled": Setting("", "with disable_dropout, dropout of this", ("", *PLACES)),
+    },
+    lambda seed: [*DROPPED, *DISABLED],
     pr=DROPPED,
     paths=("released",),
 )
 def dropout(call: CheckCall) -> Iterator[Quantity]:
-    """What checkpointing computes again drops the same activations: gradients are those without it, to the bit."""
+    """What checkpointing computes again drops the same activations, with disable_dropout none: the same gradients, to the bit."""
+    s, trainer = call.settings, call.case.family
+    if s.disabled:
+        drive.needs(call.trainer, "disable_dropout")  # which is on
 
-    def handed() -> tuple[Any, Any]:
-        base = models.model("llama")
-        for module in base.modules():
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = SHARE
-        return base, trl.lora(lora_dropout=SHARE)
+    def taken(share: float, checkpointing: str = drive.OFF) -> recorder.Steps:
+        def handed() -> tuple[Any, Any]:
+            base = models.model("llama")
+            for module in base.modules():
+                if hasattr(module, "attention_dropout"):
+                    module.attention_dropout = share * (s.disabled != "adapter")
+            return base, trl.lora(lora_dropout=share * (s.disabled != "attention"))
 
-    def taken(checkpointing: str) -> recorder.Steps:
-        run = Run(call.case.family, twin(call.case.family, split="4x2", checkpointing=checkpointing), adapter=handed)
+        run = Run(trainer, twin(trainer, split=split(trainer, "4x2"), checkpointing=checkpointing), adapter=handed)
         with drive.seeded():
             return run.steps
 
-    plain, again = taken(drive.OFF), taken(call.settings.checkpointing)
+    plain = taken(0.0 if s.disabled else SHARE)
+    again = taken(SHARE) if s.disabled else taken(SHARE, s.checkpointing)
     other = [n for n, g in plain.gradients[0].items() if not torch.equal(g, again.gradients[0][n])]
     yield holds(
         "loss", plain.losses == again.losses, f"{again.losses} instead of {plain.losses}", "exact", sum(again.losses)
