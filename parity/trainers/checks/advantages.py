@@ -39,13 +39,14 @@ REWARDS: dict[str, str] = {
 }
 SETTINGS = {
     "rewards": Setting("spread", "; ".join(f"{k}: {v}" for k, v in REWARDS.items()), tuple(REWARDS)),
-    "scale_rewards": Setting("group", "GRPO: by what spread rewards are divided", ("group", "batch", "none")),
+    "scale_rewards": Setting("group", "GRPO, SDPO: by what spread rewards are divided", ("group", "batch", "none")),
     AGGREGATION: Setting("sum_then_normalize", "GRPO: of several functions", ("sum_then_normalize", LATE)),
     "normalize": Setting(False, "RLOO: normalize_advantages", (False, True)),
 }
 PR: list[CheckCase] = [("grpo-trainer", {"rewards": "weighted"} | late) for late in ({}, {AGGREGATION: LATE})]
 PR += [("rloo-trainer", {"rewards": "none", "normalize": True})]
-BOTH = ("grpo-trainer", "rloo-trainer")
+SDPO = "sdpo-trainer"
+TRAINERS = ("grpo-trainer", "rloo-trainer", SDPO)
 
 
 def cases(seed: int) -> Iterator[CheckCase]:
@@ -53,9 +54,10 @@ def cases(seed: int) -> Iterator[CheckCase]:
         yield from (("grpo-trainer", {"rewards": rewards, "scale_rewards": s}) for s in ("group", "batch", "none"))
         yield "grpo-trainer", {"rewards": rewards, AGGREGATION: LATE}
         yield from (("rloo-trainer", {"rewards": rewards, "normalize": normalize}) for normalize in (False, True))
+        yield from ((SDPO, {"rewards": rewards, "scale_rewards": s}) for s in ("group", "batch"))
 
 
-@check("advantages", BOTH, SETTINGS, cases, pr=PR, covered=always, paths=("released",), moves=True)
+@check("advantages", TRAINERS, SETTINGS, cases, pr=PR, covered=always, paths=("released",), moves=True)
 def advantages(call: CheckCall) -> Iterator[Quantity]:
     """Advantages of a generation batch, by their definition: (r - mean) / (std + 1e-4) in a group, or leave-one-out."""
     rewards, weights = table(call.settings.rewards)
@@ -143,9 +145,11 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tens
     batch = [{"prompt": p} for p in prompts for _ in range(1 if alone else GROUP)]
     trainer.model.train(not alone)
     with trl.quiet(), drive.seeded():
-        out = trainer._generate_and_score_completions(batch)
+        sdpo = hasattr(trainer, "_prepare_training_batch")
+        out = (trainer._prepare_training_batch if sdpo else trainer._generate_and_score_completions)(batch)
     log = trainer._metrics["eval" if alone else "train"]
-    return out["advantages"].detach().cpu(), log["reward"][-1], log.get(ALIKE, [math.nan])[-1]
+    reward = log.get("reward") or log["self_distillation/reward_mean"]
+    return out["advantages"].detach().cpu(), reward[-1], log.get(ALIKE, [math.nan])[-1]
 
 
 def _spread(x: Tensor, seen: Tensor, dim: int | tuple[int, ...]) -> Tensor:
