@@ -35,7 +35,10 @@ def test_rms_norm(rows, dtype):
     assert_parity(kernel, definition=rms_norm, inputs={"x": x, "weight": weight})
 '''
 WORKFLOW = """name: parity
-on: [pull_request]
+on:
+  pull_request:
+  schedule:
+    - cron: "17 3 * * *"  # new releases of what is not pinned
 jobs:
   parity:
     runs-on: ubuntu-latest  # a kernel for a GPU: a runner that has one
@@ -44,13 +47,15 @@ jobs:
       - uses: actions/setup-python@v6
         with:
           python-version: "3.12"
-      - run: pip install pytest {requirement}
+      - run: pip install pytest {requirement}{own}
       - run: python -m pytest {test}
 {gate}"""
 GATE = """      - run: parity run --implementation {loss} --ledger {ledger}
       - run: cat reports/summary.md >> "$GITHUB_STEP_SUMMARY"
         if: always()
 """
+OWN = {"requirements.txt": "-r requirements.txt", "pyproject.toml": "-e .", "setup.py": "-e ."}
+"""File of a repository -> how pip installs what its losses need."""
 UNKNOWN = "https://github.com/OWNER/llm-parity"
 LEDGER = "# What is known to be wrong with our losses, besides the shipped ledger; written by `parity ledger add`.\n"
 
@@ -66,7 +71,8 @@ def init(folder: Path, loss: str | None) -> None:
     test, requirement = f"{tests}/test_parity.py", _requirement("[cli]" if loss else "")
     quoted, ledger = shlex.quote(loss or ""), f"{tests}/parity-ledger.toml"
     gate = GATE.format(loss=quoted, ledger=ledger) if loss else ""
-    workflow = WORKFLOW.format(requirement=requirement, test=test, gate=gate)
+    own = next((f" {words}" for name, words in OWN.items() if (folder / name).is_file()), "")
+    workflow = WORKFLOW.format(requirement=requirement, own=own, test=test, gate=gate)
     files = {test: TEST, ".github/workflows/parity.yml": workflow} | ({ledger: LEDGER} if loss else {})
     for name, text in files.items():
         file = folder / name
@@ -82,7 +88,7 @@ def init(folder: Path, loss: str | None) -> None:
     click.echo(f"the workflow installs {requirement}: change that line if pip cannot get it from there")
     click.echo(f"next: python -m pytest {test}")
     if loss:
-        click.echo(f"      parity run --implementation {quoted} --ledger {ledger} --profile quick")
+        click.echo(f"      parity run --implementation {quoted} --ledger {ledger}")
 
 
 def _check(folder: Path, loss: str) -> None:

@@ -80,14 +80,17 @@ def test_init_writes_a_test_that_passes_and_leaves_what_is_there(repository):
 @pytest.mark.usefixtures("warm_workers")
 def test_init_with_a_loss_writes_a_gate_that_a_runner_understands(repository):
     (repository / "mine.py").write_text((ROOT / "fixtures" / "kernels.py").read_text())
+    (repository / "requirements.txt").write_text("torch\n")
     done = CliRunner().invoke(main, ["init", "mine.py:right"])
     workflow = repository / ".github/workflows/parity.yml"
     line = re.search("- run: parity (run --implementation mine.py:right .*)", workflow.read_text())[1]
-    assert done.exit_code == 0 and f"parity {line} --profile quick" in done.output
+    assert done.exit_code == 0 and f"parity {line}\n" in done.output, "as the workflow runs it"
     quick = ["--profile", "quick", "--dtype", "fp32", "--workers", "1"]
     run = CliRunner().invoke(main, [*shlex.split(line), *quick])
     assert run.exit_code == 0, run.output
-    assert "llm-parity[cli]" in workflow.read_text()
+    assert re.search(
+        r"pip install pytest 'llm-parity\[cli\].*' -r requirements.txt$", workflow.read_text(), re.MULTILINE
+    )
     done = ran(repository, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(workflow))
     assert done.returncode == 0, done.stdout
 
