@@ -155,7 +155,7 @@ def findings_command(config: Path | None, trainer: str | None, ledger: Path | No
 
         advice = check(config, trainer, known)
         stack, title, found = advice.stack, advice.title, bool(advice)
-        unknown = {f.entry.id: f.unless_known for f in advice.findings}
+        unknown = {f.entry.id: f.condition for f in advice.findings}
         if advice.run.unread:
             options.say(f"{config}: no settings of {advice.run.trainers[0]}: {', '.join(advice.run.unread)}")
     findings(title, stack, unknown)

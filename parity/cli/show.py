@@ -45,7 +45,7 @@ def report(
 
 
 def findings(title: str, stack: "Stack", unknown: Mapping[str, str]) -> None:
-    """A table of a stack's known findings for each severity; `unknown`: id -> what cannot be told and would decide it."""
+    """A table of a stack's known findings for each severity; `unknown`: id -> on what it depends whether it applies."""
     from parity.results.report.stack import APPLY, effect, fix, meaning, releases, where
 
     screen = console()
@@ -53,7 +53,7 @@ def findings(title: str, stack: "Stack", unknown: Mapping[str, str]) -> None:
     for severity, entries in stack.by_severity.items():
         table = table_of(f"\n{meaning(severity)}", ("setting", "effect", "since", "fix", "parity replay …"))
         for e in entries:
-            setting = where(e) + (f" (cannot tell: {unknown[e.id]})" if unknown.get(e.id) else "")
+            setting = where(e) + (f" ({unknown[e.id]})" if unknown.get(e.id) else "")
             table.add_row(*map(Text, (setting, effect(e), releases(e), fix(e), e.id)))
         table.columns[2].max_width, table.columns[3].max_width, table.columns[4].no_wrap = 14, 16, True
         screen.print(table)

@@ -60,9 +60,17 @@ class RelevantEntry:
     unless_known: str = ""
 
     @property
+    def condition(self) -> str:
+        """What besides the settings decides whether it applies; nothing where they decide."""
+        return (
+            f"cannot tell: {self.unless_known}"
+            if self.unless_known
+            else self.entry.user.only_if and f"if {self.entry.user.only_if}"
+        )
+
+    @property
     def certain(self) -> bool:
-        """Whether the settings alone decide that it applies."""
-        return not self.unless_known and not self.entry.user.only_if
+        return not self.condition
 
 
 @dataclasses.dataclass(frozen=True)
