@@ -1,5 +1,6 @@
 """What a difference of log-probs may come from: each cause fitted, named only where it explains the difference down to noise."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -104,6 +105,8 @@ def _candidates(
         "presence": (lambda by: z - by * (counts[0] > 0), 0.0),
         "frequency": (lambda by: z - by * counts[0], 0.0),
     }
+    for name in ("presence", "frequency"):
+        penalties[f"negative {name}"] = functools.partial(lambda of, by: of(-by), penalties[name][0]), 0.0
     for name, (penalised, none) in penalties.items():
         by = _minimum(lambda x, of=penalised: float(found.units(own.of_sample(of(x), ids, tau)).square().sum()))  # type: ignore[misc]
         if abs(by - none) > 1e-3:

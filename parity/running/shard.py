@@ -182,8 +182,8 @@ class Session:
         drawn = [case for stream in streamed for case in stream]
         users = any(i.is_function for i in self.implementations if i.family == shard.family)
         every_pair = self.profile.cost == 1
-        if users and not every_pair:  # of so few no setting may be left out
-            drawn += self._stream(shard.family, len(counts), MORE, shard.seed, MORE)
+        few = users and not every_pair  # a user's function leaves out no setting
+        more = self._stream(shard.family, len(counts), MORE, shard.seed, MORE) if few else []
         ends = dealt(self.profile_name, counts, users)
         given = {case.id for stream, end in zip(streamed, ends, strict=False) for case in stream[:end]}
 
@@ -201,7 +201,8 @@ class Session:
         for own in chosen:
             of_own = functools.partial(gets, own)
             least = self.profile.least_own if own.is_function else self.profile.least
-            first, owed[own.id], further[own.id] = besides(own, drawn, of_own, least, self.device, every_pair, near)
+            pool = drawn + [case for case in more if own.is_function and case.id not in given]
+            first, owed[own.id], further[own.id] = besides(own, pool, of_own, least, self.device, every_pair, near)
             wanted += [(own, case) for case in first]
         while wanted:
             together: dict[str, tuple[Case, list[Implementation]]] = {}

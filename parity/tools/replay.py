@@ -36,11 +36,11 @@ def replay(
     """Run the case through the named implementations (else the one it was found with, else all) and print the findings.
     `minimise`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked
     for by id; `test`: a file for a pytest that runs this again; `families`: FILE.py:NAME of a user's own."""
+    device = resolve_device(device)
+    prepare(device)  # before an implementation is looked for, which may import Triton
     own = Options(families=tuple(resolved(name) and name for name in families)).own
     select(implementations)  # a user's own family is known from here on
     case, found_with = find(name, reports)
-    device = resolve_device(device)
-    prepare(device)
     chosen = [i for i in select(followed(implementations, found_with, case)) if i.family == case.family]
     family(case.family).full_settings(case)
     if not chosen:

@@ -51,7 +51,9 @@ class Difference:
             # What begins to be refused, or no longer is, was not wrong on either side.
             return "~" if 2 not in sides else "+" if sides[1] > sides[0] else "-"
         if self.nearer:
-            return "+" if self.nearer == "before" else "-"
+            assert self.before is not None
+            assert self.after is not None
+            return "~" if _same(self.before, self.after) else "+" if self.nearer == "before" else "-"
         levels = [self._level(r) for r in (self.before, self.after)]
         return "~" if levels[0] == levels[1] else "+" if levels[1] > levels[0] else "-"
 
@@ -110,12 +112,19 @@ def _differ(one: Row, two: Row) -> bool:
         return False
     if one.value is None or two.value is None:
         return one.value is not two.value
-    if one.dist is not None and (one.value, one.dist) == (two.value, two.dist):
-        return False  # what is allowed moved: rounding is drawn anew in each environment
+    if _same(one, two):
+        return False  # what is allowed may have moved: rounding is drawn anew in each environment
     scale = max(abs(one.value), abs(two.value), 1e-12)
     least, most = sorted(math.inf if r.headroom is None else r.headroom for r in (one, two))
     moved = abs(one.value - two.value) > RELATIVE.get(one.dtype, 0.05) * scale or most > TIMES * least
     return moved and most > USED
+
+
+def _same(one: Row, two: Row) -> bool:
+    """Whether values and their distances from the definition differ by rounding alone."""
+    share = RELATIVE.get(one.dtype, 0.05)
+    pairs = [(one.value, two.value), (one.dist, two.dist)]
+    return all(a is not None and b is not None and math.isclose(a, b, rel_tol=share) for a, b in pairs)
 
 
 def table(found: Sequence[Difference], each: bool = False) -> str:

@@ -148,6 +148,7 @@ def _penalised(logits, before, prompt):
         "repetition": torch.where(seen, torch.where(logits > 0, logits / 1.3, logits * 1.3), logits),
         "presence": logits - 0.8 * (done > 0),
         "frequency": logits - 0.4 * done,
+        "negative": logits + 0.5 * (done > 0),
     }
 
 
@@ -157,6 +158,7 @@ def _penalised(logits, before, prompt):
         ("repetition", "the sampler has a repetition penalty of 1.3"),
         ("presence", "the sampler has a presence penalty of 0.8"),
         ("frequency", "the sampler has a frequency penalty of 0.4"),
+        ("negative", "the sampler has a negative presence penalty of 0.5"),
         ("one more", "prompts begin with one more BOS token there"),
         ("none", "prompts begin with no BOS token there"),
         ("rows", "each log-prob belongs to the row before it"),
@@ -336,3 +338,13 @@ def test_no_support_is_named_beside_a_cause_that_explains_as_well():
     found = short("llama-fp32-t1-p0.8")
     verdict = judge(dataclasses.replace(found, sampler_logps=found.trainer_logps), trainer_of(found))
     assert verdict.explanation == "top-p or top-k is not in them"
+
+
+def test_other_tokens_than_the_recording_says_are_not_said_to_be_of_all():
+    """The trainer's log-probs were of top-p 0.8, too; the report said that they were of the whole vocabulary."""
+    found = short("llama-fp32-t1-p0.8")
+    claimed = dataclasses.replace(found, facts=found.facts | {"top_p": 0.9})
+    verdict = judge(claimed, trainer_of(found))
+    assert not verdict.agrees and str(verdict.explanation).startswith(
+        "other tokens were kept than the recording says (top-p 0.8"
+    )

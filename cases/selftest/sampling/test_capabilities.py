@@ -272,6 +272,20 @@ def test_a_small_run_moves_every_setting_of_a_users_function_once(session):
     assert len(new) < 40
 
 
+def test_a_small_run_draws_more_for_a_users_function_alone(session):
+    def loss(hidden, weight, ids, smoothing=0.0): ...
+
+    family = loss_family("logprobs")
+    chosen = [NARROW, user.from_function(loss, "own.py:loss", [family])]
+    cases_of = []
+    for these in (chosen[:1], chosen):
+        own, rows = session(these, 40, least=8, least_own=8, cost=2)
+        run_besides(own, *(i.id for i in these))
+        cases_of.append({row.case for row in rows if row.implementation == NARROW.id})
+        moved = {name for row in rows if row.implementation == "own.py:loss" for name in row.settings}
+    assert cases_of[0] == cases_of[1] and "smoothing" in moved
+
+
 @pytest.fixture
 def besides_of(session, monkeypatch):
     """The rows of what implementations get besides their draws, of which nobody is given any: at least 8 cases each, a user's

@@ -1,6 +1,8 @@
 """The check of transformers' own Trainer: what Liger exchanges is put back, and what a patch gets wrong is red."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 
 import pytest
@@ -35,6 +37,16 @@ def test_what_liger_exchanges_is_put_back():
         assert modeling_llama.LlamaRMSNorm.__name__ == "LigerRMSNorm"
         assert torch.nn.functional.cross_entropy is not before[1]
     assert (dict(vars(modeling_llama)), torch.nn.functional.cross_entropy) == before
+
+
+@LIGER
+@pytest.mark.parametrize("entry", ["liger-hidden-act", "liger-lora-head"])
+def test_a_fresh_process_shows_what_liger_gets_wrong(entry):
+    """Its kernels need the interpreter before anybody imports Triton, and the model's module is to be put back."""
+    words = ["-m", "parity", "replay", entry, "--implementation", FUSED]
+    env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and "unsupported" not in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 @LIGER

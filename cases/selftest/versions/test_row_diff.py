@@ -35,6 +35,7 @@ WHOLE = {"quantity": None, "value": None, "headroom": None, "value_oracle": None
         (WRONG, {}, "-", "after"),
         (WRONG, WRONG | {"headroom": 90.0, "value": 9.0, "dist": 8.0}, "+", "before"),
         (WRONG, WRONG | {"headroom": 99.0, "value": 1.5, "dist": 0.5}, "-", "after"),  # what is allowed was drawn anew
+        (WRONG | {"value": 1.5}, WRONG | {"value": 1.5, "dist": 1.5, "headroom": 2.0}, "+", "before"),
         (WRONG | {"dist": None}, WRONG | {"headroom": 90.0, "value": 9.0, "dist": None}, "+", ""),
         ({}, {"value": 1.01, "dist": 0.01}, "~", "before"),
         ({"headroom": 0.25}, {"value": 1.0 + 1e-9, "dist": 0.01}, "~", "before"),
@@ -75,7 +76,8 @@ def test_what_did_not_move_is_left_out():
     assert differences([row()], [row(value=1.0 + 1e-9)]) == []
     assert differences([row(headroom=0.1)], [row(headroom=0.0, value=1.01)]) == [], "rounding in another order"
     assert differences([row(headroom=0.4)], [row(headroom=0.7)]) == [], "less than twice as large"
-    assert differences([row(**WRONG)], [row(**WRONG | {"headroom": 30.0})]) == [], "the same value, more allowed"
+    last_bit = {"headroom": 30.0, "value": 2.0 + 1e-7, "dist": 1.0 + 1e-8}
+    assert differences([row(**WRONG)], [row(**WRONG | last_bit)]) == [], "the same but for rounding, less allowed"
     assert differences([row(**WHOLE, verdict="refused")], [row(**WHOLE, verdict="refused")]) == []
 
 

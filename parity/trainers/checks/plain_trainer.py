@@ -117,9 +117,10 @@ def step(call: CheckCall) -> Iterator[Quantity]:
     wanted |= {"per_device_eval_batch_size": len(data), "remove_unused_columns": False}
     if s.model == EXPERTS and not torch.cuda.is_available():  # Liger's experts ask Triton for a GPU
         wanted["liger_kernel_config"] = {"swiglu": False}
+    model = made(torch.float32)  # its module is imported before Liger exchanges what is in it
     with exchanged() if fused else contextlib.nullcontext():
         trainer = drive.build(
-            call.trainer, made(torch.float32), wanted, train_dataset=data, eval_dataset=data, data_collator=data.batch
+            call.trainer, model, wanted, train_dataset=data, eval_dataset=data, data_collator=data.batch
         )
         steps = recorder.train(trainer)
         with trl.quiet():

@@ -196,7 +196,7 @@ def quantities(call: CheckCall, step: FirstStep, oracle: Oracle) -> Iterator[Qua
     for name in [n for n, exact in oracle.exact.items() if exact.dim() == 0]:
         key = "objective/kl" if name == "kl" and call.spec.paired else name
         if name != "loss" and key not in step.log:
-            raise Unsupported(f"the trainer logged no {key}: its KL cannot be judged")
+            raise Unsupported(f"the trainer logged no {key}: no KL can be judged")
         value, exact = step.loss if name == "loss" else float(step.log[key]), float(oracle.exact[name])
         yield Quantity(name, value, Entry(oracle, name), f"{name} {value:.5g} at step 1 instead of {exact:.5g}")
 
