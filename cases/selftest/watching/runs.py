@@ -21,20 +21,24 @@ SEED = number("SEED", 3407)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def sampler(prompts, trainer, change=lambda logps: logps, temperature=None, raw=False, model=None, cut=0, **support):
+def sampler(
+    prompts, trainer, change=lambda logps: logps, temperature=None, raw=False, model=None, cut=0, begins=(), **support
+):
     """A `rollout_func`: the trainer's own model generates, and hands out log-probs as an engine does.
 
-    `cut`: it sees so many last tokens of a prompt alone; `support`: top_p, top_k or min_p.
+    `cut`: it sees so many last tokens of a prompt alone; `begins`: tokens that it puts before each; `support`: top_p, top_k or
+    min_p.
     """
     policy = model or trainer.model
     modes, found = policy.training, {"prompt_ids": [], "completion_ids": [], "logprobs": []}
     policy.eval()
     for prompt in prompts:
         ids = trainer.processing_class(prompt, return_tensors="pt")["input_ids"].to(policy.device)
+        given = torch.cat([ids.new_tensor([begins]), ids[:, -cut:]], 1) if begins else ids[:, -cut:]
         with torch.no_grad():
             out = policy.generate(
-                ids[:, -cut:],
-                attention_mask=torch.ones_like(ids[:, -cut:]),
+                given,
+                attention_mask=torch.ones_like(given),
                 do_sample=True,
                 temperature=temperature or trainer.temperature,
                 **{"top_p": 1.0, "top_k": 0, **support},
@@ -43,7 +47,7 @@ def sampler(prompts, trainer, change=lambda logps: logps, temperature=None, raw=
                 output_scores=True,
                 output_logits=True,
             )
-        tokens = out.sequences[0, ids[:, -cut:].shape[1] :]
+        tokens = out.sequences[0, given.shape[1] :]
         rows = torch.stack([z[0].float() for z in (out.logits if raw else out.scores)]).log_softmax(-1)
         found["prompt_ids"].append(ids[0].tolist())
         found["completion_ids"].append(tokens.tolist())

@@ -177,10 +177,11 @@ STALE = {"max_steps": 3, "learning_rate": 0.1}
             )
             for by in (1.01, 1.15, 0.9)
         ),
+        (lambda: {"begins": [models.BOS]}, {}, ["prompts begin with one more BOS token there"]),
     ],
 )
 def test_what_a_sampler_did_is_all_that_is_named(tmp_path, planted, wanted, causes):
-    """In bfloat16, or its log-softmax alone; with the weights of the first step; with a repetition penalty."""
+    """In bfloat16, or its log-softmax alone; with the weights of the first step; with a repetition penalty, or a BOS token that it adds."""
     rollout = functools.partial(sampler, **planted())
     watch, _ = watched(grpo(rollout, **{"max_steps": 1, **wanted}), tmp_path, every=2)
     assert found(watch) == [("sampler", cause) for cause in causes]
