@@ -181,7 +181,7 @@ STALE = {"max_steps": 3, "learning_rate": 0.1}
     ],
 )
 def test_what_a_sampler_did_is_all_that_is_named(tmp_path, planted, wanted, causes):
-    """In bfloat16, or its log-softmax alone; with the weights of the first step; with a repetition penalty, or a BOS token that it adds."""
+    """In bfloat16, or its log-softmax alone; with the weights of the first step; with a penalty, or a BOS token that it adds."""
     rollout = functools.partial(sampler, **planted())
     watch, _ = watched(grpo(rollout, **{"max_steps": 1, **wanted}), tmp_path, every=2)
     assert found(watch) == [("sampler", cause) for cause in causes]
