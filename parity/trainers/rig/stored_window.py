@@ -298,13 +298,14 @@ def base_alone(model: Any) -> Iterator[None]:
 def fill_adapter(model: Any, seed: int, size: float = ADAPTER_SIZE, nudge: float = NUDGE) -> None:
     """Weights of the adapter that is trained, by parameter name, none of them zero; a saved copy, and biases that are trained,
     away from where they were."""
+    beside = hasattr(model, "peft_config")  # a model without an adapter trains all that it has
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".ref" in name:
                 continue
             if "lora_" in name:
                 parameter.copy_(size * normal(seed, name, parameter.shape).to(parameter))
-            elif "modules_to_save" in name or (parameter.requires_grad and name.endswith(".bias")):
+            elif "modules_to_save" in name or (beside and parameter.requires_grad and name.endswith(".bias")):
                 _move(parameter, seed, name, nudge)
 
 
