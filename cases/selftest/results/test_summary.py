@@ -209,3 +209,16 @@ def test_the_parameters_that_a_function_lacks_are_one_reason_and_a_note_that_cou
         "f has no parameter for what the case moves": 10,
         "context autocast is not supported": 1,
     }
+
+
+def test_a_trainer_with_a_loss_of_its_own_is_told_so_once():
+    """A subclass with another formula had eight findings, none of which said that the formula is another."""
+
+    def of(name, *verdicts):
+        more = {"family": "dpo-trainer", "implementation": name}
+        rows = [row(f"dpo-trainer-{n}", "loss", verdict, **more) for n, verdict in enumerate(verdicts)]
+        return " ".join(summary(*rows).notes)
+
+    assert "my.py:Mine: its loss is not the dpo-trainer's in any of 3 cases" in of("my.py:Mine", *["disagree"] * 3)
+    assert of("my.py:Mine", "disagree", "disagree", "agree") == of("my.py:Mine", *["disagree"] * 2) == ""
+    assert of("dpo-trainer.released", *["disagree"] * 3) == ""

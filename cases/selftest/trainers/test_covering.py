@@ -72,3 +72,8 @@ def test_pr_looks_at_each_loss_of_grpo_in_evaluation_and_truncated(kind):
     """Each is a branch of its own, with a normaliser of its own."""
     asked = [s for t, s in catalogue.load()["windows"].listed("pr", 0) if t == "grpo-trainer" and s["kind"] == kind]
     assert {s["loss"] for s in asked} == set(GRPO_TYPES)
+
+
+def test_quick_asks_more_than_one_case_of_a_users_trainer():
+    mine, theirs = (catalogue.cases("sft-trainer", "quick", 0, asked=True, own=own) for own in (True, False))
+    assert len(mine) > 20 and len(theirs) == 1

@@ -14,6 +14,11 @@ from parity.results.row import DECLINED, STOPPED, About, End, Header, Row
 DTYPES = ("fp64", "fp32", "fp16", "bf16")
 ABSENT = re.compile(r" has no parameter (.+)$")  # how `parity.implementations.user` says which parameters a case needs
 LEFT_OUT = "left out: "  # how `parity.sampling.capabilities` begins to say that a slow function does not get a case
+SEVERAL = 3
+OTHER_LOSS = (
+    "its loss is not the {family}'s in any of {count} cases. If it is meant to be another, no check of loss, gradient or metrics "
+    "can judge it here; hold the function itself against your definition (docs/testing.md)"
+)
 
 Counts = collections.Counter[str]
 """Implementation-cases: `compared`, of which agree, known (all that fails is in the ledger), nondeterministic and disagree;
@@ -200,6 +205,13 @@ def _notes(cases: Sequence[ImplementationCase], found: Sequence[Finding]) -> Ite
         yield f"imported from {file}, not from site-packages: {', '.join(names)}"
     for who in dict.fromkeys(row.implementation for row in rows if row.unjudged):
         yield not_judged(who, dict.fromkeys(name for row in rows if row.implementation == who for name in row.unjudged))
+    losses = collections.defaultdict[tuple[str, str], list[Row]](list)  # of a user's trainer
+    for row in rows:
+        if row.quantity == "loss" and row.judged and ".py:" in row.implementation and row.family.endswith("-trainer"):
+            losses[row.implementation, row.family].append(row)
+    for (who, family), its in losses.items():
+        if len(its) >= SEVERAL and all(row.failing for row in its):
+            yield f"{who}: {OTHER_LOSS.format(family=family, count=len(its))}"
     needs = collections.defaultdict[str, Counts](Counts)
     slow = collections.defaultdict[str, list[str]](list)
     for row in unsupported:
