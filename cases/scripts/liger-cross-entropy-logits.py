@@ -1,28 +1,17 @@
 # liger-kernel 0.8.5: with cross_entropy=True (Granite's default) the logits that a float32 model returns beside its loss are gradients
 # the kernel writes them over its input, which is the output's own storage: logits.float() and view() copy nothing. In evaluation without
 # gradients it still writes zeros over every position whose label is ignored.
-import os
-
 import torch
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-from liger_kernel.transformers import apply_liger_kernel_to_granite
+from setup_patched import device, ids, monkey_patch, small
 from transformers import GraniteConfig, GraniteForCausalLM
 
 torch.manual_seed(0)
 config = GraniteConfig(
-    vocab_size=37,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=1,
-    num_attention_heads=4,
+    **small,
     num_key_value_heads=2,
 )
 model = GraniteForCausalLM(config).to(device)
 model.lm_head.weight.data.normal_()
-ids = torch.arange(3, 19, device=device).view(2, 8)
 labels = ids.masked_fill(ids % 4 == 0, -100)
 
 
@@ -36,7 +25,9 @@ print("| | norm of the returned logits | mean entropy | positions that are all 0
 found = []
 for patched in (False, True):
     if patched:
-        apply_liger_kernel_to_granite(rope=False, rms_norm=False, swiglu=False, cross_entropy=True, model=model)
+        monkey_patch.apply_liger_kernel_to_granite(
+            rope=False, rms_norm=False, swiglu=False, cross_entropy=True, model=model
+        )
     trained = model.train()(input_ids=ids, labels=labels).logits
     with torch.no_grad():
         evaluated = model.eval()(input_ids=ids, labels=labels).logits

@@ -1,26 +1,9 @@
 # liger-kernel 0.8.5: apply_liger_kernel_to_glm4v(model=…), which Trainer(use_liger_kernel=True) calls, gives wrong gradients; the loss is right
 # the norms behind attention and MLP are patched with in_place=True: their backward overwrites the gradient that the residual shares.
 import copy
-import os
 
 import torch
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cpu":  # Triton's interpreter lacks rsqrt, and hands float arguments over as Python floats
-    os.environ["TRITON_INTERPRET"] = "1"
-    import numpy as np
-    import triton.language as tl
-    from triton.language.extra import libdevice
-    from triton.runtime import interpreter
-
-    libdevice.rsqrt = lambda x: 1 / tl.sqrt(x)
-    convert = interpreter._implicit_cvt
-    interpreter._implicit_cvt = lambda x: (
-        tl.tensor(interpreter.TensorHandle(np.array([x], np.float32), tl.float32), tl.float32)
-        if isinstance(x, float)
-        else convert(x)
-    )
-from liger_kernel.transformers import apply_liger_kernel_to_glm4v
+from setup_patched import device, ids, monkey_patch
 from transformers import Glm4vConfig, Glm4vForConditionalGeneration
 
 torch.manual_seed(0)
@@ -44,13 +27,12 @@ model = (
     .to(device)
     .train()
 )
-ids = torch.arange(3, 19, device=device).view(2, 8)
 print("| | loss | gradient norm | of layer 0's o_proj |\n|---|---|---|---|")
 norms = []
 for name, on in (("unpatched", None), ("patched, rms_norm=False", False), ("patched", True)):
     one = copy.deepcopy(model)
     if on is not None:
-        apply_liger_kernel_to_glm4v(rms_norm=on, swiglu=False, fused_linear_cross_entropy=False, model=one)
+        monkey_patch.apply_liger_kernel_to_glm4v(rms_norm=on, swiglu=False, fused_linear_cross_entropy=False, model=one)
     loss = one(input_ids=ids, labels=ids).loss
     loss.backward()
     norms.append(float(torch.stack([p.grad.norm() for p in one.parameters() if p.grad is not None]).norm()))

@@ -1,17 +1,12 @@
 # liger-kernel 0.8.5: a model patched with the fused linear cross entropy ignores LoRA on its LM head: no effect on the loss, no gradient
 # every patched forward multiplies by self.lm_head.weight, which of a LoRA (or DoRA) layer is the frozen base weight.
-import os
-
 import torch
+from setup_patched import device, ids, monkey_patch, small
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-from liger_kernel.transformers import apply_liger_kernel_to_qwen2
-from peft import LoraConfig, get_peft_model
+# isort: split
+from peft import LoraConfig, get_peft_model  # imports Triton
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-ids = torch.arange(3, 19, device=device).view(2, 8)
 wrong = False
 print("| | loss in training | in evaluation | gradient norm of the head's lora_B |\n|---|---|---|---|")
 for dora in (False, True):
@@ -20,11 +15,7 @@ for dora in (False, True):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(
             Qwen2Config(
-                vocab_size=37,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=1,
-                num_attention_heads=4,
+                **small,
                 num_key_value_heads=2,
             )
         )
@@ -32,7 +23,9 @@ for dora in (False, True):
         head = model.base_model.model.lm_head
         torch.nn.init.normal_(head.lora_B["default"].weight)
         if patched:
-            apply_liger_kernel_to_qwen2(rope=False, rms_norm=False, swiglu=False, model=model.base_model.model)
+            monkey_patch.apply_liger_kernel_to_qwen2(
+                rope=False, rms_norm=False, swiglu=False, model=model.base_model.model
+            )
         loss = model.train()(input_ids=ids, labels=ids).loss
         loss.backward()
         grad = head.lora_B["default"].weight.grad

@@ -1,6 +1,6 @@
 # transformers 5.23.0: gradient_accumulation_steps multiplies the gradients of every model that takes **kwargs and ignores num_items_in_batch
 # Trainer divides by the steps only if the forward has no **kwargs; BERT, T5, BART, …ForSequenceClassification, …ForTokenClassification take
-# **kwargs (transformers 5) and return a mean of the micro-batch. With several processes the loss is multiplied by their number as well.
+# **kwargs (classifiers since 4.54, the others since 5.0) and return a mean of the micro-batch. With several processes the loss is multiplied by their number as well.
 import tempfile
 
 import torch

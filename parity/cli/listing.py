@@ -54,7 +54,8 @@ def settings(name: str, console: Console) -> None:
     if Path(name).is_file():
         _judged(read(Path(name))[1], console)
         return
-    found = family(resolved(name))
+    name = resolved(name)
+    found = family(name)
     if isinstance(found, catalogue.TrainerFamily):
         _show(f"settings of {name}", ("check", "name", "default", "meaning"), _of_checks(found), console)
         return

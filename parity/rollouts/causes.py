@@ -1,6 +1,5 @@
 """What a difference of log-probs may come from: each cause fitted, named only where it explains the difference down to noise."""
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -93,24 +92,11 @@ def _candidates(
         yield text, "", own.of_sample(own.logits, ids, fitted)
     if sampling is None:
         return
-    here, counts = [row.cpu() for row in rows.ids], torch.zeros(2, *own.logits.shape)  # in completion, and prompt
-    ends = [(row[:at], int(places[0])) for row, places in zip(here, rows.places, strict=True) for at in places.tolist()]
-    for there, n in zip(counts.unbind(1), own.sample.tolist(), strict=True):
-        before, prompt = ends[n]
-        for count, part in zip(there, (before[prompt:], before[:prompt]), strict=True):
-            count.index_add_(0, part, torch.ones(len(part)))
-    z, seen = own.logits, counts.sum(0) > 0
-    penalties = {  # as vLLM has them: of all tokens before it, and of those of the completion
-        "repetition": (lambda by: torch.where(seen, torch.where(z > 0, z / by, z * by), z), 1.0),
-        "presence": (lambda by: z - by * (counts[0] > 0), 0.0),
-        "frequency": (lambda by: z - by * counts[0], 0.0),
-    }
-    for name in ("presence", "frequency"):
-        penalties[f"negative {name}"] = functools.partial(lambda of, by: of(-by), penalties[name][0]), 0.0
-    for name, (penalised, none) in penalties.items():
-        by = _minimum(lambda x, of=penalised: float(found.units(own.of_sample(of(x), ids, tau)).square().sum()))  # type: ignore[misc]
+    penalised = _penalties(own, rows, ids, tau)
+    for name, (change, none) in PENALTIES.items():
+        by = _minimum(lambda x, of=change: float(found.units(penalised(of, x)).square().sum()))  # type: ignore[misc]
         if abs(by - none) > 1e-3:
-            yield f"the sampler has a {name} penalty of {by:.4g}", "", own.of_sample(penalised(by), ids, tau)
+            yield f"the sampler has a {name} penalty of {by:.4g}", "", penalised(change, by)
     whole = own.of_sample(own.logits, ids, tau)[own.sample]
     tables = (own.logits.double() / tau).log_softmax(-1)
     yield "those of the likeliest token", "", own.spread(tables.amax(-1))
@@ -123,6 +109,46 @@ def _candidates(
         if any(named.values()) and bool(best.isfinite().all()):
             size = " ".join(f"{name} {value:g}" for name, value in named.items() if value)
             yield KEPT, f"{size}: {float((whole - best).exp().mean()):.2f} of the mass", own.spread(best)
+
+
+Change = Callable[[Tensor, Tensor, float], Tensor]
+PENALTIES: dict[str, tuple[Change, float]] = {
+    "repetition": (lambda z, n, by: torch.where(z > 0, z / by, z * by), 1.0),
+    "presence": (lambda z, n, by: z - by * (n > 0), 0.0),
+    "frequency": (lambda z, n, by: z - by * n, 0.0),
+    "negative presence": (lambda z, n, by: z + by * (n > 0), 0.0),
+    "negative frequency": (lambda z, n, by: z + by * n, 0.0),
+}
+"""As vLLM has them: of the logits z of tokens that are in the prompt, or n times in the completion before; and no penalty."""
+
+
+def _penalties(own: Scores, rows: Rows, ids: Tensor, tau: float) -> Callable[[Change, float], Tensor]:
+    """A change of the logits of tokens that stand before, and by how much -> the log-probs (n,). The exponentials of the others,
+    nearly all of a vocabulary, are summed once."""
+    ends = [(row.cpu(), places.tolist()) for row, places in zip(rows.ids, rows.places, strict=True)]
+    before = [(row[:at], places[0]) for row, places in ends for at in places]  # and the length of the prompt
+    logits, rest, counts = list[Tensor](), list[Tensor](), list[Tensor]()
+    for z, n in zip(own.logits.double(), own.sample.tolist(), strict=True):
+        tokens, prompt = before[n]
+        seen = tokens.unique()
+        logits.append(z[seen])
+        counts.append((tokens[prompt:] == seen[:, None]).sum(1))
+        rest.append((z / tau).index_fill(0, seen, -math.inf).logsumexp(0))
+    others, often = (
+        torch.nn.utils.rnn.pad_sequence(parts, True, fill) for parts, fill in ((logits, -math.inf), (counts, 0))
+    )
+    told = ids[own.sample]
+    mine = own.logits.double().gather(-1, told[:, None])[:, 0]
+    pairs = [(before[n], token) for n, token in zip(own.sample.tolist(), told, strict=True)]
+    there = torch.stack([(tokens == token).any() for (tokens, _), token in pairs])
+    count = torch.stack([(tokens[prompt:] == token).sum() for (tokens, prompt), token in pairs])
+
+    def penalised(change: Change, by: float) -> Tensor:
+        token = torch.where(there, change(mine, count, by), mine)
+        total = torch.logaddexp(torch.stack(rest), (change(others, often, by) / tau).logsumexp(-1))
+        return own.spread(token / tau - total)
+
+    return penalised
 
 
 def _near(top_p: float, top_k: int, min_p: float, noise: float) -> list[tuple[float, int, float]]:

@@ -62,11 +62,9 @@ class RelevantEntry:
     @property
     def condition(self) -> str:
         """What besides the settings decides whether it applies; nothing where they decide."""
-        return (
-            f"cannot tell: {self.unless_known}"
-            if self.unless_known
-            else self.entry.user.only_if and f"if {self.entry.user.only_if}"
-        )
+        if self.unless_known:
+            return f"cannot tell: {self.unless_known}"
+        return f"if {self.entry.user.only_if}" if self.entry.user.only_if else ""
 
     @property
     def certain(self) -> bool:
