@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from parity.judge.asking import names_of, posed, resolved
 from parity.judge.calls import FunctionCalls, elsewhere, other_values, parts, told
-from parity.judge.escalation import CERTAIN, CONFIRMATION, REPLICAS, escalate
+from parity.judge.escalation import CERTAIN, CONFIRMATION, HELD, LARGE, REPLICAS, TWICE, escalate
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating
@@ -269,8 +269,16 @@ def _judged(
     def judge_with(count: int, finer: bool, names: Collection[str] | None) -> dict[str, Judgement]:
         return {n: _judge(problem, n, values, recipe, count, finer) for n in exact if names is None or n in names}
 
-    judged = escalate(judge_with, problem.oracle.steps, finer=True, certain=CERTAIN)
+    most = max(REPLICAS, HELD // _largest(problem))
+    counts = [n for n in problem.oracle.steps if n <= most]
+    judged = escalate(judge_with, counts, finer=True, certain=CERTAIN)
     return {name: judged[name] for name in exact}
+
+
+def _largest(problem: Problem) -> int:
+    """Entries of the largest quantity. Replicas of one hold no more than `HELD` together: a tensor of a million entries, wrong by
+    ten times what is allowed, took 20 GiB."""
+    return max((x.numel() for x in problem.oracle.exact.values()), default=1)
 
 
 def _judge(
@@ -340,7 +348,9 @@ def _explained(
     """The recipe, of some coarser ones, under which everything agrees and which allows least; tf32 products come first."""
 
     def judged(other: Recipe, names: Collection[str]) -> dict[str, Judgement]:
-        return {n: _judge(problem, n, values, other, CONFIRMATION, False) for n in names}
+        return {n: _judge(problem, n, values, other, count, False) for n in names}
+
+    count = CONFIRMATION if _largest(problem) < LARGE else TWICE if _largest(problem) * TWICE <= HELD else REPLICAS
 
     casts = any(x.dtype == torch.float32 for x in problem.tensors.values())
     always = {"output": "input"} if problem.dtype != "fp32" and recipe.output == problem.dtype else {}

@@ -83,7 +83,7 @@ class Rows(torch.utils.data.Dataset[int]):
         return cross_entropy(torch.cat(predicted), told, label_smoothing=smoothing, ignore_index=IGNORED)
 
 
-@check("step", (FAMILY,), SETTINGS, cases, pr=PR, paths=("released", "fused"))
+@check("step", (FAMILY,), SETTINGS, cases, pr=PR, paths=("released", "fused"), moves=True)
 def step(call: CheckCall) -> Iterator[Quantity]:
     """Loss, gradients and evaluation of transformers' Trainer are those of the model's logits, whatever Liger exchanges in it."""
     s, data = call.settings, Rows(call.settings.model == CLASSIFIER)
@@ -115,13 +115,12 @@ def step(call: CheckCall) -> Iterator[Quantity]:
     fused, size = call.path == "fused", int(s.split.partition("x")[0])
     wanted = recorder.plain(s.split) | {"label_smoothing_factor": s.smoothing, "use_liger_kernel": fused}
     wanted |= {"per_device_eval_batch_size": len(data), "remove_unused_columns": False}
-    if s.model == EXPERTS and not torch.cuda.is_available():  # Liger's experts ask Triton for a GPU
+    if s.model == EXPERTS and call.device == "cpu":  # Liger's experts ask Triton for a GPU
         wanted["liger_kernel_config"] = {"swiglu": False}
     model = made(torch.float32)  # its module is imported before Liger exchanges what is in it
     with exchanged() if fused else contextlib.nullcontext():
-        trainer = drive.build(
-            call.trainer, model, wanted, train_dataset=data, eval_dataset=data, data_collator=data.batch
-        )
+        fed = {"train_dataset": data, "eval_dataset": data, "data_collator": data.batch}
+        trainer = drive.build(call.trainer, model, wanted, call.device, **fed)
         steps = recorder.train(trainer)
         with trl.quiet():
             found = trainer.predict(data, ignore_keys=["aux_loss", "router_logits", "past_key_values"])
