@@ -16,7 +16,7 @@ from parity.judge.escalation import CERTAIN, CONFIRMATION, HELD, LARGE, REPLICAS
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating
-from parity.judge.oracle import gradient_name
+from parity.judge.oracle import ALL_QUANTITIES, gradient_name
 from parity.judge.problem import Problem, call
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 from parity.judge.record import Parity, ParityError
@@ -267,7 +267,9 @@ def _judged(
     exact = {n: x for n, x in problem.oracle.exact.items() if only is None or n in only}
 
     def judge_with(count: int, finer: bool, names: Collection[str] | None) -> dict[str, Judgement]:
-        return {n: _judge(problem, n, values, recipe, count, finer) for n in exact if names is None or n in names}
+        asked = [n for n in exact if names is None or n in names]
+        beside = asked if problem.oracle.entries(count, finer) > ALL_QUANTITIES else None
+        return {n: _judge(problem, n, values, recipe, count, finer, beside) for n in asked}
 
     most = max(REPLICAS, HELD // _largest(problem))
     counts = [n for n in problem.oracle.steps if n <= most]
@@ -278,12 +280,19 @@ def _judged(
 def _largest(problem: Problem) -> int:
     """Entries of the largest quantity. Replicas of one hold no more than `HELD` together: a tensor of a million entries, wrong by
     ten times what is allowed, took 20 GiB."""
-    return max((x.numel() for x in problem.oracle.exact.values()), default=1)
+    return max((x.numel() for x in problem.oracle.exact.values()), default=0) or 1
 
 
 def _judge(
-    problem: Problem, name: str, values: Mapping[str, torch.Tensor | None], recipe: Recipe, count: int, finer: bool
+    problem: Problem,
+    name: str,
+    values: Mapping[str, torch.Tensor | None],
+    recipe: Recipe,
+    count: int,
+    finer: bool,
+    beside: Collection[str] | None = None,
 ) -> Judgement:
+    """`beside`: the quantities whose replicas are asked for with its own (None: all)."""
     value, exact = values.get(name), problem.oracle.exact[name]
     if value is None:
         return failed("no gradient" if name.startswith("grad_") else f"missing; returned: {', '.join(values)}")
@@ -294,7 +303,7 @@ def _judge(
     else:  # no coarser than the recipe says
         asked, came = DTYPES.get(recipe.output, value.dtype), value.dtype
         dtype = asked if came in NAMES and UNIT_ROUNDOFF[NAMES[came]] > UNIT_ROUNDOFF[NAMES[asked]] else came
-    found = judge(value, problem.oracle.unit(name, recipe, count, finer), dtype)
+    found = judge(value, problem.oracle.unit(name, recipe, count, finer, beside), dtype)
     if found.agrees or name.startswith("grad_") or dtype == value.dtype or value.dtype != DTYPES[problem.dtype]:
         return found
     return dataclasses.replace(found, message=f"{found.message}; Recipe(…, output='input') allows it")

@@ -92,6 +92,10 @@ class Oracle:
         """How many replicas a verdict takes, one after the other."""
         return ladder(max(self.size, *(x.numel() for x in self.exact.values())))
 
+    def entries(self, count: int, finer: bool = False) -> int:
+        """Of all quantities of so many replicas."""
+        return (3 if finer else 1) * count * sum(x.numel() for x in self.exact.values())
+
     def replicas(
         self, recipe: Recipe, count: int, finer: bool = False, names: Collection[str] | None = None
     ) -> Quantities:
@@ -103,7 +107,7 @@ class Oracle:
         # What is returned is stored after all that a replica rounds.
         recipe = dataclasses.replace(recipe, output="any")
         gradients = names is None or any(name.startswith("grad_") for name in names)
-        large = count * sum(x.numel() for x in self.exact.values()) > ALL_QUANTITIES
+        large = self.entries(count, finer) > ALL_QUANTITIES
         keep = frozenset(names) | {"_logps"} if names is not None and large else None
         whole, key = (recipe, count, finer, True, None), (recipe, count, finer, gradients, keep)
         if whole in self._replicas:

@@ -81,6 +81,15 @@ def test_more_replicas_begin_with_those_of_the_step_before_whoever_asked_for_the
         assert len(value.flatten(1).unique(dim=0)) == 30 or name not in ("logps", "grad_hidden")
 
 
+def test_fewer_replicas_take_no_memory_beside_more():
+    oracle = oracle_of(FAMILY.case(4, "bf16", SETTINGS)).oracle
+    recipe = Recipe(logits="bf16").resolve("bf16")
+    few = {name: x.clone() for name, x in oracle.replicas(recipe, 12).items()}
+    more = oracle.replicas(recipe, 24)
+    for name, x in oracle.replicas(recipe, 12).items():
+        assert torch.equal(x, few[name]) and x.untyped_storage().data_ptr() == more[name].untyped_storage().data_ptr()
+
+
 def test_of_many_replicas_only_what_is_asked_for_is_kept(monkeypatch):
     case, narrow = FAMILY.case(1, "bf16", SETTINGS), Recipe(logits="bf16")
     whole = oracle_of(case).oracle.replicas(narrow, 3, names=["grad_hidden"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from cases.selftest.mutants.steps import through
+from parity.judge import assertion
+from parity.judge.oracle import Oracle
 from parity.judge.problem import cotangent
 from parity.judge.products import CutOperands
 from parity.testing import EAGER, ParityError, Recipe, assert_parity, check_parity, stored, tolerance
@@ -134,6 +137,40 @@ def test_a_failure_of_roundings_size_asks_for_another_formula():
     parity = check_parity(by_logarithms, in_turn, inputs)
     assert "another correct formula? also=" in parity.hints["grad_a"][-1] and parity.explained_by is None
     assert_parity(by_logarithms, in_turn, inputs, also=(by_logarithms,))
+
+
+def powers_of_two(log2_e):
+    """SiLU with e⁻ˣ = 2^(-x·log₂e), the product rounded to float32, as Triton's `tl.sigmoid` has it."""
+    return lambda x: x / (1 + torch.exp2((-x * torch.tensor(log2_e)).double()).float())
+
+
+@pytest.mark.parametrize("around", [0.0, -5.0, -20.0, -60.0])
+def test_a_fast_exponential_agrees(around):
+    torch.manual_seed(0)
+    x = {"x": torch.randn(16, 1025) + around}
+    assert_parity(powers_of_two(math.log2(math.e)), F.silu, x, grad=())
+    assert_parity(
+        lambda x: x * torch.exp2((x * torch.tensor(math.log2(math.e))).double()).float(),
+        lambda x: x * x.exp(),
+        x,
+        grad=(),
+    )
+    with pytest.raises(ParityError):
+        assert_parity(powers_of_two(1.4427), F.silu, x | {"x": x["x"] - 1}, grad=())
+
+
+def test_a_large_result_is_judged_within_its_memory(monkeypatch):
+    """By no more replicas than hold so many entries together; few of them explain what is wrong."""
+    asked, draw = [], Oracle.replicas
+    monkeypatch.setattr(assertion, "HELD", 1 << 17)
+    monkeypatch.setattr(
+        Oracle, "replicas", lambda self, recipe, count, *more: asked.append(count) or draw(self, recipe, count, *more)
+    )
+    x = torch.randn(160, 128)
+    found = check_parity(
+        lambda x: F.softmax(x, -1) * (1 + 2e-6 * x.detach().sign()), lambda x: F.softmax(x, -1), {"x": x}, grad=()
+    )
+    assert not found.agrees and asked and max(asked) == 12
 
 
 def test_a_mistake_in_small_entries_is_placed_beside_a_large_one():
