@@ -1,8 +1,11 @@
 # liger-kernel 0.8.5: float32 experts (apply_liger_kernel_to_qwen3_moe and its kin) are multiplied in tf32, whatever torch says; needs a GPU
 # the kernels call tl.dot without input_precision, which is tf32 for float32, and truncates; torch.backends and float32_matmul_precision are not asked.
+import os
 import sys
 
 import torch
+
+os.environ["LIGER_FUSED_MOE_AUTOTUNE"] = "0"  # 32 configurations of each kernel take minutes to compile
 
 if not torch.cuda.is_available():
     print("needs a CUDA device: on a CPU Liger's experts do not run")
