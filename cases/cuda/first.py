@@ -39,7 +39,7 @@ def steps() -> dict[str, tuple[str, ...]]:
     """What is there, three frozen cases, each family and a trainer, what only CUDA has, benchmarks."""
     out: dict[str, tuple[str, ...]] = {"doctor": ("doctor",)}
     out |= {f"replay {case}": ("replay", case, "--device", "cuda") for case in FROZEN}
-    for name in ("logprobs", "policy", "divergence", "preference", "grpo-trainer"):
+    for name in ("logprobs", "policy", "divergence", "preference", "grpo-trainer", "transformers-trainer"):
         words = ("run", "--profile", "quick", "--device", "cuda", "--family", name, *WORKERS)
         out[f"quick {name}"] = (*words, "--reports", str(REPORTS / name))
     pytest = ("pytest", "-v", *PLAIN)
