@@ -41,7 +41,7 @@ def main() -> None:
 @options.RAY
 @click.option("--minimise/--no-minimise", default=True, help="look for smaller cases of new findings at the end")
 @options.path("--resume", "continue the run that wrote this file", metavar="RESULTS")
-@options.time("--max-time", "stop after 2h, 90m or the like, and report what was done")
+@options.time("--max-time", "stop after 2h, 90m or the like; frozen cases come first, all of them")
 @VERBOSE
 def run_command(verbose: bool, **options: Any) -> None:
     """Run every implementation on many cases, judge, and report.

@@ -125,7 +125,7 @@ class AnyOperation(MonteCarlo):
         """Units by which eˣ, or 1/(1 + e⁻ˣ), is off besides in half of the replicas: a GPU's fast exponential, which Triton's
         `exp` and `sigmoid` are, is 2^(x·log₂e), and half a unit of that product is a factor exp(±u·|x|) (measured on an H200:
         16 units from -20 to 0)."""
-        size = x.abs().clamp(max=LARGEST).nan_to_num(0.0)
+        size = x.to(out.dtype).abs().clamp(max=LARGEST).nan_to_num(0.0)
         return size * out.abs() * (1 - out if name == "sigmoid" else 1.0) * (self.noise.each(out) > 0)
 
     def _kept_sum(self, out: torch.Tensor, z: torch.Tensor, dim: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parity.judge.escalation import CERTAIN, HELD, REPLICAS, escalate, ladder
+from parity.judge.escalation import CERTAIN, REPLICAS, escalate, ladder
 from parity.judge.gates import Judgement, Unit, judge
 from parity.judge.recipe import Recipe
 
@@ -122,27 +122,27 @@ class Oracle:
                 sets = [self.replicas(recipe, start, False, names)] if start else []
                 sets.append(self.draw(recipe, range(start, count), self.seed, gradients, 1, keep))
             self._replicas[key] = self._concatenated([s for s in sets if s])
-            if not finer:
-                self._share(recipe, self._replicas[key])
+            if not finer and len(sets) > 1 and sets[-1]:
+                self._share(recipe, start, self._replicas[key])
         return self._replicas[key]
 
-    def _share(self, recipe: Recipe, latest: Quantities) -> None:
-        """Fewer replicas of a recipe are from now on the first ones of the latest, whose memory they take."""
+    def _share(self, recipe: Recipe, start: int, latest: Quantities) -> None:
+        """Those that the latest begin with, up to `start`, are views of it from now on, and take no memory of their own."""
         for (of, count, finer, *_), found in self._replicas.items():
-            if of == recipe and not finer:
+            if of == recipe and not finer and count <= start and count in self.steps:
                 own = {n for n, x in found.items() if n in latest and x.dim() > self.exact[n].dim()}
-                found |= {n: latest[n][:count] for n in own if count < len(latest[n])}
+                found |= {n: latest[n][:count] for n in own}
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
         """What is computed within is not kept, as of recipes that are tried once."""
-        before = {*self._replicas}, {*self._units}
+        before, units = {key: dict(found) for key, found in self._replicas.items()}, {*self._units}
         try:
             yield
         finally:
-            for name in self._replicas.keys() - before[0]:
-                del self._replicas[name]
-            for key in self._units.keys() - before[1]:
+            self._replicas.clear()
+            self._replicas.update(before)
+            for key in self._units.keys() - units:
                 del self._units[key]
 
     def _concatenated(self, sets: Sequence[Mapping[str, torch.Tensor]]) -> Quantities:
@@ -166,17 +166,14 @@ class Oracle:
         `count` 0: its dtype's own precision alone.
         """
         key = (name, recipe, count, finer)
-        value = self.exact[name]
-        if key in self._units:
-            return self._units[key]
-        found = self.replicas(recipe, count, finer, names) if count else {n: x[None] for n, x in self.exact.items()}
-        stack = found[name]
-        if stack.dim() == value.dim():  # no leaf reaches it: one value for all replicas
-            stack = stack.expand(count, *value.shape)
-        unit = Unit(value, stack, recipe.elementwise, **self.kind(name, found))
-        if count * value.numel() <= HELD:  # what it computes takes as much memory again
-            self._units[key] = unit
-        return unit
+        if key not in self._units:
+            value = self.exact[name]
+            found = self.replicas(recipe, count, finer, names) if count else {n: x[None] for n, x in self.exact.items()}
+            stack = found[name]
+            if stack.dim() == value.dim():  # no leaf reaches it: one value for all replicas
+                stack = stack.expand(count, *value.shape)
+            self._units[key] = Unit(value, stack, recipe.elementwise, **self.kind(name, found))
+        return self._units[key]
 
     def judge(self, values: Mapping[str, torch.Tensor | None], recipe: Recipe) -> dict[str, Judgement]:
         """The gates on values that are one result, in their own dtypes: all again with more replicas where those may mend it."""

@@ -1,4 +1,4 @@
-# liger-kernel 0.8.5: sparsemax loses as much as its input's own rounding, and from 2^24 on everything, since it does not subtract the largest
+# liger-kernel 0.8.5: sparsemax loses as much as its input's own rounding, and from 1e7 on everything, since it does not subtract the largest
 # the threshold is (Σ x - 1) / k of the inputs as they are: the 1 is rounded away. Of x - max(x), which is the same function, nothing is lost.
 import torch
 from setup_kernels import device, functional

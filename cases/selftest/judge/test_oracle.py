@@ -88,6 +88,12 @@ def test_fewer_replicas_take_no_memory_beside_more():
     more = oracle.replicas(recipe, 24)
     for name, x in oracle.replicas(recipe, 12).items():
         assert torch.equal(x, few[name]) and x.untyped_storage().data_ptr() == more[name].untyped_storage().data_ptr()
+    between = {name: x.clone() for name, x in oracle.replicas(recipe, 30).items()}
+    with oracle.forgetting():
+        oracle.replicas(recipe, 60)
+        assert all(torch.equal(x, between[name]) for name, x in oracle.replicas(recipe, 30).items())
+    left, kept = oracle.replicas(recipe, 12), oracle.replicas(recipe, 30)
+    assert all(x.untyped_storage().data_ptr() == kept[name].untyped_storage().data_ptr() for name, x in left.items())
 
 
 def test_of_many_replicas_only_what_is_asked_for_is_kept(monkeypatch):

@@ -156,21 +156,31 @@ def test_a_fast_exponential_agrees(around):
         grad=(),
     )
     with pytest.raises(ParityError):
-        assert_parity(powers_of_two(1.4427), F.silu, x | {"x": x["x"] - 1}, grad=())
+        assert_parity(powers_of_two(1.442696 if around else 1.4427), F.silu, x | {"x": x["x"] - 1}, grad=())
 
 
 def test_a_large_result_is_judged_within_its_memory(monkeypatch):
-    """By no more replicas than hold so many entries together; few of them explain what is wrong."""
+    """By no more replicas than hold so many entries together, of what is wrong alone; few of them explain it."""
     asked, draw = [], Oracle.replicas
     monkeypatch.setattr(assertion, "HELD", 1 << 17)
-    monkeypatch.setattr(
-        Oracle, "replicas", lambda self, recipe, count, *more: asked.append(count) or draw(self, recipe, count, *more)
-    )
+    monkeypatch.setattr(assertion, "ALL_QUANTITIES", 1 << 19)
+
+    def drawn(self, recipe, count, finer=False, names=None):
+        asked.append((count, finer, names))
+        return draw(self, recipe, count, finer, names)
+
+    monkeypatch.setattr(Oracle, "replicas", drawn)
     x = torch.randn(160, 128)
-    found = check_parity(
-        lambda x: F.softmax(x, -1) * (1 + 2e-6 * x.detach().sign()), lambda x: F.softmax(x, -1), {"x": x}, grad=()
-    )
-    assert not found.agrees and asked and max(asked) == 12
+    wrong = lambda x: F.softmax(x, -1) * (1 + 2e-6 * x.detach().sign())  # noqa: E731
+    assert not check_parity(wrong, lambda x: F.softmax(x, -1), {"x": x}, grad=()).agrees
+    assert max(count for count, *_ in asked) == 12
+    assert (12, False, None) in asked and any(finer and names == ["output"] for _, finer, names in asked), asked
+
+
+def test_an_exponential_of_integers_and_booleans_is_rounded():
+    for x in (torch.tensor([True, False, True]), torch.arange(3)):
+        found = check_parity(lambda x: x.exp() * (1 + 1e-5), torch.exp, {"x": x})
+        assert not found.agrees and found.quantities["output"].headroom > 10
 
 
 def test_a_mistake_in_small_entries_is_placed_beside_a_large_one():
