@@ -9,6 +9,7 @@ def test_rms_norm(case):
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -278,7 +279,16 @@ class Description:
 
     def cases(self, count: int = 24) -> list[Case]:
         """`count` cases, the same each time; sizes, layouts, and values within each dtype, are dealt like cards."""
-        return [self._dealt(i, functools.partial(_in_turn, self.seed, i), self.seed + i // 24) for i in range(count)]
+        cases: list[Case] = []
+        small = collections.Counter[str]()
+        for i in range(count):
+            pick = functools.partial(_in_turn, self.seed, i)
+            dtype = pick("dtype", self.dtypes)
+            # the upstream gradient that a size of 0 or 1 would not show is the next case's
+            shown = functools.partial(_in_turn, self.seed, i - len(self.dtypes) * small[dtype])
+            cases.append(self._dealt(i, pick, self.seed + i // 24, shown))
+            small[dtype] += any(n < 2 <= self.sizes[name][1] for name, n in cases[-1].sizes.items())
+        return cases
 
     def parametrize(self, count: int = 24, also: Sequence[str] = ()) -> Any:
         """A decorator for a pytest function with the argument `case`: cases by id, those of `also` first."""
@@ -328,8 +338,11 @@ class Description:
         except (KeyError, ValueError, IndexError) as error:
             raise ValueError(f"{id!r} is no id of this description: {error}") from error
 
-    def _dealt(self, seed: int, pick: Callable[..., Any], turn: int | None = None) -> Case:
-        """`pick`: (name of a dimension, its choices, of how many cases in turn each has one) -> one of them."""
+    def _dealt(
+        self, seed: int, pick: Callable[..., Any], turn: int | None = None, shown: Callable[..., Any] | None = None
+    ) -> Case:
+        """`pick`: (name of a dimension, its choices, of how many cases in turn each has one) -> one of them; `shown`: of what a
+        size of 0 or 1 would not show."""
         dtype, each = pick("dtype", self.dtypes), len(self.dtypes)
         ones = {n: 1 for n, (low, high) in self.sizes.items() if low <= 1 < high}
         edges = [ones, *({n: 1} for n in ones), *2 * [{n: 0} for n, (low, _) in self.sizes.items() if low == 0]]
@@ -355,8 +368,8 @@ class Description:
         values = {n: pick(f"{n} values {dtype}", t.values, each) for n, t in self.tensors.items()}
         layouts = {n: pick(f"{n} layout", t.layouts) for n, t in self.tensors.items()}
         asked = [("random", n) for n in ("all", *floating)] + [(u, "all") for u in UPSTREAM] + [("ones", "none")]
-        asked = [("random", "all")] if 1 in edge.values() else asked
-        upstream, grad = pick(f"upstream {dtype}", asked, each)
+        small = any(n < 2 <= self.sizes[name][1] for name, n in sizes.items())
+        upstream, grad = ("random", "all") if small else (shown or pick)(f"upstream {dtype}", asked, each)
         return Case(
             self,
             dtype,

@@ -1,5 +1,6 @@
 """Drawn inputs: what a description covers, ids that hold a case, and failures that shrink to the smallest one."""
 
+import collections
 import dataclasses
 
 import hypothesis
@@ -9,6 +10,7 @@ import torch
 from cases.selftest.judge.operations import OPERATIONS, hand_rms
 from cases.selftest.mutants.steps import through
 from parity.judge import assertion
+from parity.judge.problem import UPSTREAM
 from parity.testing import ParityError, draw, index, tensor
 from parity.testing import definitions as D
 from parity.testing.drawing import LAYOUTS, REPEATS, VALUES
@@ -245,3 +247,13 @@ def test_hypothesis_draws_and_shrinks_the_same_cases():
 def test_a_description_that_cannot_be_is_said(spec, said):
     with pytest.raises(ValueError, match=said):
         draw(**spec)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_no_kind_of_upstream_gradient_is_lost_on_a_size_of_zero_or_one(dtype):
+    """A size of 0 shows none of them, one of 1 little: the next case of the dtype has it."""
+    cases = draw(x=tensor("N", "H"), weight=tensor("H"), sizes={"N": (0, 9), "H": (1, 99)}, dtypes=(dtype,)).cases(24)
+    small = [case for case in cases if min(case.sizes.values()) < 2]
+    kinds = collections.Counter(case.upstream for case in cases if case not in small)
+    assert len(small) > 3 and {(case.upstream, case.grad) for case in small} == {("random", "all")}
+    assert all(kinds[kind] > 1 for kind in UPSTREAM), kinds
