@@ -271,16 +271,20 @@ def _judged(
         beside = asked if problem.oracle.entries(count, finer) > ALL_QUANTITIES else None
         return {n: _judge(problem, n, values, recipe, count, finer, beside) for n in asked}
 
-    most = max(REPLICAS, HELD // _largest(problem))
-    counts = [n for n in problem.oracle.steps if n <= most]
-    judged = escalate(judge_with, counts, finer=True, certain=CERTAIN)
+    judged = escalate(judge_with, _steps(problem), finer=True, certain=CERTAIN)
     return {name: judged[name] for name in exact}
 
 
 def _largest(problem: Problem) -> int:
-    """Entries of the largest quantity. Replicas of one hold no more than `HELD` together: a tensor of a million entries, wrong by
-    ten times what is allowed, took 20 GiB."""
-    return max((x.numel() for x in problem.oracle.exact.values()), default=0) or 1
+    """Entries of the largest quantity."""
+    return max((x.numel() for x in problem.oracle.exact.values()), default=0)
+
+
+def _steps(problem: Problem) -> list[int]:
+    """The oracle's, up to as many replicas of the largest quantity as hold `HELD` entries together: one of a million entries,
+    wrong by ten times what is allowed, took 20 GiB."""
+    most = max(REPLICAS, HELD // max(1, _largest(problem)))
+    return [n for n in problem.oracle.steps if n <= most]
 
 
 def _judge(
@@ -359,8 +363,7 @@ def _explained(
     def judged(other: Recipe, names: Collection[str]) -> dict[str, Judgement]:
         return {n: _judge(problem, n, values, other, count, False) for n in names}
 
-    count = CONFIRMATION if _largest(problem) < LARGE else TWICE if _largest(problem) * TWICE <= HELD else REPLICAS
-
+    count = CONFIRMATION if _largest(problem) < LARGE else min(TWICE, _steps(problem)[-1])
     casts = any(x.dtype == torch.float32 for x in problem.tensors.values())
     always = {"output": "input"} if problem.dtype != "fp32" and recipe.output == problem.dtype else {}
     outputs = {n: values.get(n) for n in problem.outputs}

@@ -287,8 +287,12 @@ class Description:
             # the upstream gradient that a size of 0 or 1 would not show is the next case's
             shown = functools.partial(_in_turn, self.seed, i - len(self.dtypes) * small[dtype])
             cases.append(self._dealt(i, pick, self.seed + i // 24, shown))
-            small[dtype] += any(n < 2 <= self.sizes[name][1] for name, n in cases[-1].sizes.items())
+            small[dtype] += self._small(cases[-1].sizes)
         return cases
+
+    def _small(self, sizes: Mapping[str, int]) -> bool:
+        """Whether a dimension that may be larger has a size of 0 or 1."""
+        return any(n < 2 <= self.sizes[name][1] for name, n in sizes.items())
 
     def parametrize(self, count: int = 24, also: Sequence[str] = ()) -> Any:
         """A decorator for a pytest function with the argument `case`: cases by id, those of `also` first."""
@@ -368,8 +372,7 @@ class Description:
         values = {n: pick(f"{n} values {dtype}", t.values, each) for n, t in self.tensors.items()}
         layouts = {n: pick(f"{n} layout", t.layouts) for n, t in self.tensors.items()}
         asked = [("random", n) for n in ("all", *floating)] + [(u, "all") for u in UPSTREAM] + [("ones", "none")]
-        small = any(n < 2 <= self.sizes[name][1] for name, n in sizes.items())
-        upstream, grad = ("random", "all") if small else (shown or pick)(f"upstream {dtype}", asked, each)
+        upstream, grad = asked[0] if self._small(sizes) else (shown or pick)(f"upstream {dtype}", asked, each)
         return Case(
             self,
             dtype,
