@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parity.judge.operations import is_floating
+from parity.judge.operations import NO_DIGIT, is_floating
 from parity.judge.stages import stored
 
 SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax)
@@ -22,7 +22,8 @@ class WeightsAgain(TorchFunctionMode):
 
     Backward it makes the weights again, p = exp(s' - L), and takes Σ p·dP as Σ dO·O from the output as it was stored. s' is
     another product than the s of the forward pass, so that p·(dP - Σ dO·O) is 0 no longer where exact arithmetic has 0, nor
-    p = 1 for a single key. Between softmax and product may be what is linear in the weights: a cast, a mask, a slice.
+    p = 1 for a single key. From |L| = 2¹⁸ on p would have no right digit: it is the forward pass's. Products take dS as stored.
+    Between softmax and product may be what is linear in the weights: a cast, a mask, a slice.
 
     Attributes:
         found: whether there was such a product.
@@ -69,10 +70,14 @@ class WeightsAgain(TorchFunctionMode):
         return out
 
     def _product(self, out: torch.Tensor, scores: torch.Tensor, product: Again) -> torch.Tensor:
-        weights = (_made_again(scores, {}) - scores.logsumexp(-1, keepdim=True).detach()).exp()
+        whole, again = scores.logsumexp(-1, keepdim=True).detach(), _made_again(scores, {})
+        far = whole.abs() >= NO_DIGIT
+        weights = torch.where(far, scores.softmax(-1), (again - whole).exp()).detach()
+        moved = torch.where(far, scores - scores.detach(), again - again.detach()).nan_to_num()  # 0, and -inf - -inf
+        weights = weights * (1 + stored(moved, "use"))
         total = weights.sum(-1, keepdim=True)
-        again = product(weights) - stored(out).detach() * (total - total.detach())
-        return out.detach() + (again - again.detach())  # the forward pass has its own weights
+        other = product(weights) - stored(out).detach() * (total - total.detach())
+        return out.detach() + (other - other.detach())  # the forward pass has its own weights
 
 
 def _made_again(x: torch.Tensor, seen: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from parity.judge.recipe import DTYPES, NARROW, UNIT_ROUNDOFF
 from parity.judge.stages import kept_dtype, of_dtype, own_dtype, stored
 
 aten = torch.ops.aten
+VARIANCE = torch.ops.prims.var.default
 
 ELEMENTWISE = frozenset(
     """add sub rsub mul div sqrt reciprocal remainder fmod square addcmul addcdiv lerp hypot frac leaky_relu
@@ -29,6 +30,8 @@ INEXACT = frozenset(
     acos asinh acosh atanh pow rsqrt lgamma digamma""".split()
 )
 """Functions of a mathematical library, off by up to 2 units in the last place on CPUs and GPUs (measured: 1.0 to 1.9)."""
+NO_DIGIT = 2.0**18
+"""From here on, in size, exp(s - L) with a stored log-sum-exp L has no right digit in float32: no correct kernel takes it."""
 LARGEST = 1024.0
 """From here on, in size, an exponential of float64 is 0 or infinite."""
 POLYNOMIAL = 4.0
@@ -85,7 +88,8 @@ class AnyOperation(MonteCarlo):
             return self._in_any_order(func, args, kwargs)
         if func in REWRITTEN:
             with self._entered():
-                return REWRITTEN[func](*args, **kwargs)
+                out = REWRITTEN[func](*args, **kwargs)
+            return self._running(out, *args[:2]) if func is VARIANCE else out
         if name in PARTS:
             taken_apart = _decomposition(func)
             with self._entered():
@@ -132,15 +136,24 @@ class AnyOperation(MonteCarlo):
         """`out` = softmax of z; in half of the replicas exp(z - log Σ exp z), as attention computes it backward.
 
         What a flash kernel keeps of its forward pass is the log-sum-exp L in float32: half a unit of L each for storing and
-        subtracting it is a factor exp(±u·2|L|) common to the row, as of a log-softmax (`MonteCarlo.log_softmax`). From
-        |L| = 2¹⁸ on, as of a row that is masked by a large number, no digit would be right: no correct kernel does that.
+        subtracting it is a factor exp(±u·2|L|) common to the row, as of a log-softmax (`MonteCarlo.log_softmax`), up to
+        |L| = 2¹⁸, beyond which rows masked by a large number are.
         """
         if not out.dim():
             return out
         whole = z.logsumexp(dim, keepdim=True).abs()
-        whole = torch.where(whole < 2.0**18, whole, 0.0)
+        whole = torch.where(whole < NO_DIGIT, whole, 0.0)
         scale = 2 * self.u_sum * whole * self._shifted(whole)
         return out * (self.scattered(whole, scale) - whole).exp()
+
+    def _running(self, out: torch.Tensor, x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+        """`out` = variance of x, also as Welford's Σ(x_k - m_{k-1})·(x_k - m_k)/n, which torch's norms take.
+
+        The running mean m_k = m_{k-1} + (x_k - m_{k-1})/k is off by about u·|mean|·√k/3, a different amount in each term, which
+        leaves u·|mean|·√variance/2 (root mean square) of their mean.
+        """
+        mean = x.mean(dims).abs()
+        return self.scattered(out, self.u_sum * mean * out.clamp(min=0.0).sqrt())
 
     def _within(self, out: torch.Tensor, size: torch.Tensor, terms: torch.Tensor | float) -> torch.Tensor:
         """A sum of products, `size` that of absolute values: off by max(2, √terms/2)·u·size, then rounded; integers are exact."""
@@ -218,7 +231,7 @@ class AnyOperation(MonteCarlo):
 REWRITTEN: dict[Any, Callable[..., Any]] = {
     torch.ops.prims.sum.default: lambda x, dims, **kwargs: x.sum(dims),
     torch.ops.prims.convert_element_type.default: lambda x, dtype: x if dtype.is_floating_point else x.to(dtype),
-    torch.ops.prims.var.default: lambda x, dims, correction=1, **kwargs: _variance(x, dims, correction),
+    VARIANCE: lambda x, dims, correction=1, **kwargs: _variance(x, dims, correction),
 }
 """Operations of torch's decompositions in terms of others."""
 

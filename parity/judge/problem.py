@@ -171,7 +171,7 @@ class Problem:
         exact, again = self._exact[0], WeightsAgain()
         if self.attention:
             found = self._of_form(self._form(self.definition, again))
-            if again.found and all(same(found[n], x) for n, x in exact.items()):
+            if again.found and all(same(found[n], x) for n, x in exact.items() if bool(x.any())):  # 0 may cancel
                 given.append({"definition": self.definition, "within": again})
         # 1 - float32(0.999) is off by 1.3e-5 of 0.001
         numbers = tree_map(lambda x: ctypes.c_float(x).value if type(x) is float else x, dict(self.inputs))

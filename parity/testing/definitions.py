@@ -26,8 +26,7 @@ def layer_norm_spread(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
 
 
 def _spread(x: torch.Tensor, eps: float) -> torch.Tensor:
-    mean = x.mean(-1, keepdim=True)
-    var = (x - mean).square().mean(-1, keepdim=True).detach()
+    mean, var = x.mean(-1, keepdim=True), x.var(-1, correction=0, keepdim=True).detach()
     moved = ((x - x.detach()) * x.detach()).mean(-1, keepdim=True) - (mean - mean.detach()) * mean.detach()
     r = torch.rsqrt(var + 2 * moved + eps)  # `moved` is 0, its gradient (x - mean)/n as a difference
     return x * r - mean * r

@@ -7,9 +7,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from cases.selftest.judge.operations import OPERATIONS
 from cases.selftest.judge.test_kernels import on_outputs
+from parity.judge.operations import NO_DIGIT
 from parity.testing import check_parity, definitions
 
 STYLES = [(name, style) for name, operation in OPERATIONS.items() for style in operation.all_styles()]
@@ -24,11 +26,20 @@ def judged(name, style, count, seed):
         yield case, case.check_parity(operation.all_styles()[style], operation.definition)
 
 
+def without_a_digit(name, style, case):
+    """torch's flash kernel makes exp(s - L) again backward: there it gives NaN, or 0 as the weight of a single key."""
+    if not (name.startswith("attention") and style == "torch"):
+        return False
+    q, k = (case.inputs[n].double().abs() for n in "qk")
+    return float(q.amax() * k.amax() * q.shape[-1] ** 0.5) > NO_DIGIT
+
+
 @pytest.mark.parametrize(("count", "seed"), [(4, 0), pytest.param(300, 7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "style"), STYLES)
 def test_right_code_agrees(name, style, count, seed):
     found = judged(name, style, count, seed)
-    assert [(str(case), parity.message) for case, parity in found if not parity.agrees] == []
+    wrong = [(case, parity) for case, parity in found if not parity.agrees]
+    assert [(str(case), parity.message) for case, parity in wrong if not without_a_digit(name, style, case)] == []
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -92,3 +103,33 @@ def test_a_cross_entropy_is_what_torch_computes_in_float64():
         options = {"label_smoothing": smoothing, "reduction": reduction}
         theirs = torch.nn.functional.cross_entropy(logits, ids, **options)
         assert torch.allclose(definitions.cross_entropy(logits, ids, **options), theirs)
+
+
+def case_of(name, seed):
+    return next(c for c in dataclasses.replace(OPERATIONS[name].drawn, seed=7).cases(300) if c.seed == seed)
+
+
+@pytest.mark.parametrize(("name", "style", "seed"), [("attention", "online", 81), ("attention", "torch", 15)])
+def test_a_kernel_sums_the_upstream_gradient_times_its_output(name, style, seed):
+    """Of one key's weight 1, gradients that cancel are 1e11 under keys of 1e15; or products take dS rounded to bf16."""
+    case = case_of(name, seed)
+    assert case.check_parity(OPERATIONS[name].all_styles()[style], OPERATIONS[name].definition).agrees
+
+
+def test_weights_without_a_digit_are_wrong():
+    """exp(s - L) of another product s, with L = 1e11, is 0 for a single key: replicas made so would allow anything."""
+    case = case_of("attention", 116)
+    found = case.check_parity(OPERATIONS["attention"].all_styles()["torch"], OPERATIONS["attention"].definition)
+    assert not found.agrees and without_a_digit("attention", "torch", case)
+
+
+@pytest.mark.parametrize("form", [definitions.layer_norm, lambda x, weight, bias: F.layer_norm(x, (65,), weight, bias)])
+def test_a_variance_by_a_running_mean_agrees(form):
+    """torch's is off by 110 u at a mean of 180 standard deviations, alike in equal rows: a common factor of the gradient."""
+    given = {
+        "x": (-120 + (torch.arange(65.0) * 1108 * 0.37 + 1108).sin()).expand(64, 65),
+        "weight": torch.linspace(0.5, 1.5, 65),
+        "bias": torch.zeros(65),
+    }
+    found = check_parity(lambda x, weight, bias: F.layer_norm(x, (65,), weight, bias), form, given)
+    assert found.agrees, found
