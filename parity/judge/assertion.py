@@ -12,12 +12,13 @@ from torch.utils._pytree import tree_map
 
 from parity.judge.asking import names_of, posed, resolved
 from parity.judge.calls import FunctionCalls, elsewhere, other_values, parts, told
-from parity.judge.escalation import CERTAIN, CONFIRMATION, HELD, LARGE, REPLICAS, TWICE, escalate
+from parity.judge.escalation import CERTAIN, CONFIRMATION, FEW, HELD, LARGE, REPLICAS, TWICE, escalate
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating
 from parity.judge.oracle import ALL_QUANTITIES, gradient_name
 from parity.judge.problem import Problem, call
+from parity.judge.protocol import same_bits
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 from parity.judge.record import Parity, ParityError
 from parity.judge.undeclared import Explaining
@@ -355,15 +356,29 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
     return out.scatter(-1, ordered.indices, torch.cat([none, equal], -1) | torch.cat([equal, none], -1))
 
 
+HOPELESS = 10.0
+"""By so much too few replicas underestimate what a recipe allows in two cases of ten thousand (χ² with 4 degrees of freedom)."""
+
+
 def _explained(
     problem: Problem, values: Mapping[str, torch.Tensor | None], recipe: Recipe, quantities: Mapping[str, Judgement]
 ) -> str | None:
     """The recipe, of some coarser ones, under which everything agrees and which allows least; tf32 products come first."""
 
     def judged(other: Recipe, names: Collection[str]) -> dict[str, Judgement]:
+        if (
+            large
+        ):  # where a recipe does not change what is wrong, or a few of its replicas are far too near, no more are drawn
+            few, before = (problem.oracle.replicas(r, FEW) for r in (other, recipe))
+            if other.output == recipe.output and any(same_bits(few[n], before[n]) for n in names if n in wrong):
+                return {}
+            found = {n: _judge(problem, n, values, other, FEW, False) for n in names}
+            if any(j.headroom > HOPELESS for j in found.values()):
+                return found
         return {n: _judge(problem, n, values, other, count, False) for n in names}
 
-    count = CONFIRMATION if _largest(problem) < LARGE else min(TWICE, _steps(problem)[-1])
+    large, wrong = _largest(problem) >= LARGE, {n for n, j in quantities.items() if not j.agrees}
+    count = min(TWICE, _steps(problem)[-1]) if large else CONFIRMATION
     casts = any(x.dtype == torch.float32 for x in problem.tensors.values())
     always = {"output": "input"} if problem.dtype != "fp32" and recipe.output == problem.dtype else {}
     outputs = {n: values.get(n) for n in problem.outputs}
