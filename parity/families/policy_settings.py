@@ -238,8 +238,6 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         out |= {name: SETTINGS[name].default for name in WIRING}
     if kind in (1, 2, 3):
         kept |= _focused(draw, st, out)
-    if out["advantages"] == "zero" and out["beta"] != 0.0 and head.one_in(2, out):  # what is left of the loss is the KL
-        out["advantages"] = "zeros"
     if out["loss_type"] == "cispo":
         out["epsilon_high"] = number(1.001, 10.0, 5.0, 2.0, 1.3, 1.0)
     elif (out["epsilon_high"] or 1.0) < 3e-4 or (out["epsilon_high"] == 0.28 and head.one_in(2, out)):
@@ -259,7 +257,11 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         moved += 3 * [g for g in moved if g in SELDOM]
         few_groups = draw(st.lists(st.sampled_from(moved), min_size=1, max_size=2)) if moved else []
         kept |= {n for g in few_groups for n in g} | ({"epsilon_high"} if out["loss_type"] == "cispo" else set())
+        if out["advantages"] == "zero" and "advantages" in kept:
+            kept |= {"beta", "use_bias_correction_kl", "ref"}
         out |= {n: SETTINGS[n].default for g in GROUPS for n in g if n not in kept}
+    if out["advantages"] == "zero" and out["beta"] != 0.0 and head.one_in(2, out):  # what is left of the loss is the KL
+        out["advantages"] = "zeros"
     if draw(st.integers(0, 19)) == 19:  # a batch without a loss token, whatever else moves
         out["lengths"] = [0] * out["B"]
     return canonical(dtype, out)
@@ -284,6 +286,7 @@ def canonical(dtype: str, out: dict[str, Any]) -> dict[str, Any]:
     silent |= {"ref"} if (out["beta"] == 0.0) != (out["ref"] == "unused") else set()
     silent |= {"ratio_range", "recording"} if out["ratio"] == "none" else set()
     silent |= {"sampler"} if out["off_policy_mask_threshold"] is None and out["sampler"] == "old" else set()
+    silent |= {"advantages"} if out["advantages"] == "zeros" and out["beta"] == 0.0 else set()  # no loss at all
     silent |= {"lora_rank"} if out["head"] != "lora" else set()
     silent |= {"head_dtype"} if out["head"] != "plain" else set()  # adapter and embeddings have the dtype of the model
     silent |= {"level"} if out["head"] == "tied" else set()  # its square would be added

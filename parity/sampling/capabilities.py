@@ -221,10 +221,14 @@ def _shown_of_own(case: Case) -> frozenset[Hashable]:
     length = s.get("T", 1)
     tokens = length * s.get("B", 1)
     long = {(name, case.dtype) for name in ("long", *_deciding(case)) if length > LONG}
-    given = {n: case.settings[n] for n in _deciding(case)}
+    few = [n for n, setting in loss_family(case.family).settings.items() if setting.few and n in case.settings]
+    given = {n: case.settings[n] for n in dict.fromkeys([*_deciding(case), *few])}
+    choices = {(n, v) for n, v in given.items() if loss_family(case.family).settings[n].choices is not None}
     numbers = {n: v for n, v in given.items() if isinstance(v, int | float) and v and not isinstance(v, bool)}
     decades = {(n, "decade", math.floor(math.log10(abs(v)))) for n, v in numbers.items()}
-    return shown(case) | {("tokens", tokens.bit_length(), tokens % CHUNK == 1)} | long | decades
+    beside: set[Hashable] = {(*choice, n) for choice in choices for n in given}
+    beside |= {(*pair, case.dtype) for pair in itertools.combinations(sorted(given), 2) if case.dtype == "fp32"}
+    return shown(case) | {("tokens", tokens.bit_length(), tokens % CHUNK == 1)} | long | decades | beside
 
 
 def _shown_of_kernel(case: Case) -> frozenset[Hashable]:
@@ -290,8 +294,10 @@ def _joined(implementation: Implementation, cases: Sequence[Case], device: str) 
     """Cases with two settings that none of the cases has together: one of them with a value of the other."""
     if not cases:
         return
-    family, together = loss_family(implementation.family), frozenset[Hashable]().union(*map(shown, cases))
-    least = sorted(cases, key=lambda case: len(case.settings))
+    sharp = implementation.is_function  # in float32 a mistake shows that rounding hides elsewhere
+    counted = [case for case in cases if case.dtype == "fp32" or not sharp]
+    family, together = loss_family(implementation.family), frozenset[Hashable]().union(*map(shown, counted))
+    least = sorted(cases, key=lambda case: (sharp and case.dtype != "fp32", len(case.settings)))
     names = sorted({n for case in cases for n, v in case.settings.items() if not _is_size(family, n, v)})
     having = {name: [case for case in least if name in case.settings] for name in names}
     for pair in itertools.combinations(names, 2):

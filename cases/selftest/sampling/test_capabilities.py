@@ -450,3 +450,22 @@ def test_every_implementation_of_a_run_has_a_shard_besides_its_draws():
     shards = planned(Options(families=("divergence",)), "cpu", 1).shards
     every = [s.implementations for s in shards if s.kind == "besides"]
     assert len({one.partition(".")[0] for ids in every for one in ids}) == len(every), "a shard for each library"
+
+
+def test_a_users_function_gets_pairs_in_float32():
+    """Where rounding hides nothing, also of settings that few functions take."""
+
+    def loss(hidden, weight, ids, softcap=None, smoothing=0.0, z_loss=0.0): ...
+
+    own = user.from_function(loss, "own.py:loss", [loss_family("logprobs")])
+    new, *_ = besides(own, drawn_of(loss_family("logprobs"), 100), lambda case: False, 128, "cpu")
+    met = [case.settings.keys() for case in new if case.dtype == "fp32"]
+    assert all(any({a, "softcap"} <= names for names in met) for a in ("z_loss", "smoothing"))
+
+
+def test_advantages_of_zero_alone_stand_beside_a_kl():
+    """A function that skips such a batch, and its KL with it, is seen by nothing else."""
+    family = loss_family("policy")
+    whole = [family.full_settings(case) for case in draws(cases(family, DTYPES, "pr"), "zeros", 900)]
+    zeros = [s for s in whole if s.advantages == "zeros"]
+    assert len(zeros) > 2 and all(s.beta > 0 for s in zeros)
