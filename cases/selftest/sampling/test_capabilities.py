@@ -455,12 +455,14 @@ def test_every_implementation_of_a_run_has_a_shard_besides_its_draws():
 def test_a_users_function_gets_pairs_in_float32():
     """Where rounding hides nothing, also of settings that few functions take."""
 
-    def loss(hidden, weight, ids, softcap=None, smoothing=0.0, z_loss=0.0): ...
+    def loss(hidden, weight, ids, temperature=1.0, softcap=None, smoothing=0.0, z_loss=0.0): ...
 
     own = user.from_function(loss, "own.py:loss", [loss_family("logprobs")])
-    new, *_ = besides(own, drawn_of(loss_family("logprobs"), 100), lambda case: False, 128, "cpu")
-    met = [case.settings.keys() for case in new if case.dtype == "fp32"]
-    assert all(any({a, "softcap"} <= names for names in met) for a in ("z_loss", "smoothing"))
+    drawn = drawn_of(loss_family("logprobs"), 400)
+    new, *_ = besides(own, drawn, lambda case: True, 128, "cpu")
+    met = [case.settings.keys() for case in [*drawn, *new] if case.dtype == "fp32" and not refusal(own, case, "cpu")]
+    pairs = {*itertools.combinations(("temperature", "softcap", "smoothing", "z_loss"), 2)}
+    assert [pair for pair in sorted(pairs) if not any({*pair} <= names for names in met)] == []
 
 
 def test_advantages_of_zero_alone_stand_beside_a_kl():
