@@ -156,3 +156,19 @@ def test_a_recipe_is_said_in_the_rows_that_it_explains_alone():
     found |= {"both": {"recipes": ["Recipe(b)"], "blame": "both"}, "none": {"known": "an-entry"}}
     rows = [Row(case=case, verdict="disagree", **about, **fields) for case, fields in found.items()]
     assert {row.case for row in suggested(rows) if "Recipe(a)" in row.message} == {"new"}
+
+
+def test_no_rounding_to_16_bits_explains_what_is_wrong_in_float32_too():
+    about = {"implementation": "f.py:f", "family": "policy", "device": "cpu", "quantity": "loss"}
+    recipe = {"verdict": "disagree", "recipes": ["Recipe(softmax='bf16')"]}
+
+    def told(cls, dtype, *more, **settings):
+        first = Row(case="a", cls=cls, dtype=dtype, settings={"B": 1} | settings, **about, **recipe)
+        return ["Recipe" in row.message for row in suggested([first, *more])]
+
+    assert told("precision", "bf16") == [True]
+    assert told("logic", "bf16") == [False] == told("logic", "fp32", context="autocast")
+    assert told("logic", "fp32") == [True], "a buffer in bfloat16, whatever the inputs"
+    fp32 = {"case": "b", "cls": "logic", "dtype": "fp32", **about}
+    assert told("logic", "bf16", Row(**fp32, **recipe)) == [True, True]
+    assert told("logic", "bf16", Row(**fp32, **recipe, blame="both")) == [False, False]
