@@ -1,5 +1,6 @@
 """Hints at a cause: patterns in an error, and the recipe that an author may have meant and did not declare."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +14,7 @@ from parity.judge.hints import PLACE, patterns
 from parity.judge.recipe import TF32, TF32_TRUNCATED
 from parity.judge.undeclared import Explaining
 from parity.judging.assess import CaseOracle, judged
+from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
 
 LARGE, SMALL = 0.03, 1e-3
@@ -21,8 +23,15 @@ EXPLAINED = 8.0
 """An error is tf32's where it is this many times smaller against the definition with operands on tf32's grid."""
 
 
-def hints(oracle: CaseOracle, name: str, outcome: Outcome, worst: Sequence[int] = ()) -> list[str]:
-    """Sentences about one failing quantity, `worst` the index of its worst entry; empty where no pattern has a name."""
+def hints(
+    oracle: CaseOracle,
+    name: str,
+    outcome: Outcome,
+    worst: Sequence[int] = (),
+    implementation: Implementation | None = None,
+) -> list[str]:
+    """Sentences about one failing quantity, `worst` the index of its worst entry; empty where no pattern has a name. That of an
+    `implementation` may be told by another call."""
     value, truth = outcome.quantities.get(name), oracle.exact.get(name)
     if value is None or truth is None or value.shape != truth.shape:
         return []
@@ -33,7 +42,7 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome, worst: Sequence[int] 
         of_finite = name.startswith("grad_") and loss is not None and bool(torch.isfinite(loss).all())
         return ["the value is finite, but its gradient is not"] if of_finite else []
     out = patterns(value, o, _factors(oracle.inputs), worst) if o.numel() else []
-    out += _tf32(oracle, name, v, o) + _through(oracle, name, outcome)
+    out += _tf32(oracle, name, v, o) + _through(oracle, name, implementation)
     mask = oracle.inputs.tensors.get("mask")
     if mask is not None and v.dim() >= 2 and v.shape[:2] == mask.shape:
         error = (v - o).abs().flatten(2).sum(-1) if v.dim() > 2 else (v - o).abs()
@@ -44,15 +53,15 @@ def hints(oracle: CaseOracle, name: str, outcome: Outcome, worst: Sequence[int] 
     return [one for one in out if not where or not one.startswith(PLACE)] + where
 
 
-def _through(oracle: CaseOracle, name: str, outcome: Outcome) -> list[str]:
-    """A teacher's or reference's tensor that is the student's, where the gradient is wrong and the loss is right: plain torch
-    sends a gradient through it unless it is detached."""
-    first = oracle.family.first
-    loss, exact = outcome.quantities.get(first), oracle.exact.get(first)
+def _through(oracle: CaseOracle, name: str, implementation: Implementation | None) -> list[str]:
+    """A teacher's or reference's tensor that is the student's, where the gradient is right once they are two of the same bits:
+    plain torch sends a gradient through it unless it is detached."""
     others = [other for other, own in oracle.inputs.shared.items() if name == f"grad_{own}"]
-    if not others or loss is None or exact is None or loss.shape != exact.shape:
+    if not others or implementation is None:
         return []
-    right = torch.allclose(loss.detach().cpu().double(), exact.double(), rtol=LARGE)
+    apart = execute(implementation, dataclasses.replace(oracle.inputs, shared={}))
+    found = judged(oracle, implementation, apart, only=[name], most=REPLICAS) if apart.verdict == "ran" else {}
+    right = name in found and found[name].agrees
     return [f"{others[0]} is the same tensor here: no gradient goes through it by definition"] if right else []
 
 

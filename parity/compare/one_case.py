@@ -115,8 +115,10 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
     for name, j in found.judged.items():
         row = judged_row(base, found.oracle, name, j, found.outcome)
         if name in why:
-            looks = [] if why[name]["recipes"] else hint.hints(found.oracle, name, found.outcome, j.place)
-            row = replace(row, message="; ".join(filter(None, [row.message, *looks])), **why[name])
+            looks = [row.message]
+            if not why[name]["recipes"]:
+                looks += hint.hints(found.oracle, name, found.outcome, j.place, found.implementation)
+            row = replace(row, message="; ".join(filter(None, looks)), **why[name])
         yield row
     if thorough:
         leaks += _repeated_calls(found)
