@@ -10,7 +10,7 @@ from parity.case.inputs import Inputs
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS
 from parity.judge.gates import Judgement
-from parity.judge.hints import PLACE, patterns
+from parity.judge.hints import NEARLY_ALL, PLACE, patterns
 from parity.judge.recipe import TF32, TF32_TRUNCATED
 from parity.judge.undeclared import Explaining
 from parity.judging.assess import CaseOracle, judged
@@ -19,6 +19,8 @@ from parity.protocol.exceptions import Outcome
 
 LARGE, SMALL = 0.03, 1e-3
 """Shares of the largest row's error: above the first a row is wrong, below the second right; between them nothing is said."""
+SEVERAL = 0.25
+"""Share of the ids that stand once, for their rows to be a sign that those of the others are wrong."""
 EXPLAINED = 8.0
 """An error is tf32's where it is this many times smaller against the definition with operands on tf32's grid."""
 
@@ -78,7 +80,10 @@ def _where(oracle: CaseOracle, v: torch.Tensor, o: torch.Tensor) -> list[str]:
         return []
     uses = ids[ids >= 0].bincount(minlength=1 if by_token else len(v))
     times = torch.where(ids >= 0, uses[ids.clamp(min=0)], 0) if by_token else uses
-    if bool((times[wrong] > 1).all()) and bool((right & (times == 1)).any()):
+    live = ((v != 0) | (o != 0)).reshape(len(error), -1).any(-1)
+    again, once = live & (times > 1), live & (times == 1)
+    every = int(wrong.sum()) >= NEARLY_ALL * int(again.sum())
+    if every and bool((times[wrong] > 1).all()) and int(once.sum()) >= SEVERAL * int((again | once).sum()):
         return ["only where an id repeats"]
     first, what = int(wrong.int().argmax()), "token" if by_token else "row"
     if first >= 8 and bool((wrong | (by_token & (times == 0)))[first:].all()):
