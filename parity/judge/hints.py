@@ -17,6 +17,8 @@ NEARLY_ALL, FAR = 0.9, 10.0
 """Share of the squared error at some indices, and how many times that of any other each of them has, for a hint to name them."""
 ROUNDED = 2.0**-7
 """A single number is a factor of any other: one so near to 1 may be a rounding to bf16."""
+CANCELLED = 2.0**24
+"""Where a value is more times the definition, the latter is zero but for its own rounding: no factor is said."""
 SMALL = 2.0**-5
 """Entries below this share of the root mean square have cancelled; their relative error says little."""
 
@@ -86,7 +88,7 @@ def _factor(v: torch.Tensor, o: torch.Tensor, named: Mapping[str, float]) -> Ite
     only where it is one of those."""
     factor = float((v * o).sum() / o.square().sum())
     rounded = v.numel() == 1 and abs(factor - 1) < ROUNDED
-    if rounded or not float((v - factor * o).norm()) < 0.1 * float((v - o).norm()):
+    if rounded or abs(factor) > CANCELLED or not float((v - factor * o).norm()) < 0.1 * float((v - o).norm()):
         return
     label = _named(factor, named)
     if label or v.numel() > 1:

@@ -79,6 +79,13 @@ def test_a_token_of_each_chunk_that_a_mask_drops():
     ]
 
 
+def test_a_definition_that_is_zero_but_for_its_rounding_has_no_factor():
+    """The gradient of the weights of a router that takes one expert, which has them all."""
+    value = torch.tensor([0.75, -0.5, -0.25])
+    assert patterns(value, 2.0**-53 * value.double(), {}) == []
+    assert patterns(value, 2.0**-20 * value.double(), {}) == ["1.049e+06 times the definition"]
+
+
 TWO = {"accumulation": 2, "temperature": 0.5}
 LENGTHS = {"B": 3, "T": 5, "lengths": [4, 0, 2], "loss_type": "dr_grpo", "max_completion_length": 16}
 
