@@ -54,7 +54,7 @@ def test_the_demo_finds_the_dropped_ratio_without_trl_and_its_replay_line_works(
     assert re.search(r"^right +agrees in all of (9|\d\d) cases$", done.stdout, re.MULTILINE)
     assert re.search(r"^ratio_dropped +disagrees in (9|\d\d) of \1 cases$", done.stdout, re.MULTILINE)
     page = tmp_path / "reports/demo/index.html"
-    assert page.stat().st_size > 10_000 and "not made smaller" not in page.read_text()
+    assert page.stat().st_size > 10_000 and "shown as drawn" not in page.read_text()
     rows = read(tmp_path / "reports/demo/results.ndjson")[1]
     assert max(row.settings["B"] * row.settings["T"] for row in rows) <= 60, "a finding to be read"
     line = re.search(r"^replay +parity (replay .*)$", done.stdout, re.MULTILINE)[1]

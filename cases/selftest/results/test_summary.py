@@ -3,10 +3,12 @@
 import math
 
 import pytest
+from msgspec.structs import replace
 
-from cases.selftest.results.runs import row, summary
+from cases.selftest.results.runs import HEADER, row, summary
 from parity.results.report import wording
 from parity.results.report.findings import headroom
+from parity.results.row import Asked
 
 
 def test_every_case_counts_once():
@@ -39,6 +41,10 @@ def test_findings_that_were_not_minimised_are_counted():
         "lib.third": None,
     }
     assert s.notes[0].startswith("1 of the new findings are shown as drawn")
+    alone = "run one --implementation alone"
+    for asked, told in [((), True), (("lib.loss", "lib.other"), True), (("lib.loss",), False)]:
+        header = replace(HEADER, header=replace(HEADER.header, asked=Asked(implementations=asked)))
+        assert (alone in summary(drawn, small, header=header).notes[0]) is told
     assert summary(drawn, row("d", verdict="disagree", minimised=True)).notes == (), "a smaller case is shown"
     assert summary(small, frozen).notes == ()
 

@@ -113,7 +113,7 @@ def summarise(header: Header, rows: Iterable[Row]) -> Summary:
         findings=tuple(f for f in found if f.known is None),
         known=tuple(f for f in found if f.known is not None),
         reasons=tuple(_reasons(cases)),
-        notes=tuple(_notes(everything, found)),
+        notes=tuple(_notes(everything, found, asked)),
     )
 
 
@@ -195,7 +195,7 @@ def _reasons(cases: Iterable[ImplementationCase]) -> list[Reason]:
     return sorted(out, key=lambda r: (r.verdict != "unsupported", -r.count, r.message))
 
 
-def _notes(cases: Sequence[ImplementationCase], found: Sequence[Finding]) -> Iterable[str]:
+def _notes(cases: Sequence[ImplementationCase], found: Sequence[Finding], asked: Sequence[str]) -> Iterable[str]:
     rows = [row for case in cases for row in case.rows]
     unsupported = [case.first for case in cases if case.outcome == "unsupported"]
     for said, count in Counts(row.message for row in unsupported if row.blame == "harness").items():
@@ -225,7 +225,8 @@ def _notes(cases: Sequence[ImplementationCase], found: Sequence[Finding]) -> Ite
     for who, why in slow.items():
         yield f"{who}: {len(why):,} cases {LEFT_OUT}{why[-1]}"
     if drawn := sum(f.known is None and f.minimised is False for f in found):
-        yield f"{drawn:,} of the new findings are shown as drawn, not made smaller; run with --implementation for smaller cases"
+        more = "" if len(asked) == 1 else "; run one --implementation alone for more of them"
+        yield f"{drawn:,} of the new findings are shown as drawn: a run makes only so many smaller{more}"
 
 
 def not_judged(who: str, names: Iterable[str]) -> str:
