@@ -72,12 +72,12 @@ def broken(recording: Recording, verdict: Verdict, raw: Verdict | None) -> dict[
     A disagreement that is explained breaks the line of its explanation; another one what the recording was asked for, else
     "processed".
     """
-    out = {} if raw is None or raw.agrees else {"raw": f"{recording.name}: fails by {raw.worst}"}
+    out = {} if raw is None or raw.agrees else {"raw": f"{recording.name}: {raw.fails_by}"}
     absent = int((~recording.sampler_logps.isfinite())[recording.mask].sum())
     if absent:
         out["missing"] = f"{recording.name}: {absent} of {int(recording.mask.sum())} tokens have none"
     if not verdict.agrees:
-        why = verdict.explanation or f"fails by {verdict.worst}"
+        why = verdict.explanation or verdict.fails_by
         named = [line for words, line in BLAMED.items() if words in str(verdict.explanation)][:1]
         if "is not in them" in why:
             named = named or [name for name in ("top-p", "top-k") if name in lines_of(recording)]

@@ -87,6 +87,8 @@ DEFINITIONS = {
     "full": "at the temperature, over the whole vocabulary: what TRL's trainer computes",
 }
 """What a sampler's log-probs may be meant to be."""
+WORDS = {"without one": "mass of the kept tokens but the last (below top-p)"}
+"""Quantities of `_defined` whose name says too little, and what a reader is told."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,16 +111,22 @@ class Verdict:
     def worst(self) -> str:
         return max(self.judgements, key=lambda name: self.judgements[name].headroom)
 
+    @property
+    def fails_by(self) -> str:
+        """What fails, in words."""
+        return f"fails by {WORDS.get(self.worst, self.worst)}"
+
     def text(self, recording: Recording) -> str:
         """The judgement, gate by gate, and the statistics; a line each."""
         lines = [
             recording.line(),
             f"  {'agrees' if self.agrees else 'DISAGREES'} as log-probs {DEFINITIONS[self.definition]}",
-            "  error ÷ allowed: " + ", ".join(f"{n} {j.headroom:.2f}" for n, j in self.judgements.items()),
+            "  error ÷ allowed: "
+            + ", ".join(f"{WORDS.get(n, n)} {j.headroom:.2f}" for n, j in self.judgements.items()),
         ]
         if not self.agrees:
             cause = self.explanation or "nothing that was tried: other weights, or another computation"
-            lines += [f"  fails by {self.worst}; what fits better: {cause}", *([f"  {self.off}"] if self.off else [])]
+            lines += [f"  {self.fails_by}; what fits better: {cause}", *([f"  {self.off}"] if self.off else [])]
         d = self.log_ratios[self.log_ratios.isfinite()]
         cut, unscored = int(self.log_ratios.isinf().sum()), int(self.log_ratios.isnan().sum())
         lines.append(f"  {len(d)} tokens, {unscored} not scored, {cut} that the trainer's top-p or top-k excludes")

@@ -12,10 +12,11 @@ from cases.selftest.rollouts.controls import CONTROLS, first, stale_weights
 from parity import data, recording
 from parity.cli.commands import main
 from parity.errors import UsageError
+from parity.judge.gates import Judgement
 from parity.judge.recipe import DTYPES
 from parity.judge.values import normal
-from parity.rollouts import engine_models, scoring
-from parity.rollouts.judge import Scores, Trainer, judge, score
+from parity.rollouts import contract, engine_models, scoring
+from parity.rollouts.judge import Scores, Trainer, Verdict, judge, score
 from parity.rollouts.scoring import kept_mass
 
 ROWS = 8
@@ -235,6 +236,16 @@ def test_a_token_outside_the_support_is_named():
         ids[row, len(completion) - 1] = model(input_ids=before).logits[0, -1].argmin()
     verdict = judge(dataclasses.replace(found, completion_ids=ids), trainer_of(found))
     assert not verdict.judgements["outranked"].agrees and verdict.log_ratios.isinf().sum() == ROWS
+
+
+def test_a_limit_that_fails_is_said_in_words():
+    judgements = {"log-probs": Judgement({"norm": 0.5}), "without one": Judgement({"norm": 9.0})}
+    found, words = short("llama-fp32-t0.7-p0.8"), "mass of the kept tokens but the last (below top-p)"
+    verdict = Verdict("truncated", judgements, torch.zeros(2), None)
+    said = verdict.text(found)
+    assert f"log-probs 0.50, {words} 9.00" in said and f"fails by {words};" in said
+    raw = contract.broken(found, dataclasses.replace(verdict, judgements={}), verdict)
+    assert raw["raw"].endswith(words) and contract.broken(found, verdict, None)["processed"].endswith(words)
 
 
 def test_either_set_is_right_where_rounding_decides_what_top_p_keeps():
