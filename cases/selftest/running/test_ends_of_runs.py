@@ -145,6 +145,15 @@ def test_what_is_required_is_excused_by_a_new_crash_alone(known, code):
     assert judge_run(options, rows, [], "cpu")[0] == code
 
 
+def test_an_idle_function_ends_a_run_with_3_beside_a_new_finding():
+    """The table of exit codes says so; the finding is among the reasons."""
+    rows = [runs.row("c", verdict="disagree", implementation="lib.loss")]
+    code, reasons = judge_run(Options(require=("lib.other",)), rows, [], "cpu")
+    assert code == NOTHING and "1 new failing rows of lib.loss" in reasons
+    page = data.cases_dir().parent / "docs" / "reading-a-report.md"
+    assert "of several codes 3 wins, then 1" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "code"),
     [("trl.selective_log_softmax", AGREE), ("trl.selective_log_softmix", STALE), ("mine.py:loss", AGREE)],
