@@ -76,6 +76,8 @@ def why(id: str, rows: Iterable[Row]) -> str:
     """The commonest reason for which the cases of an implementation could not be judged, a refusal before all others."""
     given = [(r.verdict == "refused", f"{r.verdict}: {r.message}") for r in rows if r.implementation == id]
     counted = collections.Counter(given)
+    if len(counted) == 1 and (said := given[0][1]).startswith("unsupported: written for "):
+        return f"{said}, and no case here has these settings together"
     return max(counted, key=lambda key: (key[0], counted[key]))[1] if counted else "no case was drawn for it"
 
 

@@ -273,6 +273,19 @@ def test_own_code_that_was_never_compared_is_no_success(tmp_path):
     assert "no case was drawn" in judge_run(options, [reference], [], "cpu")[1][0]
 
 
+def test_settings_that_no_case_has_together_are_said(tmp_path):
+    """IPO divides by length already: no case has its mean besides."""
+    text = "def own(hidden, weight, ids, ref_hidden, ref_weight, beta): ...\n"
+    spec = own_file(tmp_path, text + "own.fixed = {'loss_type': 'ipo', 'average': True}\n")
+    ipo, _ = loss_family("preference").settled(1, "fp32", {"loss_type": "ipo", "average": True})
+    rows = list(run_case(ipo, from_file(spec), thorough=False))
+    _, reasons = judge_run(Options(implementations=(spec,)), [row("agree"), *rows], [], "cpu")
+    (said,) = reasons
+    assert "written for loss_type ipo" in said and said.endswith("no case here has these settings together")
+    other = [*rows, row("unsupported", "no bias", spec)]
+    assert "together" not in judge_run(Options(implementations=(spec,)), [row("agree"), *other], [], "cpu")[1][0]
+
+
 def test_an_implementation_in_a_file_is_known_by_its_own_id(tmp_path):
     imported = "from parity.implementations.implementation import Implementation\n"
     text = imported + "own = Implementation('mine', 'logprobs', 'candidate', len)\n"
