@@ -225,6 +225,8 @@ def _place(off: Tensor, picked: Tensor) -> str:
     if not rows:
         return count
     which = f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} of {int(picked.any(1).sum())} rows"
+    if not bool((there & (picked.flip(1).cumsum(1).flip(1) > 1)).any()):
+        return f"{count}, in {which}, each the last of its row"
     return f"{count}, in {which}, at tokens {places[0]} to {places[-1]} of the completions, counted from 0"
 
 

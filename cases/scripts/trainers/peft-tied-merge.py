@@ -23,7 +23,7 @@ def adapted(tie):
     config = peft.LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=tie, task_type="CAUSAL_LM")
     policy = peft.get_peft_model(model(), config).eval()
     with torch.no_grad():
-        for name, parameter in policy.named_parameters():
+        for _, parameter in policy.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
     return policy

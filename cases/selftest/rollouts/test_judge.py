@@ -359,3 +359,13 @@ def test_other_tokens_than_the_recording_says_are_not_said_to_be_of_all():
     assert not verdict.agrees and str(verdict.explanation).startswith(
         "other tokens were kept than the recording says (top-p 0.8"
     )
+
+
+def test_rounded_log_probs_and_those_of_the_last_tokens_are_told():
+    found = short("llama-fp32-t1-p1")
+    verdict = judge(dataclasses.replace(found, sampler_logps=found.sampler_logps.round(decimals=3)), trainer_of(found))
+    assert verdict.explanation == "they are rounded to 3 decimals"
+    last = found.mask & (found.mask.flip(1).cumsum(1).flip(1) == 1)
+    moved = torch.where(last, found.sampler_logps.roll(1, 1), found.sampler_logps)
+    verdict = judge(dataclasses.replace(found, sampler_logps=moved), trainer_of(found))
+    assert verdict.explanation is None and verdict.off.endswith(f"in {ROWS} of {ROWS} rows, each the last of its row")
