@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from parity.judge.asking import names_of, posed, resolved
 from parity.judge.calls import FunctionCalls, elsewhere, other_values, parts, told
-from parity.judge.escalation import CERTAIN, CONFIRMATION, FEW, HELD, LARGE, REPLICAS, TWICE, escalate
+from parity.judge.escalation import CERTAIN, CONFIRMATION, HELD, LARGE, REPLICAS, TWICE, escalate
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating
@@ -357,7 +357,8 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
 
 
 HOPELESS = 10.0
-"""By so much too few replicas underestimate what a recipe allows in two cases of ten thousand (χ² with 4 degrees of freedom)."""
+"""By so much twelve replicas do not underestimate what a recipe allows (`CERTAIN`), unless it acts in half of them alone, as a
+stored log-sum-exp, and in none of twelve: one in 4,096."""
 
 
 def _explained(
@@ -366,13 +367,12 @@ def _explained(
     """The recipe, of some coarser ones, under which everything agrees and which allows least; tf32 products come first."""
 
     def judged(other: Recipe, names: Collection[str]) -> dict[str, Judgement]:
-        if (
-            large
-        ):  # where a recipe does not change what is wrong, or a few of its replicas are far too near, no more are drawn
-            few, before = (problem.oracle.replicas(r, FEW) for r in (other, recipe))
+        # No more are drawn where a recipe leaves what is wrong as it is, or some of its replicas are far too near.
+        if large:
+            few, before = (problem.oracle.replicas(r, REPLICAS) for r in (other, recipe))
             if other.output == recipe.output and any(same_bits(few[n], before[n]) for n in names if n in wrong):
                 return {}
-            found = {n: _judge(problem, n, values, other, FEW, False) for n in names}
+            found = {n: _judge(problem, n, values, other, REPLICAS, False) for n in names}
             if any(j.headroom > HOPELESS for j in found.values()):
                 return found
         return {n: _judge(problem, n, values, other, count, False) for n in names}

@@ -79,9 +79,10 @@ def _candidates(
         yield f"each log-prob belongs to the row {side} it", "", table.roll(step, 0)[rows.picked.cpu()]
     yield "their sign is turned", "", -own.logps
     for digits in range(1, 5):
-        step, off = 10.0**-digits, (found.values - own.logps).abs()
-        if bool(((found.values / step).nan_to_num() - (found.values / step).nan_to_num().round()).abs().lt(0.01).all()):
-            near = off <= step / 2 + LIMIT * own.units
+        grid, off = 10.0**-digits, (found.values - own.logps).abs()
+        multiples = (found.values / grid).nan_to_num()
+        if bool(((multiples - multiples.round()).abs() < 0.01).all()):
+            near = off <= grid / 2 + LIMIT * own.units
             yield f"they are rounded to {digits} decimals", "", torch.where(near, found.values.to(own.logps), own.logps)
             break
     for name, ask in others.items():

@@ -49,6 +49,8 @@ def trained(dtype, quantised, sync, steps=100):
     return *(float((one - start).square().mean().sqrt()) for one in (reference, logps(model))), loss.item()
 
 
+if not importlib.util.find_spec("bitsandbytes"):
+    print("without the rows in 4 bits, which need bitsandbytes\n")
 print("| 100 steps | reference moved, nats, right: 0 | policy moved, with sync, without | loss |\n|---|---|---|---|")
 wrong = False
 kinds = [("float32", torch.float32, 0), ("bfloat16", torch.bfloat16, 0), ("4 bits", torch.bfloat16, 1)]

@@ -167,7 +167,9 @@ def test_no_rounding_to_16_bits_explains_what_is_wrong_in_float32_too():
         return ["Recipe" in row.message for row in suggested([first, *more])]
 
     assert told("precision", "bf16") == [True]
-    assert told("logic", "bf16") == [False] == told("logic", "fp32", context="autocast")
+    seen = Row(case="c", dtype="fp32", verdict="agree", **about)
+    assert told("logic", "bf16", seen) == [False, False] == told("logic", "fp32", seen, context="autocast")
+    assert told("logic", "bf16") == [True], "no case of the run is in float32"
     assert told("logic", "fp32") == [True], "a buffer in bfloat16, whatever the inputs"
     fp32 = {"case": "b", "cls": "logic", "dtype": "fp32", **about}
     assert told("logic", "bf16", Row(**fp32, **recipe)) == [True, True]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from cases.selftest.judge.operations import OPERATIONS
 from cases.selftest.judge.test_kernels import on_outputs
 from parity.judge.operations import NO_DIGIT
+from parity.judge.values import normal
 from parity.testing import check_parity, definitions
 
 STYLES = [(name, style) for name, operation in OPERATIONS.items() for style in operation.all_styles()]
@@ -30,8 +31,11 @@ def without_a_digit(name, style, case):
     """torch's flash kernel makes exp(s - L) again backward: there it gives NaN, or 0 as the weight of a single key."""
     if not (name.startswith("attention") and style == "torch"):
         return False
-    q, k = (case.inputs[n].double().abs() for n in "qk")
-    return float(q.amax() * k.amax() * q.shape[-1] ** 0.5) > NO_DIGIT
+    q, k = (case.inputs[n].double() for n in "qk")
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[-1] ** 0.5
+    if case.inputs["causal"]:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return float(scores.logsumexp(-1).abs().amax()) > NO_DIGIT
 
 
 @pytest.mark.parametrize(("count", "seed"), [(4, 0), pytest.param(300, 7, marks=pytest.mark.slow)])
@@ -133,3 +137,18 @@ def test_a_variance_by_a_running_mean_agrees(form):
     }
     found = check_parity(lambda x, weight, bias: F.layer_norm(x, (65,), weight, bias), form, given)
     assert found.agrees, found
+
+
+def test_what_is_not_linear_in_the_weights_is_no_attention():
+    """Σ dO·O is then not Σ p·dP: replicas made so had a gradient of that size where there is none."""
+
+    def hard(q, k, v):
+        return torch.softmax(4 * q @ k.mT, -1).round() @ v
+
+    def straight_through(q, k, v):
+        p = torch.softmax(4 * q @ k.mT, -1)
+        return (p + (p.round() - p).detach()) @ v
+
+    given = {n: normal(0, n, (2, t, 8)).float() for n, t in (("q", 6), ("k", 7), ("v", 7))}
+    assert check_parity(hard, hard, given).agrees
+    assert not check_parity(straight_through, hard, given).agrees

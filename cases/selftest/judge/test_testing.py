@@ -18,7 +18,7 @@ from parity.judge import assertion
 from parity.judge.oracle import Oracle
 from parity.judge.problem import cotangent
 from parity.judge.products import CutOperands
-from parity.testing import EAGER, ParityError, Recipe, assert_parity, check_parity, stored, tolerance
+from parity.testing import EAGER, ParityError, Recipe, assert_parity, check_parity, definitions, stored, tolerance
 from parity.testing.drawing import laid
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -686,3 +686,29 @@ def test_a_gradient_behind_a_mask_is_told_by_the_mask():
     wrong = lambda x, mask: define(x, mask) + (x.sum(-1) - x.sum(-1).detach()) * ~mask  # noqa: E731
     with pytest.raises(AssertionError, match="only where mask is False"):
         assert_parity(wrong, definition=define, inputs=inputs)
+
+
+class StoredInBf16(torch.autograd.Function):
+    """A cross entropy that keeps its log-sum-exp in bf16."""
+
+    @staticmethod
+    def forward(ctx, z, target):
+        whole = z.logsumexp(-1, keepdim=True).bfloat16().float()
+        ctx.save_for_backward(z, whole, target)
+        return (whole[:, 0] - z.gather(-1, target[:, None])[:, 0]).mean()
+
+    @staticmethod
+    def backward(ctx, g):
+        z, whole, target = ctx.saved_tensors
+        p = (z - whole).exp()
+        return g * p.scatter_add(-1, target[:, None], -torch.ones(len(z), 1)) / len(z), None
+
+
+def test_a_recipe_that_half_of_the_replicas_follow_is_named_for_a_large_tensor():
+    """By seed 20 none of the first four stores its log-sum-exp: they would say that this explains nothing."""
+    torch.manual_seed(1)
+    given = {"logits": torch.randn(64, 512) * 3, "target": torch.randint(0, 512, (64,))}
+    found = check_parity(
+        lambda logits, target: StoredInBf16.apply(logits, target), definitions.cross_entropy, given, seed=20
+    )
+    assert "right for code that rounds so: Recipe(log_sum_exp='bf16')" in found.message

@@ -259,7 +259,7 @@ def suggested(rows: Iterable[Row]) -> list[Row]:
     """The rows; where a user's function has a recipe under which all its new failures agree, in every case, it is said.
 
     A case where the reference is wrong too says nothing of the function, and is left out. What is wrong in float32 too is not
-    explained by what 16 bits round: where it is logic, one of the cases must be in float32.
+    explained by what 16 bits round: where it is logic, one of the cases must be in float32, or none of the run's.
     Of several that which allows least in most of them: the smallest sum of its ranks.
     """
     rows, out = list(rows), list[Row]()
@@ -270,6 +270,7 @@ def suggested(rows: Iterable[Row]) -> list[Row]:
     for row in wrong:
         of[row.implementation].setdefault(row.case, row.recipes)
     logic = {row.implementation for row in wrong if row.cls == "logic"}
+    logic &= {row.implementation for row in rows if row.judged and _in_float32(row)}
     logic -= {row.implementation for row in wrong if _in_float32(row)}
     best: dict[str, str] = {}
     for name, cases in of.items():
