@@ -59,6 +59,7 @@ def findings(title: str, stack: "Stack", unknown: Mapping[str, str]) -> None:
         screen.print(table)
     if any("`apply`" in fix(e) for e in stack.entries):
         screen.print(Text(f"\n{APPLY}"))
+    screen.print(Text("\nIn settings that no check drives: docs/measured/trainers-unchecked.md"))
 
 
 def table_of(title: str, headings: Sequence[str], show_header: bool = True) -> Table:
