@@ -72,6 +72,7 @@ WIRING = (
 """Settings that bare fused losses have no parameter for."""
 
 CLIPS = ("epsilon", "epsilon_high", "delta")
+KL = ("beta", "use_bias_correction_kl", "ref")
 GROUPS: tuple[tuple[str, ...], ...] = (
     *(
         (name,)
@@ -84,7 +85,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("level", "padded_rows"),
     ("layout", "layouts", "ids_dtype", "mask_dtype"),
     CLIPS,
-    ("beta", "use_bias_correction_kl", "ref"),
+    KL,
     ("ratio", "ratio_range", "recording"),
     ("off_policy_mask_threshold", "sampler"),
     ("accumulation", "steps_per_generation", "other_tokens"),
@@ -258,7 +259,7 @@ def draw(draw: Any, st: Any, dtype: str, profile: str, contexts: tuple[str, ...]
         few_groups = draw(st.lists(st.sampled_from(moved), min_size=1, max_size=2)) if moved else []
         kept |= {n for g in few_groups for n in g} | ({"epsilon_high"} if out["loss_type"] == "cispo" else set())
         if out["advantages"] == "zero" and "advantages" in kept:
-            kept |= {"beta", "use_bias_correction_kl", "ref"}
+            kept |= {*KL}
         out |= {n: SETTINGS[n].default for g in GROUPS for n in g if n not in kept}
     if out["advantages"] == "zero" and out["beta"] != 0.0 and head.one_in(2, out):  # what is left of the loss is the KL
         out["advantages"] = "zeros"

@@ -71,14 +71,15 @@ class WeightsAgain(TorchFunctionMode):
         return out
 
     def _product(self, out: torch.Tensor, scores: torch.Tensor, product: Again) -> torch.Tensor:
-        whole, again = scores.logsumexp(-1, keepdim=True).detach(), _made_again(scores, {})
+        whole = scores.logsumexp(-1, keepdim=True).detach()
         far = whole.abs() >= NO_DIGIT
-        weights = torch.where(far, scores.softmax(-1), (again - whole).exp()).detach()
-        moved = torch.where(far, scores - scores.detach(), again - again.detach()).nan_to_num()  # 0, and -inf - -inf
+        z = torch.where(far, scores, _made_again(scores, {}))
+        weights = torch.where(far, scores.softmax(-1), (z - whole).exp()).detach()
+        moved = (z - z.detach()).nan_to_num()  # 0, also of -inf
         weights = weights * (1 + stored(moved, "use"))
         total = weights.sum(-1, keepdim=True)
-        other = product(weights) - stored(out).detach() * (total - total.detach())
-        return out.detach() + (other - other.detach())  # the forward pass has its own weights
+        again = product(weights) - stored(out).detach() * (total - total.detach())
+        return out.detach() + (again - again.detach())  # the forward pass has its own weights
 
 
 def _linear(product: Again, scores: torch.Tensor, out: torch.Tensor) -> bool:

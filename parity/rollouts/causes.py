@@ -78,8 +78,9 @@ def _candidates(
         yield f"each log-prob belongs to the token {side} it", "", moved[rows.picked.cpu()]
         yield f"each log-prob belongs to the row {side} it", "", table.roll(step, 0)[rows.picked.cpu()]
     yield "their sign is turned", "", -own.logps
+    off = (found.values - own.logps).abs()
     for digits in range(1, 5):
-        grid, off = 10.0**-digits, (found.values - own.logps).abs()
+        grid = 10.0**-digits
         multiples = (found.values / grid).nan_to_num()
         if bool(((multiples - multiples.round()).abs() < 0.01).all()):
             near = off <= grid / 2 + LIMIT * own.units

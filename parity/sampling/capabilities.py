@@ -217,17 +217,19 @@ def _shown_of_own(case: Case) -> frozenset[Hashable]:
     """`shown` of a user's function, and sizes, of which the draws of many libraries together hold enough: how many tokens
     there are, also one more than a chunk's, and a long sequence in each dtype by itself and with what decides the loss. And the
     decade of each number that decides it: below one there may be a threshold."""
-    s = vars(loss_family(case.family).full_settings(case))
+    family = loss_family(case.family)
+    s = vars(family.full_settings(case))
     length = s.get("T", 1)
     tokens = length * s.get("B", 1)
     long = {(name, case.dtype) for name in ("long", *_deciding(case)) if length > LONG}
-    few = [n for n, setting in loss_family(case.family).settings.items() if setting.few and n in case.settings]
+    few = [n for n, setting in family.settings.items() if setting.few and n in case.settings]
     given = {n: case.settings[n] for n in dict.fromkeys([*_deciding(case), *few])}
-    choices = {(n, v) for n, v in given.items() if loss_family(case.family).settings[n].choices is not None}
+    choices = {(n, v) for n, v in given.items() if family.settings[n].choices is not None}
     numbers = {n: v for n, v in given.items() if isinstance(v, int | float) and v and not isinstance(v, bool)}
     decades = {(n, "decade", math.floor(math.log10(abs(v)))) for n, v in numbers.items()}
     beside: set[Hashable] = {(*choice, n) for choice in choices for n in given}
-    beside |= {(*pair, case.dtype) for pair in itertools.combinations(sorted(given), 2) if case.dtype == "fp32"}
+    if case.dtype == "fp32":
+        beside |= {(*pair, "fp32") for pair in itertools.combinations(sorted(given), 2)}
     return shown(case) | {("tokens", tokens.bit_length(), tokens % CHUNK == 1)} | long | decades | beside
 
 
