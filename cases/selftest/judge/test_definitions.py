@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from cases.selftest.judge.operations import OPERATIONS
 from cases.selftest.judge.test_kernels import on_outputs
 from parity.judge.operations import NO_DIGIT
-from parity.judge.values import normal
 from parity.testing import check_parity, definitions
 
 STYLES = [(name, style) for name, operation in OPERATIONS.items() for style in operation.all_styles()]
@@ -149,6 +148,8 @@ def test_what_is_not_linear_in_the_weights_is_no_attention():
         p = torch.softmax(4 * q @ k.mT, -1)
         return (p + (p.round() - p).detach()) @ v
 
-    given = {n: normal(0, n, (2, t, 8)).float() for n, t in (("q", 6), ("k", 7), ("v", 7))}
+    torch.manual_seed(0)
+    given = {n: torch.randn(2, tokens, 8) for n, tokens in (("q", 6), ("k", 7), ("v", 7))}
     assert check_parity(hard, hard, given).agrees
-    assert not check_parity(straight_through, hard, given).agrees
+    found = check_parity(straight_through, hard, given).quantities
+    assert min(found[n].headroom for n in ("grad_q", "grad_k")) > 1e6
