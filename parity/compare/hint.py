@@ -141,21 +141,18 @@ def undeclared(
         return []
     recipe = implementation.recipe_for(oracle.inputs)
     dtype = oracle.inputs.product_dtype
-    outputs = {name: outcome.quantities.get(name) for name in oracle.family.outputs}
-    narrow = (
-        dtype != "fp32"
-        and recipe.output == "any"
-        and any(v.dtype.itemsize < 4 for v in outputs.values() if v is not None)
-    )
+    came = [v for v in map(outcome.quantities.get, oracle.family.outputs) if v is not None]
+    narrow = dtype != "fp32" and recipe.output == "any" and any(v.dtype.itemsize < 4 for v in came)
     explaining = Explaining(
         recipe,
         dtype,
         lambda wider, names: judged(oracle, implementation, outcome, wider, only=names, most=REPLICAS),
         judgements,
-        outputs,
+        outcome.quantities,
+        oracle.family.outputs,
         casts=any(oracle.inputs.tensors[n].dtype == torch.float32 for n in oracle.inputs.leaves),  # type: ignore[union-attr]
         tf32=oracle.inputs.device.type == "cuda",
         always={"output": "input"} if narrow else {},
-        trying=oracle.oracle.forgetting,
+        oracle=oracle.oracle,
     )
     return list(explaining.recipes())

@@ -381,9 +381,8 @@ def _explained(
     count = min(TWICE, _steps(problem)[-1]) if large else CONFIRMATION
     casts = any(x.dtype == torch.float32 for x in problem.tensors.values())
     always = {"output": "input"} if problem.dtype != "fp32" and recipe.output == problem.dtype else {}
-    outputs = {n: values.get(n) for n in problem.outputs}
     explaining = Explaining(
-        recipe, problem.dtype, judged, quantities, outputs, casts, True, always, problem.oracle.forgetting
+        recipe, problem.dtype, judged, quantities, values, problem.outputs, casts, True, always, problem.oracle
     )
     return next(explaining.recipes(), None)
 

@@ -3,12 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from parity.judge.escalation import REPLICAS
 from parity.judge.gates import Judgement
+from parity.judge.oracle import Oracle
 from parity.judge.recipe import TF32, TF32_TRUNCATED, UNIT_ROUNDOFF, Recipe
 
 Stages = tuple[str, ...]
@@ -35,6 +36,10 @@ FIRST = 1e3
 """Added to it for sums over tokens where another float32 gradient is right: dlogits in 16 bits would be in all of them."""
 TINY = 1e-3
 """Error ÷ allowed of what is exact, in that sum."""
+LOUD, EXACT, ROWS, MOST = 1 / 16, 1 / 64, 16, 0.75
+"""Rows, such as tokens, whose replicas are off by this share of what the root mean square row's are; the share of its replicas'
+error below which a row is right; how many rows there must be; the share of right ones above which the error is not rounding. Of
+rounded rows one in a hundred is as near by chance, more where values are exact in 16 bits."""
 
 Judge = Callable[[Recipe, Collection[str]], Mapping[str, Judgement]]
 """(resolved recipe, quantities) -> their judgements under it, by few replicas."""
@@ -48,11 +53,12 @@ class Explaining:
     dtype: str  # of the inputs
     judge: Judge  # judges the result again
     judgements: Mapping[str, Judgement]  # of every quantity, by the recipe as it is declared
-    outputs: Mapping[str, torch.Tensor | None]  # output -> as it came; None where it is missing
+    values: Mapping[str, torch.Tensor | None]  # quantity -> as it came; None where it is missing
+    outputs: Collection[str]  # which of them are outputs
     casts: bool  # whether an input is in float32, so that a cast of the inputs to `dtype` rounds
     tf32: bool  # whether float32 products may be tf32's
     always: dict[str, Any]  # fields that each recipe has besides, so that it can be declared as it is printed
-    trying: Callable[[], AbstractContextManager[None]]  # what is computed for a recipe is not kept
+    oracle: Oracle  # what it computes for a recipe that is tried is not kept
 
     @property
     def failing(self) -> list[str]:
@@ -67,7 +73,7 @@ class Explaining:
     @property
     def wide(self) -> bool:
         """Whether all outputs agree and came in float32: then nothing before them is rounded to 16 bits."""
-        came = [v for v in self.outputs.values() if v is not None]
+        came = [v for v in map(self.values.get, self.outputs) if v is not None]
         return not {*self.outputs} & {*self.failing} and all(v.dtype.itemsize >= 4 for v in came)
 
     def recipes(self) -> Iterator[str]:
@@ -104,8 +110,9 @@ class Explaining:
                 if cast or ("accumulate" in stages and dtype not in ("bf16", self.dtype)):
                     continue
                 implied = any(dtype == there and {*stages} >= {*less} for less, there in tight)
-                found = -math.inf if implied else self._tightness(self._fields(stages, dtype))
-                if found is not None:
+                fields = self._fields(stages, dtype)
+                found = -math.inf if implied else self._tightness(fields)
+                if found is not None and (implied or self._spread(fields)):
                     tight[stages, dtype] = found + FIRST * (head and stages in SUMS)
         return tight
 
@@ -129,13 +136,31 @@ class Explaining:
         if wider == self.recipe:
             return None
         judged: list[Judgement] = []
-        with self.trying():
+        with self.oracle.forgetting():
             for names in filter(None, (self.failing, self.agreeing)):
                 found = self.judge(wider, names)
                 judged += [found[name] for name in names if name in found]
                 if not all(name in found and found[name].agrees for name in names):
                     return None
         return sum(math.log(max(j.headroom, TINY)) for j in judged)
+
+    def _spread(self, fields: dict[str, Any]) -> bool:
+        """Whether what is wrong is off nearly everywhere, as rounding is: one wrong token among right ones is no rounding."""
+        wider = dataclasses.replace(self.recipe, **self.always | fields).resolve(self.dtype)
+        return all(self._off_everywhere(name, wider) for name in self.failing)
+
+    def _off_everywhere(self, name: str, wider: Recipe) -> bool:
+        value, exact = self.values[name], self.oracle.exact[name]
+        if value is None or value.shape != exact.shape:
+            return True
+        with self.oracle.forgetting():
+            errors = self.oracle.unit(name, wider, REPLICAS).errors
+        if not errors.o.dim():
+            return True
+        error, expected = errors.size(value.detach().cpu().double() - errors.o), errors.rows[0]
+        loud = expected > LOUD * expected.square().mean().sqrt()
+        right = int((error[loud] < EXACT * expected[loud]).sum())
+        return int(loud.sum()) < ROWS or right <= MOST * int(loud.sum())
 
     def _text(self, fields: dict[str, Any]) -> str:
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in (self.always | fields).items())})"
