@@ -13,6 +13,7 @@ from parity.fixes.accumulation import average_over_window, divide_by_accumulatio
 from parity.fixes.checkpointing import keep_gradient_checkpointing
 from parity.fixes.inputs import require_input_grads
 from parity.fixes.logits import use_model_logits
+from parity.fixes.merging import merge_into_copies
 from parity.fixes.padding import mask_padded_log_probs
 from parity.fixes.patch import Patch
 from parity.fixes.positions import count_positions
@@ -26,6 +27,7 @@ __all__ = [
     "exchange_alpha",
     "keep_gradient_checkpointing",
     "mask_padded_log_probs",
+    "merge_into_copies",
     "require_input_grads",
     "use_model_logits",
 ]

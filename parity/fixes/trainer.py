@@ -63,6 +63,7 @@ def apply(trainer: Any) -> Applied:
         patches.exchange_alpha,
         patches.mask_padded_log_probs,
         patches.count_positions,
+        patches.merge_into_copies,
         _keep_checkpointing,
         patches.use_model_logits,
         kernel.use_selective_log_probs,

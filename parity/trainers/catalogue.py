@@ -31,7 +31,7 @@ from parity.trainers.specs import SPECS, TRAINERS
 
 MODULES = (
     "step_one config_values advantages twins processes losses metrics variations sampler twin_windows distillation"
-    " self_distillation update architecture generation asynchronous conversations reward_model plain_trainer"
+    " self_distillation update architecture generation weight_sync asynchronous conversations reward_model plain_trainer"
 ).split()
 ALONE, MODEL_ALONE = "sft-trainer", "architecture"
 """The family and the check of the models by themselves."""

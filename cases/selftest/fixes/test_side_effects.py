@@ -11,7 +11,7 @@ from trl.trainer import utils as trl_utils
 
 from cases.selftest.fixes.test_logits import IDS, halved
 from parity.fixes import apply, patches
-from parity.trainers.rig import drive, models
+from parity.trainers.rig import drive, models, stored_window
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 LABELS = IDS.masked_fill(torch.arange(8) < 3, -100)
@@ -108,7 +108,10 @@ def shared(name):
     """How each of two owners asks for a patch of what they share, and how to see that it is in force."""
     kinds = {"use_model_logits": "recurrent_gemma", "count_positions": "gpt2"}
     model = frozen_inputs() if name == "require_input_grads" else models.model(kinds.get(name, "llama"))
+    if name == "merge_into_copies":
+        model = stored_window.adapted(model, stored_window.TRAINED)
     trainer = Loops(model)
+    trainer.use_vllm = True
     owners = trainer, copy.copy(trainer)
     if name == "keep_gradient_checkpointing":
         return [patches.keep_gradient_checkpointing] * 2, checkpointing_is_kept
@@ -118,6 +121,8 @@ def shared(name):
     if name == "count_positions":
         alone, padded = model(input_ids=IDS).logits, padded_on_the_left(IDS)
         return takes, lambda: torch.allclose(model(**padded).logits[:, 3:], alone, atol=1e-4)
+    if name == "merge_into_copies":
+        return takes, lambda: "merge_adapter" in vars(model)
     if name == "divide_by_accumulation":
 
         def divides():

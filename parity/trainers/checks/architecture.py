@@ -30,6 +30,7 @@ SETTINGS = {"model": Setting("llama", "tiny model", NAMES)}
 CASES: list[CheckCase] = [("sft-trainer", {"model": name}) for name in NAMES]
 PR = [case for case in CASES if case[1]["model"] not in ("recurrent_gemma", "gpt2")]
 """Without those that are known to be wrong."""
+PACKED = "packed into one row"
 SHARE = 0.3
 DROPPED: list[CheckCase] = [("sft-trainer", {"checkpointing": kind}) for kind in (drive.REENTRANT, drive.NON_REENTRANT)]
 PLACES = ("adapter", "attention")
@@ -53,7 +54,8 @@ def architecture(call: CheckCall) -> Iterator[Quantity]:
     step = exact_step(exact, lambda model: loss(decoder.logits(model, name, sequences)))
     message = f"no trainer is in this: transformers' {type(exact).__name__}"
     fused = "sdpa" if exact._supports_sdpa else "eager"  # Gemma-2's softcap on scores is eager's alone
-    for attention, way in (("eager", "padded on the right"), (fused, "padded on the left"), (fused, "one by one")):
+    ways = [("eager", "padded on the right"), *((fused, way) for way in ("padded on the left", "one by one", PACKED))]
+    for attention, way in ways[: None if _knows_packing() else -1]:
         model = models.model(name, attention=attention).train().to(call.device)
         found = loss([z.cpu() for z in _logits(model, sequences, way)])
         found.backward()
@@ -63,8 +65,18 @@ def architecture(call: CheckCall) -> Iterator[Quantity]:
         yield dataclasses.replace(gradients(step, grads, f"gradient, {told}"), message=message)
 
 
+def _knows_packing() -> bool:
+    """Whether the installed transformers tells sequences in one row apart by their positions, without FlashAttention."""
+    try:
+        from transformers.masking_utils import create_causal_mask
+    except ImportError:
+        return False
+    return "position_ids" in inspect.signature(create_causal_mask).parameters
+
+
 def _logits(model: Any, sequences: Sequence[Sequence[int]], way: str) -> list[Tensor]:
-    """Logits (T_i, V) of each: of a padded batch, or of each sequence by itself, without a mask (causal attention's own path)."""
+    """Logits (T_i, V) of each: of a padded batch; of each sequence by itself, without a mask (causal attention's own path); or
+    of all in one row, whose positions begin again at 0, as TRL's padding_free and packing hand them over."""
     device = next(model.parameters()).device
     # some releases require them in training of a model that sees images; GPT-2 embeds them
     typed = "token_type_ids" in inspect.signature(model.forward).parameters and hasattr(model.config, "text_config")
@@ -75,6 +87,11 @@ def _logits(model: Any, sequences: Sequence[Sequence[int]], way: str) -> list[Te
 
     if way == "one by one":
         return [logits(torch.tensor([s]))[0] for s in sequences]
+    if way == PACKED:
+        ids, positions = (
+            torch.cat([torch.tensor(x) for x in of])[None] for of in (sequences, [range(len(s)) for s in sequences])
+        )
+        return list(logits(ids, position_ids=positions)[0].split([len(s) for s in sequences]))
     batch = rows(sequences)
     if way == "padded on the left":
         ends = [len(s) for s in sequences]

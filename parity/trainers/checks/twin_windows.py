@@ -81,6 +81,9 @@ class WindowRun(Run):
         )
         super().__init__(call.case.family, s, call.path, rows, plain=True, **more, **kind.config, **kind.own)
 
+    def data(self) -> Any:
+        return super().data().to_iterable_dataset() if self.kind.streamed else super().data()
+
     def there(self, number: int) -> Window:
         """What the window of an optimizer step held."""
         return self.window.found_in(self.steps.window(number))
@@ -135,6 +138,13 @@ def _last(run: WindowRun, *sizes: int) -> Iterator[Quantity]:
     yield run.sizes(*sizes)
     last = len(run.steps.gradients) - 1
     yield run.gradient(f"gradient of window {last + 1}", last)
+
+
+def _streamed(run: WindowRun) -> Iterator[Quantity]:
+    """Three sequences without a length, two in a step: the second one is the gradient of what it has read, of which the third
+    sequence is left over from the first epoch."""
+    for number in range(len(run.steps.gradients)):
+        yield run.gradient(f"gradient of step {number + 1}", number)
 
 
 def _truncated(run: WindowRun) -> Iterator[Quantity]:
@@ -301,6 +311,7 @@ class Kind:
     count: int | None = None  # rows that the run has
     ended: tuple[int, ...] = ()  # rows that end with `models.END`
     truncated: tuple[int, ...] = ()  # rows without an end
+    streamed: bool = False  # whether the dataset has no length
     losses: tuple[str, ...] = ()  # GRPO's loss types that it is looked at with; empty: the default
 
 
@@ -310,6 +321,7 @@ WINDOWS = {
     "incomplete": Kind(lambda run: _last(run, 4, 1), STORED, "1x4", config=EPOCH, count=5),
     "uneven": Kind(lambda run: _last(run, 4, 3), STORED, "2x2", config=EPOCH, count=7),
     "second": Kind(lambda run: iter([run.gradient("gradient of step 2", 1, count=4)]), STORED, "2x2", config=TWO_STEPS),
+    "streamed": Kind(_streamed, ("sft-trainer",), "1x2", config={"max_steps": 2}, count=3, streamed=True),
     "truncated": Kind(_truncated, MASKING, config=recorder.LOGGED, truncated=(1, 4, 5), losses=GRPO_TYPES),
     "ends": Kind(_truncated, MASKING, config=recorder.LOGGED, truncated=(1, 4, 5), ended=(0, 6)),
     "controlled": Kind(_controlled, ("grpo-trainer",), "2x2", config=EVALUATED, own=ADAPTIVE),

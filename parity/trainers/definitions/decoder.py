@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, linear, silu
 from parity.trainers.definitions import scored
 from parity.trainers.rig import models
 
-GEMMA = ("scaled embedding", "one more", "four norms", "tanh GELU")
+GEMMA = ("scaled embedding", "one more", "four norms", "tanh GELU", "windows")
 WRITTEN: Mapping[str, tuple[str, ...]] = {
     "llama": (),
     models.GROUPED: (),
@@ -26,6 +26,7 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "gemma3": (*GEMMA, "head norms"),
     "cohere": ("parallel", "centred", "interleaved"),
     "phi": ("parallel", "centred", "one projection", "tanh GELU"),
+    "gpt_oss": ("windows", "sinks", "clipped experts"),
 }
 """Architecture of `models` -> how it differs from Llama (arXiv 2302.13971, section 2.2)."""
 SLIDING = "sliding_attention"
@@ -84,7 +85,8 @@ class _Decoder:
         return x + self.p[f"{name}.bias"] if "one projection" in self.has else x
 
     def attention(self, x: Tensor, at: str, layer: int) -> Tensor:
-        """softmax(q·k / √d)·v over the tokens before, with grouped keys and values (arXiv 2305.13245)."""
+        """softmax(q·k / √d)·v over the tokens before, with grouped keys and values (arXiv 2305.13245). A sink is a score of each
+        head that takes its share of the softmax and has no value (gpt-oss, arXiv 2508.10925)."""
         c, count = self.config, len(x)
         kind = (getattr(c, "layer_types", None) or (SLIDING, "full_attention") * c.num_hidden_layers)[layer]
         dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
@@ -99,9 +101,12 @@ class _Decoder:
         scale = c.attention_multiplier if "multipliers" in self.has else scale
         z = _capped(scale * (q @ k.transpose(1, 2)), getattr(c, "attn_logit_softcapping", None))
         back = torch.arange(count)[:, None] - torch.arange(count)
-        slides = kind == SLIDING and "four norms" in self.has
+        slides = kind == SLIDING and "windows" in self.has
         seen = (back >= 0) & (back < c.sliding_window) if slides else back >= 0
-        out = torch.softmax(torch.where(seen, z, -torch.inf), -1) @ v
+        z = torch.where(seen, z, -torch.inf)
+        if "sinks" in self.has:
+            z = torch.cat([self.p[f"{at}sinks"][:, None, None].expand(-1, count, 1), z], -1)
+        out = torch.softmax(z, -1)[..., -count:] @ v
         name = f"{at}dense" if "one projection" in self.has else f"{at}o_proj"
         return linear(out.transpose(0, 1).reshape(count, -1), self.p[f"{name}.weight"], self.p.get(f"{name}.bias"))
 
@@ -124,6 +129,8 @@ class _Decoder:
         p = self.p
         if "experts" in self.has:
             return self.experts(x, at)
+        if "clipped experts" in self.has:
+            return self.clipped_experts(x, at)
         if "one projection" in self.has:
             h = linear(x, p[f"{at}fc1.weight"], p[f"{at}fc1.bias"])
             return linear(self.activation(h), p[f"{at}fc2.weight"], p[f"{at}fc2.bias"])
@@ -143,6 +150,23 @@ class _Decoder:
         for e in range(c.num_experts):
             gate, up, down = self.expert(f"{at}experts.", e)
             out = out + p[:, e, None] * linear(silu(linear(x, gate)) * linear(x, up), down)
+        return out
+
+    def clipped_experts(self, x: Tensor, at: str) -> Tensor:
+        """Σ p_e·E_e(x) over the k experts of the largest x·router + b, p their softmax; E(x) = ((u + 1) ⊙ g·σ(1.702·g))·down + b,
+        of gate g and up u, side by side, within ±7 or what the config says, g without a lower limit (arXiv 2508.10925)."""
+        c, p = self.config, self.p
+        z = linear(x, p[f"{at}router.weight"], p[f"{at}router.bias"])
+        kept = torch.nn.functional.one_hot(z.topk(c.num_experts_per_tok, -1).indices, z.shape[-1]).sum(-2) > 0
+        share = torch.softmax(torch.where(kept, z, -torch.inf), -1)
+        limit = c.swiglu_limit if hasattr(type(c), "swiglu_limit") else 7.0  # older releases have no such field
+        gate_up, down = (p[f"{at}experts.{name}_proj"] for name in ("gate_up", "down"))
+        gate_up_bias, down_bias = (p[f"{at}experts.{name}_proj_bias"] for name in ("gate_up", "down"))
+        out = torch.zeros_like(x)
+        for e in range(z.shape[-1]):
+            h = x @ gate_up[e] + gate_up_bias[e]
+            gate, up = h[..., ::2].clamp(max=limit), h[..., 1::2].clamp(-limit, limit)
+            out = out + share[:, e, None] * (((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ down[e] + down_bias[e])
         return out
 
     def expert(self, at: str, e: int) -> tuple[Tensor, Tensor, Tensor]:

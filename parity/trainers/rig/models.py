@@ -129,6 +129,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         output_router_logits=False,
         **_EXPERTS,
     ),
+    "gpt_oss": _text(
+        "GptOss",
+        head_dim=16,
+        sliding_window=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        swiglu_limit=1.0,
+        router_aux_loss_coef=0.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 150_000.0},
+        rope_scaling=None,  # older releases
+    ),
     "recurrent_gemma": _text(
         "RecurrentGemma",
         ("logits_soft_cap", "tied head"),
