@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, shared
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, check, shared
 from parity.trainers.checks.variations import EXPERTS, balance
 from parity.trainers.definitions.scored import logits, rows
 from parity.trainers.definitions.training_step import exact_step, first_step, measured, window_loss
@@ -83,7 +83,7 @@ class Rows(torch.utils.data.Dataset[int]):
         return cross_entropy(torch.cat(predicted), told, label_smoothing=smoothing, ignore_index=IGNORED)
 
 
-@check("step", (FAMILY,), SETTINGS, cases, pr=PR, paths=("released", "fused"), moves=True)
+@check("step", (FAMILY,), SETTINGS, cases, pr=PR, paths=EVERY_PATH, moves=True)
 def step(call: CheckCall) -> Iterator[Quantity]:
     """Loss, gradients and evaluation of transformers' Trainer are those of the model's logits, whatever Liger exchanges in it."""
     s, data = call.settings, Rows(call.settings.model == CLASSIFIER)
@@ -121,7 +121,8 @@ def step(call: CheckCall) -> Iterator[Quantity]:
     with exchanged() if fused else contextlib.nullcontext():
         fed = {"train_dataset": data, "eval_dataset": data, "data_collator": data.batch}
         trainer = drive.build(call.trainer, model, wanted, call.device, **fed)
-        steps = recorder.train(trainer)
+        with drive.fixed(call.path, trainer):
+            steps = recorder.train(trainer)
         with trl.quiet():
             found = trainer.predict(data, ignore_keys=["aux_loss", "router_logits", "past_key_values"])
     window = shared(call, "window", lambda: oracle(size))

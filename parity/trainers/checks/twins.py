@@ -29,7 +29,7 @@ RATE = 0.01
 GRPO_TYPES = ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 SETTINGS = {
-    "model": Setting("llama", "tiny model", ("llama", "qwen2", "gemma2", "cohere", "qwen3_moe")),
+    "model": Setting("llama", "tiny model", ("llama", "qwen2", "gemma2", "cohere", "qwen3_moe", "gemma4")),
     "loss": Setting("grpo", "of GRPO; bnpo is left out: a mean over the micro-batch by definition", GRPO_TYPES),
     "beta": Setting(0.0, "weight of the KL in GRPO, RLOO and GMPO", (0.0, 0.04)),
     "split": Setting("8x1", "batch x accumulation", SPLITS),

@@ -1,0 +1,107 @@
+"""Fixes of transformers' own Trainer: what a micro-batch's mean is divided by. Check `step` judges their numbers."""
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from parity.fixes import apply
+from parity.fixes.patches import average_over_window, divide_by_accumulation
+from parity.trainers.checks.plain_trainer import FAMILY, Rows
+from parity.trainers.rig import drive, models, recorder
+from parity.trainers.specs import SPECS
+
+
+def built(name, split="1x4", **more):
+    data = Rows(classes=name == "classifier")
+    fed = {"train_dataset": data, "data_collator": data.batch}
+    wanted = recorder.plain(split) | {"remove_unused_columns": False} | more
+    model = models.model(name)
+    if name == "qwen3_moe":
+        model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+    return drive.build(SPECS[FAMILY].upstream, model, wanted, **fed)
+
+
+NEEDS = {
+    "classifier": (["trainer.model_accepts_loss_kwargs"], ["trainer.get_batch_samples", "trainer.compute_loss"]),
+    "qwen3_moe": (["trainer.compute_loss"], []),
+    "glm4v": ([], ["trainer.get_batch_samples", "trainer.compute_loss"]),
+    "llama": ([], []),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_a_model_needs_is_tried_and_taken_back(name):
+    trainer = built(name)
+    before, state = dict(vars(trainer)), torch.random.get_rng_state()
+    with apply(trainer) as applied:
+        found = [list(applied[n].changed) for n in ("divide_by_accumulation", "average_over_window")]
+        assert found == list(NEEDS[name])
+        again = apply(trainer)
+        assert not again.changed
+        again.undo()
+        assert not found[0] or divide_by_accumulation(trainer).reason == "already applied"
+        assert not found[1] or average_over_window(trainer).reason == "already applied"
+    assert vars(trainer) == before
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "reason"),
+    [
+        ("classifier", {"split": "4x1"}, "one micro-batch is a window"),
+        ("glm4v", {"split": "4x1"}, "one micro-batch is a window"),
+        ("glm4v", {"label_smoothing_factor": 0.1}, "is told the count"),
+    ],
+)
+def test_it_says_why_there_is_no_need(name, more, reason):
+    trainer = built(name, **more)
+    assert reason in str(average_over_window(trainer))
+    assert not divide_by_accumulation(trainer)
+
+
+def test_rows_of_a_stream_are_not_taken():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    trainer = built("classifier")
+    trainer.train_dataset = Stream()
+    assert "stream" in str(divide_by_accumulation(trainer))
+    trainer.model_accepts_loss_kwargs = False
+    assert "stream" in str(average_over_window(trainer))
+
+
+def test_a_loss_that_is_no_mean_over_labels_is_left_alone():
+    trainer = built("glm4v")
+    forward = trainer.model.forward
+
+    def summed(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out["loss"] = out["loss"] * kwargs["labels"].ne(-100).sum()
+        return out
+
+    trainer.model.forward = summed
+    assert "no mean over labels" in str(average_over_window(trainer))
+
+
+def test_coefficients_are_divided_by_processes_too(monkeypatch):
+    trainer = built("qwen3_moe")
+    batch = Rows(classes=False).batch([0, 1])
+    count = torch.tensor(13)
+
+    def balance():
+        """The part of the loss that is the balance of experts."""
+        found = []
+        for coefficient in (0.5, 0.0):
+            trainer.model.router_aux_loss_coef = coefficient
+            found.append(float(trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=count)))
+        trainer.model.router_aux_loss_coef = 0.5
+        return found[0] - found[1]
+
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 4
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", property(lambda self: 2))
+    released = balance()
+    with divide_by_accumulation(trainer):
+        assert balance() == pytest.approx(released / 8, rel=1e-4)
