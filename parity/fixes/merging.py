@@ -11,6 +11,7 @@ from parity.fixes.override import replaced
 from parity.fixes.patch import Patch
 
 NAME = "merge_into_copies"
+MERGED = "_parity_merged"
 Held = tuple[Any, nn.Module, str]
 """A layer with an adapter, the module below it, and the name of a parameter of that."""
 
@@ -24,51 +25,63 @@ def merge_into_copies(trainer: Any) -> Patch:
     out before the last buffer of weights is read, of up to 1 GiB: the engine gets these without it.
 
     Exchanges `merge_adapter`, `unmerge_adapter` and `named_parameters` of the trainer's PeftModel. One layer is copied at a
-    time. Nothing is done without an adapter that can be merged, where no engine gets weights, and under FSDP and ZeRO-3.
+    time. Nothing is done without a LoRA that can be merged, in 8 bits, where no engine gets weights, and under FSDP
+    and ZeRO-3.
     """
     model = getattr(trainer, "model", None)
     model = trainer.accelerator.unwrap_model(model) if hasattr(trainer, "accelerator") else model
-    if not hasattr(model, "merge_adapter") or not _held(model):
+    if not hasattr(model, "merge_adapter") or not (held := list(_held(model))):
         return Patch(NAME, reason="there is no adapter that can be merged")
     if not getattr(trainer, "use_vllm", hasattr(trainer, "weight_transfer")):
         return Patch(NAME, reason="no inference engine gets the weights")
     if in_shards(model) or getattr(trainer, "is_fsdp_enabled", False):
         return Patch(NAME, reason="FSDP or ZeRO-3 holds the weights in shards")
-    asked: list[Sequence[str] | None] = []  # which adapters, while they are merged
+    if any(not isinstance(layer, _lora()) for layer, _, _ in held):
+        return Patch(NAME, reason="an adapter is no LoRA")
+    kinds = {type(p).__name__ for _, base, _ in held for p in base.parameters(recurse=False)}
+    if not kinds <= {"Parameter", "Params4bit"}:
+        return Patch(NAME, reason=f"weights are {', '.join(sorted(kinds - {'Parameter', 'Params4bit'}))}")
+    weights = [id(base._parameters[name]) for _, base, name in held]
+    if len({*weights}) < len(weights):
+        return Patch(NAME, reason="two adapters share a weight")
 
     def merge(self: Any, original: Any, adapter_names: Sequence[str] | None = None, safe_merge: bool = False) -> None:
-        asked[:] = [adapter_names]
+        setattr(self, MERGED, {"adapter_names": adapter_names, "safe_merge": safe_merge})
 
     def unmerge(self: Any, original: Any) -> None:
-        asked.clear()
+        vars(self).pop(MERGED, None)
 
     def listed(self: Any, original: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        names, held = (asked[0], _held(self)) if asked else (None, {})
+        asked = vars(self).get(MERGED)
+        held = {} if asked is None else {id(one[1]._parameters[one[2]]): one for one in _held(self)}
         for name, parameter in original(*args, **kwargs):
             one = held.get(id(parameter))
-            yield name, parameter if one is None else nn.Parameter(_copy(*one, names), requires_grad=False)
+            yield name, parameter if one is None else nn.Parameter(_copy(*one, asked), requires_grad=False)
 
     return replaced(
         trainer, NAME, model, "model", merge_adapter=merge, unmerge_adapter=unmerge, named_parameters=listed
     )
 
 
-def _held(model: Any) -> dict[int, Held]:
-    """By the identity of the parameter: what an adapter is merged into."""
+def _lora() -> type:
+    from peft.tuners.lora import LoraLayer
+
+    return LoraLayer
+
+
+def _held(model: Any) -> Iterator[Held]:
+    """What an adapter is merged into."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer) and hasattr(m, "merge")]
-    below = [(layer, layer.get_base_layer()) for layer in layers if not layer.merged]
-    names = [("weight", "bias", getattr(layer, "parameter_name", "")) for layer, _ in below]
-    every = ((layer, base, name) for (layer, base), own in zip(below, names, strict=True) for name in own)
-    return {id(base._parameters[name]): (layer, base, name) for layer, base, name in every if _there(base, name)}
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer) and hasattr(layer, "merge") and not layer.merged:
+            base = layer.get_base_layer()
+            for name in dict.fromkeys(("weight", "bias", getattr(layer, "parameter_name", "weight"))):
+                if base._parameters.get(name) is not None:
+                    yield layer, base, name
 
 
-def _there(base: nn.Module, name: str) -> bool:
-    return base._parameters.get(name) is not None
-
-
-def _copy(layer: Any, base: nn.Module, name: str, adapters: Sequence[str] | None) -> Tensor:
+def _copy(layer: Any, base: nn.Module, name: str, asked: Any) -> Tensor:
     """The merged parameter. The layer is merged into copies, which then make room for what was there."""
     before = dict(base._parameters)
     try:
@@ -76,10 +89,11 @@ def _copy(layer: Any, base: nn.Module, name: str, adapters: Sequence[str] | None
             for n, p in before.items():
                 if type(p) is nn.Parameter:  # a quantised one is made anew by its layer
                     base._parameters[n] = nn.Parameter(p.detach().clone(), requires_grad=False)
-            layer.merge(adapter_names=adapters)
+            layer.merge(**asked)
         found = base._parameters[name]
         assert found is not None
         return found.detach()
     finally:
         base._parameters.update(before)
         layer.merged_adapters.clear()
+        getattr(layer, "_caches", {}).clear()

@@ -1,5 +1,8 @@
 """Fixes of transformers' own Trainer: what a micro-batch's mean is divided by. Check `step` judges their numbers."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -51,7 +54,7 @@ def test_what_a_model_needs_is_tried_and_taken_back(name):
     [
         ("classifier", {"split": "4x1"}, "one micro-batch is a window"),
         ("glm4v", {"split": "4x1"}, "one micro-batch is a window"),
-        ("glm4v", {"label_smoothing_factor": 0.1}, "is told the count"),
+        ("glm4v", {"label_smoothing_factor": 0.1}, "smoothed labels"),
     ],
 )
 def test_it_says_why_there_is_no_need(name, more, reason):
@@ -72,6 +75,89 @@ def test_rows_of_a_stream_are_not_taken():
     assert "stream" in str(average_over_window(trainer))
 
 
+ROWS = [{"input_ids": models.ids(9, f"row {n}", n), "attention_mask": [1] * n} for n in (9, 4, 7, 12)]
+
+
+def given(model, rows, collate=None, **more):
+    wanted = recorder.plain("1x4") | {"remove_unused_columns": False} | more
+    fed = {"train_dataset": rows} | ({"data_collator": collate} if collate else {})
+    return drive.build(SPECS[FAMILY].upstream, model, wanted, **fed)
+
+
+def summed(model, factor):
+    """Its loss times a number that its batch says."""
+    forward = model.forward
+
+    def changed(*args, **kwargs):
+        out = forward(*args, **{n: x for n, x in kwargs.items() if n != "num_items_in_batch"})
+        out["loss"] = out["loss"] * factor(kwargs["labels"])
+        return out
+
+    model.forward = changed
+    return model
+
+
+def of_rows(labels):
+    return labels.ne(-100).sum()
+
+
+def padded(rows):
+    batch = {n: [torch.tensor(row[n]) for row in rows] for n in rows[0]}
+    return {n: torch.nn.utils.rnn.pad_sequence(x, True, -100 if n == "labels" else 0) for n, x in batch.items()}
+
+
+@pytest.mark.parametrize("hidden", [(), (0,), (0, 1, 2)])
+def test_a_model_that_divides_by_the_count_is_left_alone_whatever_its_first_rows(hidden):
+    rows = [
+        row | {"labels": [-100] * len(row["input_ids"]) if n in hidden else row["input_ids"]}
+        for n, row in enumerate(ROWS)
+    ]
+    trainer = given(models.model("llama"), rows, padded)
+    assert not divide_by_accumulation(trainer) and not average_over_window(trainer)
+
+
+def test_a_sum_is_not_divided():
+    trainer = given(
+        summed(models.model("llama"), of_rows), [row | {"labels": row["input_ids"]} for row in ROWS], padded
+    )
+    assert "no mean over labels or rows" in str(divide_by_accumulation(trainer))
+
+
+class Drawing:
+    """A collator that draws from every source of random numbers, one of its own among them."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(3)
+
+    def __call__(self, rows):
+        drawn(self.generator)
+        labels = torch.tensor([row["labels"] for row in rows])
+        return padded([{n: x for n, x in row.items() if n != "labels"} for row in rows]) | {"labels": labels}
+
+
+def drawn(generator):
+    return random.random(), float(np.random.rand()), float(generator.random()), float(torch.rand(1))  # noqa: NPY002
+
+
+def test_random_states_and_those_of_a_collator_stay():
+    def next_draws(tried):
+        collator = Drawing()
+        trainer = given(models.model("classifier"), [row | {"labels": n % 3} for n, row in enumerate(ROWS)], collator)
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+        assert not tried or divide_by_accumulation(trainer)
+        assert not trainer.accelerator._dataloaders
+        return drawn(collator.generator)
+
+    assert next_draws(True) == next_draws(False)
+
+
+def test_the_balance_of_experts_behind_a_lora_is_divided():
+    peft = pytest.importorskip("peft")
+    trainer = built("qwen3_moe")
+    trainer.model = peft.get_peft_model(trainer.model, peft.LoraConfig(target_modules=["q_proj"]))
+    assert divide_by_accumulation(trainer)
+
+
 def test_a_loss_that_is_no_mean_over_labels_is_left_alone():
     trainer = built("glm4v")
     forward = trainer.model.forward
@@ -82,7 +168,7 @@ def test_a_loss_that_is_no_mean_over_labels_is_left_alone():
         return out
 
     trainer.model.forward = summed
-    assert "no mean over labels" in str(average_over_window(trainer))
+    assert "no mean over labels or rows" in str(average_over_window(trainer))
 
 
 def test_coefficients_are_divided_by_processes_too(monkeypatch):

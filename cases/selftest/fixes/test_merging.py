@@ -92,6 +92,39 @@ def test_it_says_why_it_does_nothing(more: dict[str, bool], reason: str) -> None
     assert "no adapter" in str(merge_into_copies(trainer_of(models.model("llama"))))
 
 
+def test_other_adapters_and_weights_that_two_share_are_left_to_peft():
+    ia3 = peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
+    model = peft.get_peft_model(models.model("llama"), ia3)
+    assert "no LoRA" in str(merge_into_copies(trainer_of(model)))
+    tied = models.model("qwen2")
+    model = peft.get_peft_model(tied, peft.LoraConfig(target_modules=["embed_tokens", "lm_head"]))
+    assert "share a weight" in str(merge_into_copies(trainer_of(model)))
+
+
+def test_weights_in_8_bits_are_left_to_peft():
+    model = adapted("linear")
+
+    class Int8Params(torch.nn.Parameter):
+        pass
+
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    layer.weight = Int8Params(layer.weight.detach())
+    assert "weights are Int8Params" in str(merge_into_copies(trainer_of(model)))
+
+
+def test_a_copy_of_the_model_is_merged_by_itself():
+    model = adapted("linear")
+    with merge_into_copies(trainer_of(model)):
+        other = copy.deepcopy(model)
+        model.merge_adapter()
+        mine, plain = dict(model.named_parameters()), dict(other.named_parameters())
+        name = next(n for n in mine if "base_layer" in n)
+        assert not torch.equal(mine[name], plain[name])
+        other.merge_adapter()
+        assert torch.equal(mine[name], dict(other.named_parameters())[name])
+        model.unmerge_adapter()
+
+
 def test_a_trainer_that_generates_with_vllm_gets_it() -> None:
     trainer = drive.build("GRPOTrainer", models.model("llama"), {"num_generations": 2}, peft_config=trl.lora())
     assert "no inference engine" in str(apply(trainer)["merge_into_copies"])

@@ -48,7 +48,7 @@ MISTAKES = {
     without_a_norm: "names",
     with_a_prefix: "names",
     from_the_base_alone: "logits of the engine",
-    left_merged: "logits of the base behind it",
+    left_merged: "state",
     one_of_two_transposed: "logits of the engine",
     scaled: "logits of the engine",
 }

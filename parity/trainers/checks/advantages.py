@@ -28,7 +28,7 @@ NOBODY = math.nan
 ALIKE = "frac_reward_zero_std"
 AGGREGATION, LATE = "multi_objective_aggregation", "normalize_then_sum"
 REWARDS: dict[str, str] = {
-    "spread": "every completion scored, one function",
+    "spread": "every completion scored, one function; two of them at their group's mean",
     "equal": "a group without spread beside one with it",
     "none": "one completion that the function returns None for",
     "nan": "one completion that the function returns NaN for",
@@ -105,7 +105,9 @@ def table(name: str) -> tuple[Tensor, list[float]]:
     """Rewards (completions, functions), NaN where a function does not score; two groups; and the functions' weights."""
     rows = 2 if name == "group-of-one" else 2 * GROUP
     out = (8 * uniform(11, "rewards", (rows, 2 if name == "weighted" else 1))).round() / 4
-    if name == "equal":
+    if name == "spread":
+        out[:GROUP] = torch.tensor([[0.0], [2.0], [1.0], [1.0]])
+    elif name == "equal":
         out[:GROUP] = out[0, 0]
     elif name in ("none", "nan"):
         out[1] = NOBODY

@@ -5,6 +5,7 @@ No trainer is in it. Elsewhere definition and trainer run the same model, so tha
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -76,22 +77,27 @@ def _knows_packing() -> bool:
 
 def _logits(model: Any, sequences: Sequence[Sequence[int]], way: str) -> list[Tensor]:
     """Logits (T_i, V) of each: of a padded batch; of each sequence by itself, without a mask (causal attention's own path); or
-    of all in one row, whose positions begin again at 0, as TRL's padding_free and packing hand them over."""
+    of all in one row, whose positions begin again at 0, with all else that TRL's padding_free and packing hand over."""
     device = next(model.parameters()).device
     # some releases require them in training of a model that sees images; GPT-2 embeds them
     typed = "token_type_ids" in inspect.signature(model.forward).parameters and hasattr(model.config, "text_config")
 
-    def logits(input_ids: Tensor, **given: Tensor) -> Tensor:
+    def logits(input_ids: Tensor, **given: Any) -> Tensor:
         given |= {"input_ids": input_ids} | ({"token_type_ids": torch.zeros_like(input_ids)} if typed else {})
-        return model(**{n: x.to(device) for n, x in given.items()}, use_cache=False).logits
+        moved = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in given.items()}
+        return model(**moved, use_cache=False).logits
 
     if way == "one by one":
         return [logits(torch.tensor([s]))[0] for s in sequences]
+    sizes = [len(s) for s in sequences]
     if way == PACKED:
-        ids, positions = (
-            torch.cat([torch.tensor(x) for x in of])[None] for of in (sequences, [range(len(s)) for s in sequences])
-        )
-        return list(logits(ids, position_ids=positions)[0].split([len(s) for s in sequences]))
+        borders = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
+        given: dict[str, Any] = {"position_ids": torch.cat([torch.arange(n) for n in sizes])[None]}
+        if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
+            numbers = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), borders.diff())[None]
+            given |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "seq_idx": numbers}
+            given |= {"max_length_q": max(sizes), "max_length_k": max(sizes)}
+        return list(logits(torch.tensor([list(itertools.chain(*sequences))]), **given)[0].split(sizes))
     batch = rows(sequences)
     if way == "padded on the left":
         ends = [len(s) for s in sequences]

@@ -123,7 +123,7 @@ def step(call: CheckCall) -> Iterator[Quantity]:
         trainer = drive.build(call.trainer, model, wanted, call.device, **fed)
         with drive.fixed(call.path, trainer):
             steps = recorder.train(trainer)
-        with trl.quiet():
+        with trl.quiet(), drive.dropping(model):
             found = trainer.predict(data, ignore_keys=["aux_loss", "router_logits", "past_key_values"])
     window = shared(call, "window", lambda: oracle(size))
     yield from first_step(window, steps)

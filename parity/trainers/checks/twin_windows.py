@@ -96,10 +96,12 @@ class WindowRun(Run):
         out.load_state_dict(self.steps.parameters[number])
         return out
 
-    def gradient(self, quantity: str, number: int, count: int | None = None, **asked: Any) -> Quantity:
-        """The gradient of a window by the definition of its rows, at the parameters that it was taken at. `asked` goes to
-        `Loss`. Raises Unsupported where `count` rows are expected there, and others are found."""
-        window = self.there(number)
+    def gradient(
+        self, quantity: str, number: int, count: int | None = None, of: list[dict[str, Any]] | None = None, **asked: Any
+    ) -> Quantity:
+        """The gradient of a window by the definition of its rows, or `of` some micro-batches, at the parameters that it was taken
+        at. `asked` goes to `Loss`. Raises Unsupported where `count` rows are expected there, and others are found."""
+        window = self.there(number) if of is None else self.window.found_in(of)
         if count not in (None, len(window.rows)):
             raise Unsupported(f"the window holds {len(window.rows)} known sequences instead of {count}")
 
@@ -122,12 +124,12 @@ def begun(trainer: Any) -> bool:
 
 def _evaluation(run: WindowRun) -> Iterator[Quantity]:
     """The loss that evaluation reports on the window is the loss that training takes its gradient of, before an accumulated
-    step that changes nothing and behind it."""
+    step that changes nothing and behind it, in evaluation mode."""
     if begun(run.built):
         raise Unsupported("KTO of the installed version puts <bos> before each prompt")
     step = by_definition(run.trainer, run.s)
     for name in ("evaluation loss", "evaluation loss behind a step"):
-        with trl.quiet():
+        with trl.quiet(), drive.dropping(run.built.model):
             found = float(run.built.evaluate()["eval_loss"])
         yield window_loss(step, found, name)
         _ = run.steps
@@ -141,10 +143,12 @@ def _last(run: WindowRun, *sizes: int) -> Iterator[Quantity]:
 
 
 def _streamed(run: WindowRun) -> Iterator[Quantity]:
-    """Three sequences without a length, two in a step: the second one is the gradient of what it has read, of which the third
-    sequence is left over from the first epoch."""
+    """Three sequences without a length, two in a step. The third is left over from the first epoch: a step of its own, part of
+    the next, or left out. Each step is the gradient of all that it has read, or of its last two."""
     for number in range(len(run.steps.gradients)):
-        yield run.gradient(f"gradient of step {number + 1}", number)
+        read = run.steps.window(number)
+        either = [run.gradient(f"gradient of step {number + 1}", number, of=part) for part in (read, read[-2:])]
+        yield min(either, key=lambda q: q.definition.judge(q.value).headroom)
 
 
 def _truncated(run: WindowRun) -> Iterator[Quantity]:

@@ -12,11 +12,11 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.fixes.override import source_of
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, always, check, holds
-from parity.trainers.checks.twin_windows import EPOCH
+from parity.trainers.checks.twin_windows import EPOCH, EVALUATED
 from parity.trainers.checks.twins import RATE, SETTINGS, judged, moved, step_of, twin
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.scored import logits, rows
-from parity.trainers.definitions.training_step import gradients, measured
+from parity.trainers.definitions.training_step import gradients, measured, window_loss
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.recorder import Sequences
 from parity.trainers.rig.stored_window import Window
@@ -113,6 +113,7 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
     settings = twin(trainer, beta=0.04, kl=s.kl, checkpointing=s.checkpointing)
     settings.model = "qwen2" if s.adapter == "biases" else settings.model  # which has some
     more |= {} if s.checkpointing == drive.OFF else {"learning_rate": RATE}
+    more |= EVALUATED if s.precomputed else {}
 
     def with_lora(seed: int) -> Any:
         return stored_window.adapted(models.model(settings.model), seed, **options)
@@ -129,6 +130,11 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
     adapted = stored_window.written_out(with_lora(stored_window.TRAINED).double())
     yield _trained(run.built.model, options)
     yield from judged(call, run, loss, adapted.train())
+    if s.precomputed:  # another dataset, in another order, which comes when policy and reference have parted
+        later = dataclasses.replace(run.window, rows=run.window.rows[::-1]).dataset()
+        with trl.quiet(), drive.fixed(call.path, run.built):
+            found = run.built.evaluate(later)["eval_loss"]
+        yield window_loss(step_of(call, run, loss, adapted), float(found), "evaluation loss")
     if s.checkpointing != drive.OFF:
         yield moved(run)
     elif trainer == "dpo-trainer" and call.path == "released":  # what the others do alike
@@ -375,7 +381,8 @@ def experts(call: CheckCall) -> Iterator[Quantity]:
 def balance(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     """E·Σ_i f_i·P_i over all tokens of the sequences in all layers, 0-dim (Switch Transformer, arXiv 2101.03961, 4 to 6).
     E: experts; f_i: how often expert i is among the k chosen, per token (Σ f = k; no gradient); P_i: the mean of its
-    probability. 1 for k = 1 where every expert gets the same."""
+    probability. 1 for k = 1 where every expert gets the same. The paper's is of each layer; transformers pools all, and so does
+    this (docs/measured/trainers-unchecked.md, experts-pooled-layers)."""
     batch = rows(sequences)
     counted = batch["attention_mask"].flatten().bool()
     found = model.base_model(**batch, use_cache=False, output_router_logits=True).router_logits

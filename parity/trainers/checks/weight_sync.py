@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
+from parity.judge.oracle import Oracle
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, holds, pairwise, shared
 from parity.trainers.checks.twins import twin
 from parity.trainers.checks.variations import OPTIONS
@@ -85,39 +86,60 @@ def weight_sync(call: CheckCall) -> Iterator[Quantity]:
     synchronise = _connected(call, run.built, engine, s.mode)
     sequences = [tokens for tokens, _ in run.window.sequences]
 
-    def adapted(base: Any) -> Any:
-        return base if alone else stored_window.adapted(base, stored_window.TRAINED, **options)
+    kept = run.built.model.state_dict
+    before = {name: x.clone() for name, x in kept().items()}
 
-    def defined(with_adapter: bool) -> Any:
-        if alone:
-            return stored_window.policy(s.model, torch.float64)
-        base = models.model(s.model, dtype).double()
-        return stored_window.written_out(adapted(base)) if with_adapter else base
+    def copied(state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Any:
+        """A fresh model with these weights: its forward is as it was, where accelerate wraps the trainer's."""
+        out = models.model(s.model, dtype)
+        out = out if alone else stored_window.with_adapter(out, **options)
+        out.load_state_dict({name: state[name] for name in out.state_dict()})
+        return out
 
     def found(model: Any) -> dict[str, Tensor]:
         return {"logits": torch.cat(logits(model, sequences))}
 
-    def quantity(name: str, model: Any, with_adapter: bool) -> Quantity:
-        oracle = shared(call, f"{with_adapter}", lambda: measured(defined(with_adapter), found))
-        with torch.no_grad():
-            return Quantity(name, found(model.eval())["logits"], Entry(oracle, "logits"))
+    def of_base(model: Any) -> dict[str, Tensor]:
+        with stored_window.base_alone(model):
+            return found(model)
 
+    def quantity(name: str, model: Any, define: Callable[[Any], dict[str, Tensor]] = found) -> Quantity:
+        def oracle() -> Oracle:
+            exact = copied(before, torch.float64)
+            return measured(exact if alone else stored_window.written_out(exact), define)
+
+        with torch.no_grad():
+            entry = Entry(shared(call, define.__name__, oracle), "logits")
+            return Quantity(name, found(model.eval())["logits"], entry)
+
+    state = _state(run.built.model)
     with drive.fixed(call.path, run.built):
         synchronise()
+        now = _state(run.built.model)
     sampler = models.model(s.model)
-    missing, unknown = sampler.load_state_dict(engine.got, strict=False)
-    tied = set(getattr(sampler, "_tied_weights_keys", None) or ())
+    every, once = (dict(sampler.named_parameters(remove_duplicate=only)) for only in (False, True))
+    tied = every.keys() - once.keys()  # vLLM leaves out a second name
+    missing, unknown = sampler.load_state_dict({n: x for n, x in engine.got.items() if n not in tied}, strict=False)
     unsent = [name for name in missing if name not in tied]
     yield holds("names", not unsent and not unknown, f"missing {unsent[:2]}, unknown {unknown[:2]}", "exact")
     if s.stored == "fp32":
-        yield quantity("logits of the engine", sampler, True)
-    behind = adapted(models.model(s.model))  # its forward as it is: accelerate wraps the other's
-    kept = run.built.model.state_dict()
-    behind.load_state_dict({name: kept[name] for name in behind.state_dict()})
-    yield quantity("logits of the policy behind it", behind, True)
+        yield quantity("logits of the engine", sampler)
+    moved = [f"{name}: {now.get(name)} instead of {was}" for name, was in state.items() if now.get(name) != was]
+    yield holds("state", not moved, f"behind it {len(moved)} are other ones, first {moved[:1]}", "exact")
+    behind = copied(kept()) if s.stored == "bf16" else run.built.model
+    yield quantity("logits of the policy behind it", behind)
     if not alone:
         with behind.disable_adapter():
-            yield quantity("logits of the base behind it", behind, False)
+            yield quantity("logits of the base behind it", behind, of_base)
+
+
+def _state(model: Any) -> dict[str, Any]:
+    """What is trained, which adapters are merged, off, and scaled by how much, and the mode of every module."""
+    out: dict[str, Any] = {n: p.requires_grad for n, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        own = [getattr(module, n, None) for n in ("merged_adapters", "disable_adapters", "scaling", "active_adapters")]
+        out[f"{name} as a module"] = (module.training, *(str(x) for x in own))
+    return out
 
 
 def _connected(call: CheckCall, trainer: Any, engine: Engine, mode: str) -> Any:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 from unittest import mock
@@ -101,10 +101,24 @@ def build(
         out = kind(**given)
     others = (getattr(out, name, None) for name in ("ref_model", "teacher_model"))
     theirs = {module for other in others if isinstance(other, torch.nn.Module) for module in other.modules()}
-    for module in theirs - {*out.model.modules()}:
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = DROPPED
+    _drop(theirs - {*out.model.modules()}, DROPPED)
     return out
+
+
+def _drop(modules: Iterable[torch.nn.Module], share: float) -> None:
+    for module in modules:
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = share
+
+
+@contextlib.contextmanager
+def dropping(model: torch.nn.Module) -> Iterator[None]:
+    """While it lasts, a model that has no dropout has some, but in evaluation mode."""
+    _drop(model.modules(), DROPPED)
+    try:
+        yield
+    finally:
+        _drop(model.modules(), 0.0)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,227 @@
+"""Losses of a model that are told no count of the window's tokens, of transformers' Trainer and TRL's SFTTrainer."""
+
+import contextlib
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parity.fixes.logits import undisturbed
+from parity.fixes.override import overridden, replaced
+from parity.fixes.patch import ALREADY, Change, Patch
+
+NAME = "divide_by_accumulation"
+WINDOW = "average_over_window"
+ACCEPTS, CHANGE, COEFFICIENT = "model_accepts_loss_kwargs", "_parity_uncounted", "router_aux_loss_coef"
+ROWS = 8
+"""Of the dataset, that are tried."""
+SAME, NEAR, CLEAR = 1e-5, 0.02, 4.0
+"""Relative difference of a loss computed twice, on a GPU in another order; how near a weighted mean of parts is to the mean of
+all, in 16 bits too; how many times nearer than by any other weights."""
+Count = Callable[[Tensor], Tensor]
+
+
+def _labels(first: int) -> Count:
+    return lambda labels: labels[:, first:].ne(-100).sum().cpu()
+
+
+COUNTS: dict[str, Count] = {
+    "labels behind the first": _labels(1),
+    "labels": lambda labels: labels.ne(-100).sum().cpu(),
+    "rows": lambda labels: torch.tensor(len(labels)),
+}
+"""Of what a loss may be the mean: (labels of a batch) -> how many."""
+
+
+def own_loss(trainer: Any) -> str:
+    """Whose loss and step a trainer has: "Trainer", "SFTTrainer", or "" for others."""
+    own = [getattr(type(trainer), name, None) for name in ("compute_loss", "training_step")]
+    for kind, package in (("Trainer", "transformers."), ("SFTTrainer", "trl.")):
+        if all(
+            f is not None and f.__qualname__.split(".")[0] == kind and f.__module__.startswith(package) for f in own
+        ):
+            return kind
+    return ""
+
+
+def divide(trainer: Any) -> Patch:
+    """Trainer divides what the model does not divide by the count."""
+    change = overridden(trainer, "compute_loss", NAME) or vars(trainer).get(CHANGE)
+    if change is not None and change.active:
+        return Patch(NAME, reason=ALREADY, _undo=change.hold(trainer))
+    steps, ranks = trainer.args.gradient_accumulation_steps, trainer.accelerator.num_processes
+    if steps == ranks == 1:
+        return Patch(NAME, reason="one micro-batch is a window")
+    if not getattr(trainer, ACCEPTS, False) or trainer.compute_loss_func is not None:
+        return Patch(NAME, reason="Trainer divides, or a loss function of the user's is told the count")
+    holder = next((m for m in trainer.model.modules() if COEFFICIENT in vars(m)), None)
+    try:
+        with _batch(trainer) as batch:
+            whole, left = _losses(trainer, batch)
+            with contextlib.nullcontext() if holder is None else mock.patch.object(holder, COEFFICIENT, 0.0):
+                beside = _losses(trainer, batch)[1]
+            counted = _counted(trainer, batch) if math.isclose(whole, left, rel_tol=SAME) else None
+    except Exception as error:
+        return Patch(NAME, reason=f"rows could not be tried ({type(error).__name__}: {error})")
+    if not (math.isfinite(whole) and math.isfinite(left)):
+        return Patch(NAME, reason=f"the loss of two rows is {whole}, with an infinite count {left}")
+    if abs(left) <= SAME * abs(whole):
+        return Patch(NAME, reason="the model divides by the count")
+    if counted is not None:
+        change = Change(lambda: setattr(trainer, ACCEPTS, True), lambda: delattr(trainer, CHANGE))
+        setattr(trainer, ACCEPTS, False)
+        setattr(trainer, CHANGE, change)
+        return Patch(NAME, changed=(f"trainer.{ACCEPTS}",), _undo=change.hold(trainer))
+    if holder is None or abs(beside) > SAME * abs(left):
+        return Patch(
+            NAME, reason=f"of a loss of {whole:.3g}, {left:.3g} is not divided, and no mean over labels or rows"
+        )
+
+    def divided(self: Any, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("num_items_in_batch") is None or not model.training:
+            return original(model, *args, **kwargs)
+        parts = self.current_gradient_accumulation_steps * (ranks if self.args.average_tokens_across_devices else 1)
+        with mock.patch.object(holder, COEFFICIENT, getattr(holder, COEFFICIENT) / parts):
+            return original(model, *args, **kwargs)
+
+    return replaced(trainer, NAME, trainer, "trainer", compute_loss=divided)
+
+
+def weigh(trainer: Any) -> Patch:
+    """Each micro-batch's mean is weighed by what it is the mean of."""
+    if trainer.args.gradient_accumulation_steps == trainer.accelerator.num_processes == 1:
+        return Patch(WINDOW, reason="one micro-batch is a window")
+    if overridden(trainer, "compute_loss", WINDOW):
+        return _replaced(trainer, weights(lambda batch: torch.tensor(1)))
+    if getattr(trainer, ACCEPTS, True) or trainer.compute_loss_func is not None:
+        return Patch(WINDOW, reason="the loss is told the count of the window")
+    if trainer.label_smoother is not None:
+        return Patch(WINDOW, reason="smoothed labels: the loss is not the model's own")
+    if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
+        return Patch(WINDOW, reason="the balance of experts is no mean over tokens")
+    try:
+        with _batch(trainer) as batch:
+            counted = _counted(trainer, batch)
+    except Exception as error:
+        return Patch(WINDOW, reason=f"rows could not be tried ({type(error).__name__}: {error})")
+    if counted is None:
+        return Patch(WINDOW, reason="the model's loss is no mean over labels or rows")
+    count = COUNTS[counted]
+    return _replaced(trainer, weights(lambda batch: count(batch["labels"])))
+
+
+def _replaced(trainer: Any, made: tuple[Callable[..., Any], Callable[[Any, Any], float]]) -> Patch:
+    sampled, factor = made
+
+    def weighted(self: Any, original: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        share = factor(model, inputs)
+        out = original(model, inputs, *args, **kwargs)
+        return (out[0] * share, *out[1:]) if isinstance(out, tuple) else out * share
+
+    return replaced(trainer, WINDOW, trainer, "trainer", get_batch_samples=sampled, compute_loss=weighted)
+
+
+def weights(count: Callable[[Any], Tensor]) -> tuple[Callable[..., Any], Callable[[Any, Any], float]]:
+    """In the place of `get_batch_samples`: it counts a window; and n·M/N of a micro-batch of it, 1 in evaluation."""
+    of_window: dict[str, Any] = {"micro-batches": 0, "tokens": 1.0}
+
+    def sampled(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        batches, items = original(*args, **kwargs)
+        tokens = sum(map(count, batches), torch.zeros((), dtype=torch.long))
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is not None:
+            tokens = accelerator.gather(tokens.to(accelerator.device)).float().mean()
+        of_window.update({"micro-batches": len(batches), "tokens": float(tokens)})
+        return batches, items
+
+    def factor(model: Any, batch: Any) -> float:
+        if not model.training or not of_window["micro-batches"]:
+            return 1.0
+        return float(count(batch)) * of_window["micro-batches"] / max(of_window["tokens"], 1.0)
+
+    return sampled, factor
+
+
+@contextlib.contextmanager
+def _batch(trainer: Any) -> Iterator[dict[str, Any]]:
+    """Two rows of the dataset that have labels, of unlike numbers where there are such, the model in evaluation mode and without
+    gradients. Random states, the collator and the dataset's order stay as they were. ValueError where there are no two."""
+    data, collator = trainer.train_dataset, copy.deepcopy(trainer.data_collator)
+    if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+        raise ValueError("the dataset is a stream")
+    if hasattr(data, "column_names"):
+        data = trainer._remove_unused_columns(data)
+    else:
+        collator = trainer._get_collator_with_removed_columns(collator)
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 the one that collators may draw from
+    try:
+        with undisturbed(trainer.model), torch.no_grad():
+            trainer.model.eval()
+            rows = [data[i] for i in range(min(ROWS, len(data)))]
+            batch = dict(trainer._prepare_inputs(collator(rows)))
+            labels = batch.get("labels")
+            if not isinstance(labels, Tensor) or len(labels) != len(rows):
+                raise ValueError("labels are not one row each")
+            counts = [int(row[row.numel() > 1 :].ne(-100).sum()) for row in labels.reshape(len(rows), -1)]
+            there = [i for i, n in enumerate(counts) if n]
+            if len(there) < 2:
+                raise ValueError("fewer than two rows have labels")
+            other = max(there[1:], key=lambda i: abs(counts[i] - counts[there[0]]))
+            yield _rows(batch, torch.tensor([there[0], other]), len(rows))
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+def _rows(batch: dict[str, Any], chosen: Tensor, size: int) -> dict[str, Any]:
+    """Some rows of every tensor that has `size`."""
+    return {n: x[chosen] if isinstance(x, Tensor) and x.dim() and len(x) == size else x for n, x in batch.items()}
+
+
+def _losses(trainer: Any, batch: dict[str, Any]) -> tuple[float, float]:
+    """The loss with a count of items, and of infinitely many."""
+    counts = (torch.tensor(n, device=trainer.args.device) for n in (8.0, math.inf))
+    whole, left = (float(trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=n)) for n in counts)
+    return whole, left
+
+
+def _counted(trainer: Any, batch: dict[str, Any]) -> str | None:
+    """Of what in `COUNTS` the model's loss is a mean: that of the rows, weighed by it, is that of both. None where it is of
+    nothing, or where others are as near whose weights are other ones."""
+    size, causal = len(batch["labels"]), not getattr(trainer.model.config, "is_encoder_decoder", False)
+    parts = [_rows(batch, torch.arange(*ends), size) for ends in ((0, size), (0, 1), (1, size))]
+    whole, *means = (float(trainer.model(**part)["loss"]) for part in parts)
+    off: dict[str, float] = {}
+    shares: dict[str, float] = {}
+    for name, count in COUNTS.items():
+        if name == "labels behind the first" and (
+            batch["labels"].dim() != 2 or batch["labels"].shape[1] == 1 or not causal
+        ):
+            continue
+        all_of, first, others = (float(count(part["labels"])) for part in parts)
+        if all_of and math.isclose(first + others, all_of):
+            shares[name] = first / all_of
+            off[name] = abs((first * means[0] + others * means[1]) / all_of / whole - 1)
+    best = min(off, key=lambda name: off[name], default=None)
+    if best is None or not off[best] < NEAR:
+        return None
+    alike = [name for name in off if math.isclose(shares[name], shares[best])]
+    if any(off[name] < CLEAR * off[best] for name in off if name not in alike):
+        return None
+    return _usual(trainer, alike)
+
+
+def _usual(trainer: Any, alike: Sequence[str]) -> str:
+    """Of counts that these rows do not tell apart: a causal model's first label has no prediction."""
+    shifted = any(
+        part in type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+        for part in ("CausalLM", "ConditionalGeneration", "LMHeadModel")
+    )
+    order = list(COUNTS) if shifted else ["labels", "rows", "labels behind the first"]
+    return min(alike, key=order.index)
