@@ -62,8 +62,9 @@ class Taps:
         """The hooks on the models as they are now; of a trainer that has no method for it."""
         while self._hooks:
             self._hooks.pop().remove()
-        models = (self.trainer.model, getattr(self.trainer, "ref_model", None)) if self._sees and self._undo else ()
-        self._hooks += [m.register_forward_hook(_Hook(self._sees), with_kwargs=True) for m in models if m is not None]
+        found = (self.trainer.model, getattr(self.trainer, "ref_model", None)) if self._sees and self._undo else ()
+        models = {id(m): m for m in found if m is not None}.values()  # one model may be both: it is seen once
+        self._hooks += [m.register_forward_hook(_Hook(self._sees), with_kwargs=True) for m in models]
 
     def undo(self) -> None:
         """Everything as it was; a second call does nothing."""
