@@ -93,6 +93,13 @@ def _rloo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, item
     return Loss("rloo", lambda lp: terms(lp).sum(), mask, size=float(terms(_exact(taken.logps)).abs().sum()))
 
 
+def _order(batch: Tensor, scored: Tensor) -> Tensor:
+    """Where each row of the batch is among those that were scored, (B,); their own places where not all are there."""
+    same = (batch[:, None] == scored).all(-1) if batch.shape == scored.shape else scored.new_zeros(len(scored), 1)
+    own = torch.arange(len(scored))
+    return own if torch.equal(batch, scored) or not bool(same.any(1).all()) else same.int().argmax(1).cpu()
+
+
 def _dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[Any], items: Any) -> Loss | None:
     """`parity.families.preference_losses.DPO`, its types weighted."""
     of = functools.partial(_setting, trainer)
@@ -100,8 +107,9 @@ def _dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[A
     if of("ld_alpha") not in (None, 1.0) or of("use_weighting") or divergence == "alpha_divergence":
         return None
     same = next((_exact(t.logps) for t in others if torch.equal(t.ids, taken.ids)), None)
+    order = _order(inputs.get("input_ids", taken.ids), taken.ids)
     ref = [inputs.get(f"ref_{side}_logps") for side in ("chosen", "rejected")] if same is None else []
-    ref = [_exact(r) for r in ref] if same is None else list((same * mask).sum(1).chunk(2))
+    ref = [_exact(r) for r in ref] if same is None else list((same * mask).sum(1)[order].chunk(2))
     if any(r is None for r in ref):
         return None
     s = SimpleNamespace(beta=of("beta"), smoothing=of("label_smoothing"), tau=trainer.args.discopop_tau, alpha=0.0)
@@ -111,9 +119,10 @@ def _dpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Sequence[A
     weights = dict(zip(types, of("loss_weights") or [1.0] * len(types), strict=True))
 
     def total(lp: Tensor) -> Tensor:
-        chosen = mask.chunk(2)[0]
+        lp, own = lp[order], mask[order]
+        chosen = own.chunk(2)[0]
         nll = -(lp.chunk(2)[0] * chosen).sum() / chosen.sum()
-        pairs = Pairs(s, (lp * mask).sum(1).chunk(2), ref, mask.sum(1).clamp(min=1).chunk(2), nll)
+        pairs = Pairs(s, (lp * own).sum(1).chunk(2), ref, own.sum(1).clamp(min=1).chunk(2), nll)
         terms = (w * DPO[name](pairs).mean() for name, w in weights.items())
         return sum(terms, lp.new_zeros(())) / accumulation(trainer)
 
