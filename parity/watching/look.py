@@ -67,12 +67,13 @@ class Look:
         assert self.mine is not None
         if not self.behind(what):
             return Difference(self.sides[what], self.mine)
-        was = self._reference if what == "reference" else self._old(self.generated)
-        return Difference(self.sides[what], dataclasses.replace(self.mine, logps=was))
+        if what == "reference":
+            return Difference(self.sides[what], dataclasses.replace(self._reference, noise=self.mine.noise))
+        return Difference(self.sides[what], dataclasses.replace(self.mine, logps=self._old(self.generated)))
 
     @functools.cached_property
-    def _reference(self) -> Tensor:
-        return self._by(self.rows, dict(self.trainer.ref_model.named_parameters()))
+    def _reference(self) -> Scores:
+        return self._scores(self.rows, dict(self.trainer.ref_model.named_parameters()))
 
     def score(self, known: float, budget: int = 0) -> None:
         """All log-probs, with noise of the size that is `known`, or measured where that is NaN; then also with a float32 head.
@@ -94,7 +95,11 @@ class Look:
             mine = scoring.score(self.model, rows, self.temperature, together)
             return scoring.noise(self.model, rows, self.temperature, mine, dtype) if noisy else mine
 
-    def _by(
+    def _by(self, rows: Rows, *args: Any, **options: Any) -> Tensor:
+        """The log-probs alone of `_scores`."""
+        return self._scores(rows, *args, **options).logps.detach()
+
+    def _scores(
         self,
         rows: Rows,
         weights: Any = None,
@@ -102,8 +107,8 @@ class Look:
         training: bool = False,
         call: Any = None,
         seed: int | None = None,
-    ) -> Tensor:
-        """Log-probs by the model with these weights in place of its own, without its adapter, or in training mode."""
+    ) -> Scores:
+        """By the model with these weights in place of its own, without its adapter, or in training mode."""
         model = self.model
         graded = training and self.single  # as in training; a shard's backward pass would be waited for
         with undisturbed(model, training), self.trainer.accelerator.autocast(), torch.set_grad_enabled(graded):
@@ -111,12 +116,12 @@ class Look:
                 torch.manual_seed(seed)
             if not adapted:
                 with model.disable_adapter():
-                    return scoring.score(model, rows, self.temperature).logps
+                    return scoring.score(model, rows, self.temperature)
             if weights is not None:
                 devices = {n: p.device for n, p in model.named_parameters()}
                 moved = {n: w.to(devices[n]) for n, w in weights.items()}
                 call = lambda **kw: torch.func.functional_call(model, moved, kwargs=kw)  # noqa: E731
-            return scoring.score(model, rows, self.temperature, call=call).logps.detach()
+            return scoring.score(model, rows, self.temperature, call=call)
 
     def drop_random(self) -> None:
         """Leaves the sampler's side alone if in training the model is random by more than the dropout that shows."""

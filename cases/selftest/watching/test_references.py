@@ -2,11 +2,18 @@
 
 import torch
 
-from cases.selftest.watching.runs import of, watched
+from cases.selftest.watching.runs import grpo, of, watched
 
 
 def found(watch):
     return [(f.what, *f.causes) for f in watch.findings]
+
+
+def test_a_reference_is_judged_by_its_own_noise(tmp_path):
+    """A policy that has become sure of its tokens has less."""
+    watch, lines = watched(grpo(dtype=torch.bfloat16, learning_rate=0.05, beta=0.01, max_steps=7), tmp_path)
+    assert not watch.findings and len(lines) == 7
+    assert all(line["watch/reference_units"] <= 1 for line in lines)
 
 
 def test_a_reference_that_is_the_policy_is_seen_once(tmp_path):
