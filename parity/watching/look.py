@@ -73,7 +73,16 @@ class Look:
 
     @functools.cached_property
     def _reference(self) -> Scores:
-        return self._scores(self.rows, dict(self.trainer.ref_model.named_parameters()))
+        """By the reference's own weights: another model's, or a second adapter's, or those below the only adapter."""
+        model = getattr(self.trainer, "ref_model", None)
+        weights = self._second if model is None else dict(model.named_parameters())
+        return self._scores(self.rows, weights or None, adapted=bool(weights))
+
+    @property
+    def _second(self) -> dict[str, Tensor]:
+        """Name of each weight of the policy's adapter -> that of the adapter "ref", which TRL makes of one that it was given."""
+        named = self.model.named_parameters()
+        return {n.replace(".ref.", ".default."): p for n, p in named if ".ref." in n}
 
     def score(self, known: float, budget: int = 0) -> None:
         """All log-probs, with noise of the size that is `known`, or measured where that is NaN; then also with a float32 head.
@@ -144,12 +153,19 @@ class Look:
         if not dropped and (self.fresh or (self.stale and self._old(self.generated) is not None)):
             out["old"] = self._old(self.inputs)
         if not dropped and (self._is_reference if self.first else self.later and self._is_like()):
-            # KTO's estimate of the KL is the policy's own, maybe of the same ids
-            others = [t for t in self.others if self.first or t.model is not self.trainer.model]
-            same = (t for t in others if t.logps.shape == taken.logps.shape and torch.equal(t.ids, taken.ids))
-            by_scoring = None if taken.mask is None else next((rows.of(t.logps) for t in same), None)
-            out["reference"] = by_scoring if (given := of("ref_per_token_logps")) is None else given
+            out["reference"] = of("ref_per_token_logps") if taken.mask is None else self._referred()
         return out
+
+    def _referred(self) -> Tensor | None:
+        """The reference's log-probs (n,) of a trainer that does not hand them out as a part of its batch."""
+        rows, taken = self.rows, self.taken
+        if (whole := self._precomputed) is not None:
+            base = taken.logps if self.first else rows.back(self._reference.logps).to(taken.logps)
+            return rows.of(self._shared(whole, base))
+        # KTO's estimate of the KL by the policy, maybe of the same ids, is before
+        alike = [t for t in self.others if t.logps.shape == taken.logps.shape and torch.equal(t.ids, taken.ids)]
+        whose = getattr(self.trainer, "ref_model", None) or self.trainer.model
+        return rows.of(alike[-1].logps) if alike and (self.first or alike[-1].model is whose) else None
 
     def _old(self, given: Any) -> Tensor | None:
         """Old log-probs (n,) of these tokens by a batch, NaN where it has not this sequence; of a whole completion each token
@@ -165,9 +181,22 @@ class Look:
         same = functools.reduce(operator.and_, ((self.inputs[n][:, None] == given[n]).all(-1) for n in names[:2]))
         old = given[names[2]][same.int().argmax(1)]
         if whole:
-            logps = self.taken.logps * self.mask
-            old = self.taken.logps + ((old - logps.sum(1)) / self.mask.sum(1).clamp(min=1))[:, None]
+            old = self._shared(old, self.taken.logps)
         return self.rows.of(old.masked_fill(~same.any(1)[:, None], math.nan))
+
+    def _shared(self, whole: Tensor, logps: Tensor) -> Tensor:
+        """(B, T), each token of a completion with the same share of how far `whole` (B,) is from the sum of its `logps`."""
+        off = whole.to(logps) - logps.where(self.mask.bool(), 0.0).sum(1)
+        return logps + (off / self.mask.sum(1).clamp(min=1))[:, None]
+
+    @property
+    def _precomputed(self) -> Tensor | None:
+        """Log-probs of whole completions (B,) that the reference had before training; not those that `ld_alpha` weighs."""
+        names = ("ref_logps",) if "ref_logps" in self.inputs else ("ref_chosen_logps", "ref_rejected_logps")
+        weighed = getattr(self.trainer, "ld_alpha", None) is not None
+        if weighed or not getattr(self.trainer.args, "precompute_ref_log_probs", False):
+            return None
+        return torch.cat([self.inputs[n] for n in names]) if all(n in self.inputs for n in names) else None
 
     def _padded(self, late: int = 0) -> Tensor:
         """Log-probs by the model with the trainer's own padding, by the logits of places that are `late` by 0 or 1."""
@@ -203,17 +232,24 @@ class Look:
     def _is_reference(self) -> bool:
         """Whether policy and reference have the same weights before the first update."""
         mine, reference = dict(self.trainer.model.named_parameters()), getattr(self.trainer, "ref_model", None)
+        if reference is None and not hasattr(self.model, "peft_config"):
+            return self._precomputed is not None
+        if reference is None and (second := self._second):
+            first = dict(self.model.named_parameters())
+            return all(torch.equal(p, first[n]) for n, p in second.items())
         if reference is None:
-            adapted = [p for n, p in mine.items() if ".lora_B." in n and ".ref." not in n]
+            adapted = [p for n, p in mine.items() if ".lora_B." in n]
             return bool(adapted) and not any(bool(p.any()) for p in adapted)
         theirs = dict(reference.named_parameters())
         return mine.keys() == theirs.keys() and all(torch.equal(p.to(theirs[n]), theirs[n]) for n, p in mine.items())
 
     def _is_like(self) -> bool:
-        """Whether the policy can compute with the weights of a reference that stays as it is."""
+        """Whether the policy can compute with the weights of a reference that stays as it is; of adapters TRL's two alone."""
         reference, args = getattr(self.trainer, "ref_model", None), self.trainer.args
-        if not self.single or reference is None or getattr(args, "sync_ref_model", False):
+        if not self.single or getattr(args, "sync_ref_model", False):
             return False
+        if reference is None:
+            return {*getattr(self.model, "peft_config", ())} in ({"default"}, {"default", "ref"})
         mine, theirs = (
             ({n: (p.shape, p.dtype, p.device) for n, p in m.named_parameters()}, _numbers(innermost(m).config))
             for m in (self.model, reference)

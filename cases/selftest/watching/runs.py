@@ -122,9 +122,10 @@ def watched(trainer, tmp_path, **options):
 
 
 def of(trainer, peft=None, model="llama", dtype=torch.float32, data=None, **wanted):
-    """A trainer of TRL by its name here, two steps on stored completions or its own."""
+    """A trainer of TRL by its name here, of a model or the name of one, two steps on stored completions or its own."""
     spec = SPECS[trainer]
     more = {"teacher_model": models.model("llama")} if spec.given == "teacher_model" else {}
     more |= {} if data is None else {"train_dataset": data}
     settings = {"seed": SEED, "max_steps": 2, "max_length": 256, "gradient_checkpointing": False, **wanted}
-    return drive.build(spec.upstream, models.model(model, dtype), settings, DEVICE, peft, **more)
+    model = models.model(model, dtype) if isinstance(model, str) else model
+    return drive.build(spec.upstream, model, settings, DEVICE, peft, **more)

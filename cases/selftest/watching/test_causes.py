@@ -398,10 +398,11 @@ def test_what_a_step_lacks_is_found_once_while_the_learning_rate_rises(tmp_path,
     assert len(made) == 3  # at 0, at the first rate above, at the last
 
 
-def test_a_kl_of_the_policy_on_the_same_completions_is_no_reference(tmp_path):
+@pytest.mark.parametrize("lora", [None, trl.lora()])
+def test_a_kl_of_the_policy_on_the_same_completions_is_no_reference(tmp_path, lora):
     """KTO pairs each prompt with the completion of another row; those of a classifier are often the same."""
     same = stored_window.dataset([Sample("a question ", " yes", " no", label=True)] * 8, "labels")
-    trainer = of("kto-trainer", learning_rate=0.05, data=same)
+    trainer = of("kto-trainer", lora, learning_rate=0.05, data=same)
     watch, lines = watched(trainer, tmp_path)
     assert not watch.findings and all("watch/reference_units" in line for line in lines)
 

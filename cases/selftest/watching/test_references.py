@@ -1,12 +1,99 @@
-"""References, right and wrong ones."""
+"""References of LoRA runs and precomputed ones: silent where they are right, found where they are not."""
 
+import contextlib
+from unittest import mock
+
+import peft
+import pytest
 import torch
 
 from cases.selftest.watching.runs import grpo, of, watched
+from parity.trainers.rig import models
+from parity.upstream import trl
+
+FAR = {"learning_rate": 0.05, "max_steps": 3}
+TRAINERS = ("dpo-trainer", "kto-trainer", "grpo")
+POLICYS = ("reference", "it computes with the policy's weights")
+
+
+def made(name, **wanted):
+    wanted = FAR | {"beta": 0.1} | wanted
+    return grpo(**wanted) if name == "grpo" else of(name, **wanted)
 
 
 def found(watch):
     return [(f.what, *f.causes) for f in watch.findings]
+
+
+def adapted(seed):
+    """A model with an adapter that was trained before."""
+    policy = peft.get_peft_model(models.model("llama"), trl.lora())
+    random = torch.Generator().manual_seed(seed)
+    for n, p in policy.named_parameters():
+        if ".lora_B." in n:
+            p.data = torch.randn(p.shape, generator=random)
+    return policy
+
+
+@contextlib.contextmanager
+def used(name, adapter):
+    """TRL computes the reference with the adapter in training, or with none if it is ""."""
+    module = f"trl.trainer.{name.removesuffix('-trainer')}_trainer.use_adapter"
+
+    def use(model, adapter_name=None):
+        return contextlib.nullcontext() if adapter is None else model.disable_adapter()
+
+    with mock.patch(module, use):
+        yield
+
+
+@pytest.mark.parametrize("name", [*TRAINERS, "online-dpo-trainer"])
+def test_the_reference_of_a_lora_is_the_model_below_it(tmp_path, name):
+    watch, lines = watched(made(name, peft=trl.lora()), tmp_path)
+    assert not watch.findings and [line["step"] for line in lines] == [1, 2, 3]
+    assert all("watch/reference_units" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_reference_with_the_lora_on(tmp_path, name):
+    with used(name, None):
+        watch, _ = watched(made(name, peft=trl.lora()), tmp_path)
+    assert found(watch)[0] == POLICYS and {what for what, *_ in found(watch)} == {"reference"}
+    assert watch.findings[0].text.startswith("watch, step 2: ")
+
+
+@pytest.mark.parametrize("name", ["dpo-trainer", "grpo"])
+def test_the_reference_of_an_adapter_that_was_given_is_its_copy(tmp_path, name):
+    def given():
+        policy = adapted(0)
+        return made(name, policy=policy) if name == "grpo" else made(name, model=policy)
+
+    watch, lines = watched(given(), tmp_path)
+    assert not watch.findings and all("watch/reference_units" in line for line in lines) and len(lines) == 3
+    with used(name, ""):
+        watch, _ = watched(given(), tmp_path)
+    assert [what for what, *_ in found(watch)] == ["reference"] * 3
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["dpo-trainer", "kto-trainer"])
+def test_a_reference_that_is_precomputed(tmp_path, name, dtype, lora):
+    """Of a model without an adapter the weights of step 1 are known at step 1 alone."""
+
+    def given():
+        return made(name, peft=trl.lora() if lora else None, dtype=dtype, precompute_ref_log_probs=True)
+
+    watch, lines = watched(given(), tmp_path)
+    assert not watch.findings
+    assert ["watch/reference_units" in line for line in lines] == [True, lora, lora]
+    trainer = given()
+    collate = trainer.data_collator
+    # each row has another's
+    shifted = lambda rows: {n: x.roll(1) if n.startswith("ref_") else x for n, x in collate(rows).items()}  # noqa: E731
+    trainer.data_collator = shifted
+    watch, _ = watched(trainer, tmp_path)
+    assert [what for what, *_ in found(watch)] == ["reference"] * (3 if lora else 1)
 
 
 def test_a_reference_is_judged_by_its_own_noise(tmp_path):

@@ -122,7 +122,7 @@ def test_a_warning_is_said_once(tmp_path, said):
 
 
 def trained(watch, tmp_path, lora=False, **wanted):
-    wanted["peft"] = trl.lora(lora_dropout=0.1) if lora else None
+    wanted |= {"peft": trl.lora(lora_dropout=0.1)} if lora else {}
     wanted |= {"max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     trainer = grpo(sampler, disable_dropout=not lora, **wanted)
     made = parity.watch(trainer, every=1, to=tmp_path / "watch.ndjson") if watch else None
@@ -136,7 +136,13 @@ def trained(watch, tmp_path, lora=False, **wanted):
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"lora": True}, {"gradient_checkpointing": True, "beta": 0.04}, {"neftune_noise_alpha": 5.0}]
+    "wanted",
+    [
+        {"lora": True},
+        {"peft": trl.lora(), "beta": 0.04},
+        {"gradient_checkpointing": True, "beta": 0.04},
+        {"neftune_noise_alpha": 5.0},
+    ],
 )
 def test_a_watched_run_ends_in_the_same_bits(tmp_path, wanted):
     bare, state, log = trained(False, tmp_path, **wanted)
