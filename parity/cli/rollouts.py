@@ -57,15 +57,18 @@ def judge_command(paths: tuple[str, ...], **given: Any) -> None:
     from parity import recording
     from parity.rollouts import contract
 
-    found = []
+    found, why = [], list[str]()
     for one in [recording.load(path) for path in paths or sorted(map(str, rollouts_dir().glob("**/*-t*.json")))]:
         verdict, broken = contract.held(one, **given)
         click.echo(verdict.text(one))
         found.append((one, broken))
+        lines = [f"{said} (the contract's {line!r})" for line, said in broken.items()]
+        why += lines if verdict.agrees else [f"{one.name} disagrees"]
     if given["support"] == "truncated":
         for line, answer in contract.table(found).items():
             click.echo(f"{line}, {contract.LINES[line]}: {answer}")
-    agrees = not any(broken for _, broken in found)
     if any(one.facts.get("device") == "cpu" for one, _ in found):
         click.echo("An engine that computed on a CPU says nothing of its GPU kernels.")
-    raise SystemExit(0 if agrees else 1)
+    if why:
+        click.echo(f"Exit code 1: {'; '.join(why)}.")
+    raise SystemExit(1 if why else 0)

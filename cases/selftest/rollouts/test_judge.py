@@ -114,6 +114,19 @@ def test_the_command(tmp_path):
     assert done.exit_code == 2 and "agrees" not in done.output  # before the time of judging
     done = CliRunner().invoke(main, ["rollouts", "judge", path, "--support", "full"])
     assert done.exit_code == 1 and "those of the distribution that was sampled from" in done.output
+    assert done.output.endswith("Exit code 1: llama-fp32-t0.7-p0.8 disagrees.\n")
+
+
+@pytest.mark.parametrize("support", ["truncated", "full"])
+def test_the_command_says_why_it_ends_with_1_where_all_that_there_is_agrees(tmp_path, support):
+    found = short("llama-fp32-t1-p1")
+    logps = found.sampler_logps.clone()
+    logps[0, 3] = logps[2, 1] = math.nan
+    path = str(recording.save(dataclasses.replace(found, sampler_logps=logps, raw_logps=None), tmp_path))
+    done = CliRunner().invoke(main, ["rollouts", "judge", path, "--support", support])
+    many = int(found.mask.sum())
+    said = f"Exit code 1: {found.name}: 2 of {many} tokens have none (the contract's 'missing').\n"
+    assert done.exit_code == 1 and "  agrees as" in done.output and done.output.endswith(said)
 
 
 def test_an_engine_of_a_coarser_dtype_is_named():
