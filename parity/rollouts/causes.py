@@ -31,12 +31,14 @@ def explanations(
     sampling: Supports | None,
     others: Mapping[str, Callable[[], Tensor]],
     coarser: Iterable[tuple[str, Callable[[], Scores]]],
+    confirmed: Callable[[str], bool] = lambda name: True,
 ) -> list[str]:
     """The causes that explain the difference down to noise, the best first; supports that explain it alike are one cause.
 
     `temperature` is that of the trainer's log-probs, `sampling` what the run and the model's generation config say of a
     sampler's (None: they are not a sampler's). `others`: other computation -> its log-probs (n,), NaN of tokens that it has
-    none of; `coarser`: narrower dtypes, each with the model's own scores and its noise. Both are asked only if needed.
+    none of; `coarser`: narrower dtypes, each with the model's own scores and its noise; `confirmed`: whether all of it would be
+    right in the dtype of this name, which is slow. All are asked only if needed.
     """
     if bool((found.values == 0).all()):
         return ["all log-probs are 0: missing ones were filled"]
@@ -51,7 +53,8 @@ def explanations(
         rounded = bool((values == values.bfloat16()).all())
         for name, score in coarser:
             other = Difference(found.values, score()).units()
-            if agrees(other) and rms(other) <= 1 and (name == "bf16" if rounded else rms(other) > 0.1):
+            alike = agrees(other) and rms(other) <= 1 and (name == "bf16" if rounded else rms(other) > 0.1)
+            if alike and confirmed(name):
                 return [f"no cause that was tried; by size alone as far apart as the arithmetic of {name}"]
         return []
     if not all(size for *_, size in fits):  # a support that keeps nearly all is no cause beside one of one size

@@ -62,7 +62,8 @@ def held(recording: Recording, **trainer: Any) -> tuple[Verdict, dict[str, str]]
     verdict, raw = judged(recording, **trainer), None
     if recording.raw_logps is not None:
         whole = {**recording.facts, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-        raw = judged(dataclasses.replace(recording, facts=whole, sampler_logps=recording.raw_logps), **trainer)
+        told = dataclasses.replace(recording, facts=whole, sampler_logps=recording.raw_logps)
+        raw = judged(told, **trainer, explain=False)
     return verdict, broken(recording, verdict, raw)
 
 

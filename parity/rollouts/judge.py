@@ -6,7 +6,7 @@ The mean ratio judges nothing: by E_s[π/s] = 1 it is 1 for every trainer, right
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,8 @@ class Verdict:
         return "\n".join(lines)
 
 
-def judge(recording: Recording, trainer: Trainer, definition: str = "truncated") -> Verdict:
-    """The recording's sampler log-probs against `trainer`'s, under a definition of `DEFINITIONS`."""
+def judge(recording: Recording, trainer: Trainer, definition: str = "truncated", explain: bool = True) -> Verdict:
+    """The recording's sampler log-probs against `trainer`'s, under a definition of `DEFINITIONS`; `explain` a disagreement."""
     f, rows, width = recording.facts, recording.rows(), recording.completion_ids.shape[1]
     sampling = (float(f["temperature"]), float(f["top_p"]), int(f["top_k"]))
     asked = (sampling[0], 1.0, 0) if definition == "full" else sampling
@@ -161,21 +161,19 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated")
     values = _values(oracle.exact, sampler[scored], asked[1])
     judgements = oracle.judge(values, EAGER.resolve(NAMES[trainer.dtype]))
     verdict = Verdict(definition, judgements, found, None)
-    if verdict.agrees:
+    if verdict.agrees or not explain:
         return verdict
     others = {
         "top-p or top-k is not in them": scores.full,
         "those of the distribution that was sampled from": scores.truncated,
     }
-    coarser = (  # by whose rounding all of it would be right; replicas are made where nothing else explains it
-        dtype
-        for dtype in (torch.float16, torch.bfloat16)
-        if torch.finfo(dtype).eps > torch.finfo(trainer.dtype).eps
-        and all(j.agrees for j in oracle.judge(values, EAGER.resolve(NAMES[dtype])).values())
-    )
-    named, off = _causes(
-        trainer.loaded(), rows_from(rows, scored, model.device), sampling, mine, sampler, others, coarser
-    )
+
+    def rounds(name: str) -> bool:
+        """Whether all of it would be right by the rounding of this dtype."""
+        return all(j.agrees for j in oracle.judge(values, EAGER.resolve(name)).values())
+
+    there = rows_from(rows, scored, model.device)
+    named, off = _causes(trainer.loaded(), there, sampling, mine, sampler, others, trainer.dtype, rounds)
     return dataclasses.replace(verdict, explanation=" or ".join(named) or None, off=off)
 
 
@@ -186,10 +184,11 @@ def _causes(
     mine: Tensor,
     sampler: Tensor,
     known: Mapping[str, Tensor],
-    coarser: Iterable[torch.dtype],
+    dtype: torch.dtype,
+    rounds: Callable[[str], bool],
 ) -> tuple[list[str], str]:
     """What explains a difference from `mine` (B, T) down to noise, by the causes of a watched run, `known` ones besides; last,
-    the size of `coarser` arithmetic. And which tokens are off."""
+    the size of arithmetic coarser than `dtype`, if by what `rounds` in it all is right. And which tokens are off."""
     tau = sampling[0]
     with torch.no_grad():
         alone = scoring.score(model, rows, tau)
@@ -204,8 +203,9 @@ def _causes(
         if hasattr(model, "disable_adapter"):
             others["the adapter is left out"] = functools.partial(_unadapted, model, rows, tau)
         found = scoring.Difference(rows.of(sampler), noisy())
-        alike = ((NAMES[dtype], functools.partial(noisy, dtype)) for dtype in coarser)
-        named = causes.explanations(found, rows, tau, [(sampling[1], sampling[2], 0.0)], others, alike)
+        coarser = [d for d in (torch.float16, torch.bfloat16) if torch.finfo(d).eps > torch.finfo(dtype).eps]
+        alike = [(NAMES[d], functools.partial(noisy, d)) for d in coarser]
+        named = causes.explanations(found, rows, tau, [(sampling[1], sampling[2], 0.0)], others, alike, rounds)
         if sampling[1] < 1 or sampling[2] > 0:  # which the definition has too
             named = [one.replace(causes.KEPT, "other tokens were kept than the recording says") for one in named]
         return named, _place(found.each > LIMIT, rows.picked)
@@ -330,7 +330,9 @@ def _values(exact: Mapping[str, Tensor], sampler: Tensor, top_p: float) -> dict[
     return {"log-probs": sampler, "mean": sampler.double().mean().float(), **out}
 
 
-def judged(recording: Recording, model: str | None, adapter: Path | None, support: str) -> Verdict:
+def judged(
+    recording: Recording, model: str | None, adapter: Path | None, support: str, explain: bool = True
+) -> Verdict:
     """`judge` with the model by name or folder, and a PEFT adapter on it. Raises UsageError where there is no such
     model, or where it is not the recording's own and has other weights."""
     folder = engine_models.folder_of(model or str(recording.facts["model"]))
@@ -341,4 +343,4 @@ def judged(recording: Recording, model: str | None, adapter: Path | None, suppor
         from peft import PeftModel
 
         trainer = dataclasses.replace(trainer, change=lambda loaded: PeftModel.from_pretrained(loaded, adapter))
-    return judge(recording, trainer, support)
+    return judge(recording, trainer, support, explain)

@@ -13,9 +13,11 @@ from parity import data, recording
 from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.judge.gates import Judgement
+from parity.judge.oracle import Oracle
 from parity.judge.recipe import DTYPES
 from parity.judge.values import normal
 from parity.rollouts import contract, engine_models, scoring
+from parity.rollouts import judge as judging
 from parity.rollouts.judge import Scores, Trainer, Verdict, judge, score
 from parity.rollouts.scoring import kept_mass
 
@@ -382,3 +384,17 @@ def test_rounded_log_probs_and_those_of_the_last_tokens_are_told():
     moved = torch.where(last, found.sampler_logps.roll(1, 1), found.sampler_logps)
     verdict = judge(dataclasses.replace(found, sampler_logps=moved), trainer_of(found))
     assert verdict.explanation is None and verdict.off.endswith(f"in {ROWS} of {ROWS} rows, each the last of its row")
+
+
+def test_replicas_of_another_dtype_or_for_a_cause_that_no_one_reads_are_not_drawn(monkeypatch):
+    """Of 34 s they took 25."""
+    dtypes, explained = [], []
+    drawn, named = Oracle.judge, judging._causes
+    monkeypatch.setattr(
+        Oracle, "judge", lambda self, values, recipe: dtypes.append(recipe) or drawn(self, values, recipe)
+    )
+    monkeypatch.setattr(judging, "_causes", lambda *given: explained.append(given) or named(*given))
+    found = short("llama-fp32-t1-p1")
+    off = dataclasses.replace(found, sampler_logps=found.sampler_logps - 0.3, raw_logps=found.sampler_logps - 0.3)
+    _, broken = contract.held(off, model=None, adapter=None, support="truncated")
+    assert broken.keys() == {"raw", "processed"} and len(dtypes) == 2 and len(explained) == 1
