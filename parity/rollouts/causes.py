@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from parity.rollouts.scoring import LIMIT, Difference, Rows, Scores, agrees, kept_mass, rms
+from parity.judge.hints import FEW, ROUNDING
+from parity.rollouts.scoring import FARTHEST, LIMIT, Difference, Rows, Scores, agrees, kept_mass, rms
 
 REDUCED = 0.35
 """Share of the rms that a cause may leave."""
@@ -34,6 +35,7 @@ def explanations(
     confirmed: Callable[[str], bool] = lambda name: True,
 ) -> list[str]:
     """The causes that explain the difference down to noise, the best first; supports that explain it alike are one cause.
+    Without one, what `_patterns` proves; else the size of a `coarser` dtype.
 
     `temperature` is that of the trainer's log-probs, `sampling` what the run and the model's generation config say of a
     sampler's (None: they are not a sampler's). `others`: other computation -> its log-probs (n,), NaN of tokens that it has
@@ -48,6 +50,8 @@ def explanations(
         if len(left) > 1 and agrees(left) and rms(left) <= REDUCED * before:
             fits.append((rms(left), text, size))
     if not fits:
+        if patterns := list(_patterns(found, rows)):
+            return patterns
         values = found.values[found.values.isfinite()]
         # by a log-softmax alone, which is less than the arithmetic of a model
         rounded = bool((values == values.bfloat16()).all())
@@ -64,6 +68,70 @@ def explanations(
         if left <= 2 * max(least, 0.5):
             out.setdefault(text, []).append(detail)
     return [f"{text} ({' or '.join(details)})" if details[0] else text for text, details in out.items()]
+
+
+ENOUGH = 3
+"""Tokens that make a pattern."""
+BASES = {"base 2": 1 / math.log(2), "base 10": 1 / math.log(10)}
+"""Logarithms that are none to base e -> by what factor."""
+
+
+def _patterns(found: Difference, rows: Rows) -> Iterator[str]:
+    """What the log-probs alone prove: a factor, a number at which they are cut, exchanged rows, one value for a row."""
+    own, before = found.own, rms(found.units())
+    there = ~found.values.isnan() & own.logps.isfinite()
+    values, exact, units = (x[there] for x in (found.values, own.logps, own.units))
+    if len(values) < ENOUGH:
+        return
+
+    def explains(left: Tensor) -> bool:
+        return agrees(left) and rms(left) <= REDUCED * before
+
+    weights = units**-2
+    factor = float((values * exact * weights).sum() / (exact.square() * weights).sum())
+    shift = ((values - exact) * weights).sum() / weights.sum()  # of nearly equal log-probs one is as good as the other
+    if factor > 0 and explains((values / factor - exact) / units) and not agrees((values - shift - exact) / units):
+        base = [f": they are to {name}" for name, by in BASES.items() if abs(factor / by - 1) < 0.01]
+        yield f"each is {factor:.4g} times what it should be{''.join(base)}"
+    least, most = values.amin(), values.amax()
+    for end, cut, side in ((least, exact.clamp(min=least), "below"), (most, exact.clamp(max=most), "above")):
+        many = int(((values == end) & ((values - exact).abs() > LIMIT * units)).sum())
+        if min(many, int((values != end).sum())) >= ENOUGH and explains((values - cut) / units):
+            yield f"they are cut at {float(end):.4g}: {many} of {len(values)} should be {side} it"
+    yield from _rows_exchanged(*map(rows.back, (found.values, own.logps, own.units)))
+    yield from _one_value(*map(rows.back, (found.values, own.logps, own.units)))
+
+
+def _rows_exchanged(values: Tensor, exact: Tensor, units: Tensor) -> Iterator[str]:
+    """Of tables (B, T), NaN where there is none: each row that is off, but for the shortest, has those of another one that is."""
+    there = ~values.isnan()
+    ours = ((values - exact) / units).masked_fill(~(there & exact.isfinite()), 0.0)
+    off = [i for i, row in enumerate(ours) if not agrees(row[row != 0])]
+    of = dict[int, int]()
+    for i in [i for i in off if int(there[i].sum()) >= ENOUGH]:
+        both = there[i] & exact[off].isfinite()
+        left = ((values[i] - exact[off]) / units[off]).masked_fill(~both, 0.0)
+        far = (left.square().sum(1) / both.sum(1)).sqrt()
+        far[(both.sum(1) < ENOUGH) | (left.abs().amax(1) > FARTHEST) | (far > LIMIT)] = math.inf
+        if not bool(far.isfinite().any()):
+            return
+        of[i] = off[int(far.argmin())]
+    if len(of) > 1 and len(set(of.values())) == len(of):
+        pairs = ", ".join(f"row {i} has those of row {j}" for i, j in list(of.items())[:FEW])
+        yield f"whole rows are exchanged: {pairs}{'…' * (len(of) > FEW)}"
+
+
+def _one_value(values: Tensor, exact: Tensor, units: Tensor) -> Iterator[str]:
+    """Of such tables: in each row one value is all that there is."""
+    many = (~values.isnan()).sum(1)
+    first = values.nanmean(1, keepdim=True)
+    same = ((values - first).abs() <= ROUNDING * first.abs()) | values.isnan()
+    several = many > 1
+    if not bool(same.all()) or int(many.max()) < ENOUGH:
+        return
+    told = {"mean": (exact.nanmean(1), units.nanmean(1)), "sum": (exact.nansum(1), units.nansum(1))}
+    made = (f", its {name}" for name, (x, u) in told.items() if ((first[:, 0] - x).abs() <= LIMIT * u)[several].all())
+    yield f"all tokens of a row have one value{next(made, '')}"
 
 
 def _candidates(

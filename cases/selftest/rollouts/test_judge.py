@@ -16,7 +16,7 @@ from parity.judge.gates import Judgement
 from parity.judge.oracle import Oracle
 from parity.judge.recipe import DTYPES
 from parity.judge.values import normal
-from parity.rollouts import contract, engine_models, scoring
+from parity.rollouts import causes, contract, engine_models, scoring
 from parity.rollouts import judge as judging
 from parity.rollouts.judge import Scores, Trainer, Verdict, judge, score
 from parity.rollouts.scoring import kept_mass
@@ -384,6 +384,66 @@ def test_rounded_log_probs_and_those_of_the_last_tokens_are_told():
     moved = torch.where(last, found.sampler_logps.roll(1, 1), found.sampler_logps)
     verdict = judge(dataclasses.replace(found, sampler_logps=moved), trainer_of(found))
     assert verdict.explanation is None and verdict.off.endswith(f"in {ROWS} of {ROWS} rows, each the last of its row")
+
+
+def _exchanged(logps, rows):
+    return logps.index_copy(0, torch.tensor(rows), logps[torch.tensor(rows[::-1])])
+
+
+PATTERNS = {
+    "base 2": (lambda x, mask: x / math.log(2), r"each is 1\.4\d+ times what it should be: they are to base 2"),
+    "twice": (lambda x, mask: 2 * x, r"each is (2|1\.99\d|2\.00\d) times what it should be"),
+    "cut below": (lambda x, mask: x.clamp(min=-2.5), r"they are cut at -2\.5: \d+ of \d+ should be below it"),
+    "cut above": (lambda x, mask: x.clamp(max=-1.5), r"they are cut at -1\.5: \d+ of \d+ should be above it"),
+    "exchanged": (
+        lambda x, mask: _exchanged(x, [0, 5]),
+        "whole rows are exchanged: row 0 has those of row 5, row 5 has those of row 0",
+    ),
+    "reversed": (
+        lambda x, mask: x.where(mask, math.nan).flip(0),
+        "whole rows are exchanged: (row . has those of row .,? ?){6}…?",
+    ),
+    "mean": (
+        lambda x, mask: (x.where(mask, 0.0).sum(1) / mask.sum(1))[:, None].expand_as(x),
+        "all tokens of a row have one value, its mean",
+    ),
+    "sum": (
+        lambda x, mask: x.where(mask, 0.0).sum(1)[:, None].expand_as(x),
+        "all tokens of a row have one value, its sum",
+    ),
+    "constant": (lambda x, mask: torch.full_like(x, -1.0), "all tokens of a row have one value"),
+    # and none of them where the numbers prove none
+    "one": (
+        lambda x, mask: x.index_fill(1, torch.tensor([3]), -9.0).where(torch.arange(len(x))[:, None] == 2, x),
+        None,
+    ),
+    "shifted": (lambda x, mask: x - 0.3, None),
+    "another": (lambda x, mask: x.flip(1), None),
+    "half": (lambda x, mask: torch.where(torch.arange(len(x))[:, None] < 4, x / math.log(2), x), None),
+    "probabilities": (lambda x, mask: x.exp(), None),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [("llama-fp32-t1-p1", pattern) for pattern in PATTERNS]
+    + [("qwen2-bf16-t1-p1", pattern) for pattern in ("base 2", "cut below", "exchanged", "mean", "shifted")],
+)
+def test_what_the_numbers_alone_prove_is_named(name, pattern):
+    found = short(name)
+    change, said = PATTERNS[pattern]
+    moved = dataclasses.replace(found, sampler_logps=change(found.sampler_logps, found.mask).contiguous())
+    verdict = judge(moved, trainer_of(found))
+    assert not verdict.agrees and re.fullmatch(str(said), str(verdict.explanation))
+
+
+def test_of_nearly_equal_log_probs_no_factor_is_said():
+    """A shift explains them as well."""
+    logps = -5 + 0.01 * normal(3, "logps", (16,))
+    one = torch.ones(16, dtype=torch.float64)
+    own = scoring.Scores(logps, one, 0.02 * one, torch.arange(16), torch.zeros(16, 4), None, torch.float32)
+    rows = scoring.rows_from([([1], [1] * 16)], torch.ones(1, 16, dtype=torch.bool), "cpu")
+    assert not list(causes._patterns(scoring.Difference(logps - 0.3, own), rows))
 
 
 def test_replicas_of_another_dtype_or_for_a_cause_that_no_one_reads_are_not_drawn(monkeypatch):
