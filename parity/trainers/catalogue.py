@@ -151,7 +151,7 @@ def measured(user_class: type | None, call: CheckCall) -> Iterator[Quantity]:
 def cases(name: str, profile: str, seed: int, asked: bool = False, own: bool = False) -> list[Case]:
     """The cases of a trainer in a profile, those of every check of it, without doubles. `own`: for a user's class too.
 
-    A trainer without cases in quick has those of pr there, where it was `asked` for by name; a user's with one too.
+    In quick a user's trainer has those of pr, and so has one without cases there that was `asked` for by name.
     """
     fam = family(name)
     out: dict[str, Case] = {}
@@ -162,7 +162,7 @@ def cases(name: str, profile: str, seed: int, asked: bool = False, own: bool = F
                 case = fam.case(0 if PROFILES[profile].derandomised else seed, "fp32", {"check": one.name, **settings})
                 fam.full_settings(case)
                 out.setdefault(case.id, case)
-    if profile == "quick" and asked and len(out) < 1 + own:
+    if profile == "quick" and (own or (asked and not out)):
         return cases(name, "pr", seed, own=own)
     return list(out.values())
 
