@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parity.judge.recipe import NAMES
+from parity.judge.shaken import unit
 from parity.rollouts import scoring
 from parity.rollouts.causes import Supports
 from parity.rollouts.scoring import Difference, Rows, Scores, agrees, innermost, kept_mass, undisturbed
@@ -65,11 +66,12 @@ class Look:
         """Of one of the `sides`, from the model's own log-probs; behind an update a reference's are by its own weights, and
         old ones are as they were."""
         assert self.mine is not None
-        if not self.behind(what):
-            return Difference(self.sides[what], self.mine)
-        if what == "reference":
-            return Difference(self.sides[what], dataclasses.replace(self._reference, noise=self.mine.noise))
-        return Difference(self.sides[what], dataclasses.replace(self.mine, logps=self._old(self.generated)))
+        own = self.mine
+        if self.behind(what):
+            other = self._reference if what == "reference" else dataclasses.replace(own, logps=self._old(self.generated))
+            own = dataclasses.replace(other, noise=own.noise)
+        narrow = self.taken.logps.dtype.itemsize < 4 and what != "sampler"
+        return Difference(self.sides[what], own, unit(self.taken.logps.dtype) if narrow else 0.0)
 
     @functools.cached_property
     def _reference(self) -> Scores:

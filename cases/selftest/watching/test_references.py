@@ -103,6 +103,14 @@ def test_a_reference_is_judged_by_its_own_noise(tmp_path):
     assert all(line["watch/reference_units"] <= 1 for line in lines)
 
 
+def test_log_probs_of_a_log_softmax_in_16_bits_have_its_error(tmp_path):
+    """On a CPU torch keeps the sum of exponentials in bfloat16: a log-prob of -0.001 comes as 0."""
+    trainer = of("online-dpo-trainer", max_steps=2, peft=trl.lora(), dtype=torch.bfloat16, seed=0)
+    watch, lines = watched(trainer, tmp_path)
+    assert not watch.findings and len(lines) == 2
+    assert all(line["watch/trainer_units"] <= 2 and line["watch/reference_units"] <= 2 for line in lines)
+
+
 def test_a_reference_that_is_the_policy_is_seen_once(tmp_path):
     trainer = of("dpo-trainer", max_steps=1)
     trainer.ref_model = trainer.model
