@@ -30,7 +30,7 @@ def merge_into_copies(trainer: Any) -> Patch:
     """
     model = getattr(trainer, "model", None)
     model = trainer.accelerator.unwrap_model(model) if hasattr(trainer, "accelerator") else model
-    if not hasattr(model, "merge_adapter") or not (held := list(_held(model))):
+    if not _is_peft(model) or not (held := list(_held(model))):
         return Patch(NAME, reason="there is no adapter that can be merged")
     if not getattr(trainer, "use_vllm", hasattr(trainer, "weight_transfer")):
         return Patch(NAME, reason="no inference engine gets the weights")
@@ -61,6 +61,11 @@ def merge_into_copies(trainer: Any) -> Patch:
     return replaced(
         trainer, NAME, model, "model", merge_adapter=merge, unmerge_adapter=unmerge, named_parameters=listed
     )
+
+
+def _is_peft(model: Any) -> bool:
+    """Whether it is a PeftModel itself, not a compiled one, which TRL does not take for one."""
+    return hasattr(model, "merge_adapter") and hasattr(type(model), "add_adapter")
 
 
 def _lora() -> type:

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 from unittest import mock
 
@@ -21,9 +21,11 @@ WINDOW = "average_over_window"
 ACCEPTS, CHANGE, COEFFICIENT = "model_accepts_loss_kwargs", "_parity_uncounted", "router_aux_loss_coef"
 ROWS = 8
 """Of the dataset, that are tried."""
-SAME, NEAR, CLEAR = 1e-5, 0.02, 4.0
+SAME, TIGHT, NEAR = 1e-5, 1e-4, 0.02
 """Relative difference of a loss computed twice, on a GPU in another order; how near a weighted mean of parts is to the mean of
-all, in 16 bits too; how many times nearer than by any other weights."""
+all, in float32, and in 16 bits."""
+SHIFTED = "CausalLM", "ConditionalGeneration", "LMHeadModel"
+"""Parts of the names of transformers' models whose first label has no prediction."""
 Count = Callable[[Tensor], Tensor]
 
 
@@ -31,8 +33,9 @@ def _labels(first: int) -> Count:
     return lambda labels: labels[:, first:].ne(-100).sum().cpu()
 
 
+BEHIND = "labels behind the first"
 COUNTS: dict[str, Count] = {
-    "labels behind the first": _labels(1),
+    BEHIND: _labels(1),
     "labels": lambda labels: labels.ne(-100).sum().cpu(),
     "rows": lambda labels: torch.tensor(len(labels)),
 }
@@ -62,18 +65,18 @@ def divide(trainer: Any) -> Patch:
         return Patch(NAME, reason="Trainer divides, or a loss function of the user's is told the count")
     holder = next((m for m in trainer.model.modules() if COEFFICIENT in vars(m)), None)
     try:
-        with _batch(trainer) as batch:
-            whole, left = _losses(trainer, batch)
+        with _tried(trainer) as part:
+            whole, left = _losses(trainer, part(0, 1))
             with contextlib.nullcontext() if holder is None else mock.patch.object(holder, COEFFICIENT, 0.0):
-                beside = _losses(trainer, batch)[1]
-            counted = _counted(trainer, batch) if math.isclose(whole, left, rel_tol=SAME) else None
+                beside = _losses(trainer, part(0, 1))[1]
+            twice = _losses(trainer, part(0, 1, 0, 1))[0]
     except Exception as error:
         return Patch(NAME, reason=f"rows could not be tried ({type(error).__name__}: {error})")
     if not (math.isfinite(whole) and math.isfinite(left)):
         return Patch(NAME, reason=f"the loss of two rows is {whole}, with an infinite count {left}")
     if abs(left) <= SAME * abs(whole):
         return Patch(NAME, reason="the model divides by the count")
-    if counted is not None:
+    if math.isclose(whole, left, rel_tol=SAME) and math.isclose(whole, twice, rel_tol=NEAR):
         change = Change(lambda: setattr(trainer, ACCEPTS, True), lambda: delattr(trainer, CHANGE))
         setattr(trainer, ACCEPTS, False)
         setattr(trainer, CHANGE, change)
@@ -105,11 +108,14 @@ def weigh(trainer: Any) -> Patch:
         return Patch(WINDOW, reason="smoothed labels: the loss is not the model's own")
     if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
         return Patch(WINDOW, reason="the balance of experts is no mean over tokens")
-    try:
-        with _batch(trainer) as batch:
-            counted = _counted(trainer, batch)
-    except Exception as error:
-        return Patch(WINDOW, reason=f"rows could not be tried ({type(error).__name__}: {error})")
+    if own_loss(trainer) == "SFTTrainer":
+        counted: str | None = BEHIND
+    else:
+        try:
+            with _tried(trainer) as part:
+                counted = _counted(trainer, part)
+        except Exception as error:
+            return Patch(WINDOW, reason=f"rows could not be tried ({type(error).__name__}: {error})")
     if counted is None:
         return Patch(WINDOW, reason="the model's loss is no mean over labels or rows")
     count = COUNTS[counted]
@@ -149,10 +155,12 @@ def weights(count: Callable[[Any], Tensor]) -> tuple[Callable[..., Any], Callabl
 
 
 @contextlib.contextmanager
-def _batch(trainer: Any) -> Iterator[dict[str, Any]]:
-    """Two rows of the dataset that have labels, of unlike numbers where there are such, the model in evaluation mode and without
-    gradients. Random states, the collator and the dataset's order stay as they were. ValueError where there are no two."""
-    data, collator = trainer.train_dataset, copy.deepcopy(trainer.data_collator)
+def _tried(trainer: Any) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Gives batches of two rows of the dataset, by their numbers, 0 and 1, which have labels, of unlike numbers if there are any;
+    the model in evaluation mode and without gradients. Random states, the collator and the dataset's order stay as they were.
+    ValueError where there are no two such rows."""
+    data, known = trainer.train_dataset, {id(trainer.model): trainer.model}
+    collator = copy.deepcopy(trainer.data_collator, known)
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
         raise ValueError("the dataset is a stream")
     if hasattr(data, "column_names"):
@@ -173,15 +181,19 @@ def _batch(trainer: Any) -> Iterator[dict[str, Any]]:
             if len(there) < 2:
                 raise ValueError("fewer than two rows have labels")
             other = max(there[1:], key=lambda i: abs(counts[i] - counts[there[0]]))
-            yield _rows(batch, torch.tensor([there[0], other]), len(rows))
+            tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]
+            sliced = all(len(x) == len(rows) for x in tensors)  # patches of images are not
+
+            def part(*numbers: int) -> dict[str, Any]:
+                chosen = [(there[0], other)[n] for n in numbers]
+                if not sliced:
+                    return dict(trainer._prepare_inputs(collator([rows[i] for i in chosen])))
+                return {n: x[chosen] if isinstance(x, Tensor) and x.dim() else x for n, x in batch.items()}
+
+            yield part
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
-
-
-def _rows(batch: dict[str, Any], chosen: Tensor, size: int) -> dict[str, Any]:
-    """Some rows of every tensor that has `size`."""
-    return {n: x[chosen] if isinstance(x, Tensor) and x.dim() and len(x) == size else x for n, x in batch.items()}
 
 
 def _losses(trainer: Any, batch: dict[str, Any]) -> tuple[float, float]:
@@ -191,37 +203,24 @@ def _losses(trainer: Any, batch: dict[str, Any]) -> tuple[float, float]:
     return whole, left
 
 
-def _counted(trainer: Any, batch: dict[str, Any]) -> str | None:
-    """Of what in `COUNTS` the model's loss is a mean: that of the rows, weighed by it, is that of both. None where it is of
-    nothing, or where others are as near whose weights are other ones."""
-    size, causal = len(batch["labels"]), not getattr(trainer.model.config, "is_encoder_decoder", False)
-    parts = [_rows(batch, torch.arange(*ends), size) for ends in ((0, size), (0, 1), (1, size))]
-    whole, *means = (float(trainer.model(**part)["loss"]) for part in parts)
-    off: dict[str, float] = {}
-    shares: dict[str, float] = {}
+def _counted(trainer: Any, part: Callable[..., dict[str, Any]]) -> str | None:
+    """Of what in `COUNTS` the model's loss is a mean: that of two rows, each weighed by it, is that of both. Where rounding
+    leaves several, the one that transformers' models of this kind have; None where it is of nothing, or of a model of somebody
+    else's in 16 bits."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = getattr(model, "get_base_model", lambda: model)()
+    narrow = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in model.parameters())
+    if narrow and not type(model).__module__.startswith("transformers."):
+        return None
+    causal = not getattr(model.config, "is_encoder_decoder", False)
+    batches = [part(0, 1), part(0), part(1)]
+    whole, *means = (float(trainer.model(**batch)["loss"]) for batch in batches)
+    near, labels = [], batches[0]["labels"]
+    shifts = causal and labels.dim() == 2 and labels.shape[1] > 1
     for name, count in COUNTS.items():
-        if name == "labels behind the first" and (
-            batch["labels"].dim() != 2 or batch["labels"].shape[1] == 1 or not causal
-        ):
-            continue
-        all_of, first, others = (float(count(part["labels"])) for part in parts)
-        if all_of and math.isclose(first + others, all_of):
-            shares[name] = first / all_of
-            off[name] = abs((first * means[0] + others * means[1]) / all_of / whole - 1)
-    best = min(off, key=lambda name: off[name], default=None)
-    if best is None or not off[best] < NEAR:
-        return None
-    alike = [name for name in off if math.isclose(shares[name], shares[best])]
-    if any(off[name] < CLEAR * off[best] for name in off if name not in alike):
-        return None
-    return _usual(trainer, alike)
-
-
-def _usual(trainer: Any, alike: Sequence[str]) -> str:
-    """Of counts that these rows do not tell apart: a causal model's first label has no prediction."""
-    shifted = any(
-        part in type(trainer.accelerator.unwrap_model(trainer.model)).__name__
-        for part in ("CausalLM", "ConditionalGeneration", "LMHeadModel")
-    )
-    order = list(COUNTS) if shifted else ["labels", "rows", "labels behind the first"]
-    return min(alike, key=order.index)
+        all_of, *sizes = (float(count(batch["labels"])) if shifts or name != BEHIND else 0.0 for batch in batches)
+        if all_of and math.isclose(sum(sizes), all_of):
+            mean = sum(n * x for n, x in zip(sizes, means, strict=True)) / all_of
+            near += [name] * math.isclose(mean, whole, rel_tol=NEAR if narrow else TIGHT)
+    order = [*COUNTS] if any(part in type(model).__name__ for part in SHIFTED) else ["labels", "rows", BEHIND]
+    return min(near, key=order.index, default=None)

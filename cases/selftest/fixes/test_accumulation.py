@@ -191,3 +191,30 @@ def test_coefficients_are_divided_by_processes_too(monkeypatch):
     released = balance()
     with divide_by_accumulation(trainer):
         assert balance() == pytest.approx(released / 8, rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_16_bits_a_mean_is_told_from_a_sum(seed):
+    torch.manual_seed(seed)
+    model = models.model("classifier").bfloat16()
+    torch.nn.init.normal_(model.score.weight)
+    rows = [row | {"labels": n % 3} for n, row in enumerate(ROWS)]
+    assert divide_by_accumulation(given(model, rows, Drawing()))
+    summing = summed(models.model("llama").bfloat16(), of_rows)
+    assert not divide_by_accumulation(given(summing, [row | {"labels": row["input_ids"]} for row in ROWS], padded))
+
+
+def test_rows_whose_tensors_cannot_be_cut_are_collated_again():
+    def with_patches(rows):
+        return padded(rows) | {"patches": torch.cat([torch.ones(len(row["input_ids"]), 2) for row in rows])}
+
+    model = models.model("glm4v")
+    forward = model.forward
+
+    def seeing(*args, patches, **kwargs):
+        assert len(patches) == int(kwargs["attention_mask"].sum())
+        return forward(*args, **kwargs)
+
+    model.forward = seeing
+    trainer = given(model, [row | {"labels": row["input_ids"]} for row in ROWS], with_patches)
+    assert average_over_window(trainer)

