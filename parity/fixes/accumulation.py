@@ -1,6 +1,5 @@
 """What accumulation leaves of a mean: `divide_by_accumulation` for online DPO, `average_over_window` for CPO, ORPO and others."""
 
-import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 from parity.fixes import uncounted
 from parity.fixes.override import replaced, source_of
 from parity.fixes.patch import Patch
-from parity.fixes.uncounted import NAME, WINDOW, weights
+from parity.fixes.uncounted import BEHIND, COUNTS, EVERY, NAME, WINDOW, weights
 
 LOCAL = "the trainer divides by the tokens of the micro-batch"
 
@@ -112,8 +111,9 @@ def _over_likelihood(trainer: Any, gold: bool) -> Patch:
         return Patch(WINDOW, reason="the trainer takes no mean of a micro-batch's likelihood")
     encoder = bool(getattr(trainer, "is_encoder_decoder", False))
     prompt_too = '"concatenated_input_ids"].clone()' in source and not encoder
-    ahead = 0 if encoder else 1
-    sampled, factor = weights(_gold if gold else _prompt_too if prompt_too else functools.partial(_labelled, ahead))
+    labelled = COUNTS[EVERY if encoder else BEHIND]  # a decoder alone predicts none of the first tokens
+    chosen = _prompt_too if prompt_too else lambda batch: labelled(batch["chosen_labels"])
+    sampled, factor = weights(_gold if gold else chosen)
 
     def weighted(self: Any, original: Any, model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(model, batch, *args, **kwargs)
@@ -202,11 +202,6 @@ def _over_kept(trainer: Any) -> Patch:
 def _averaged(trainer: Any) -> int:
     """The processes whose tokens are counted together, and whose gradients are averaged."""
     return trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
-
-
-def _labelled(ahead: int, batch: Mapping[str, Tensor]) -> Tensor:
-    """Label positions of the chosen sequences; a decoder predicts none of the first tokens."""
-    return batch["chosen_labels"][:, ahead:].ne(-100).sum().cpu()
 
 
 def _gold(batch: Mapping[str, Tensor]) -> Tensor:

@@ -36,7 +36,9 @@ def merge_into_copies(trainer: Any) -> Patch:
         return Patch(NAME, reason="no inference engine gets the weights")
     if in_shards(model) or getattr(trainer, "is_fsdp_enabled", False):
         return Patch(NAME, reason="FSDP or ZeRO-3 holds the weights in shards")
-    if any(not isinstance(layer, _lora()) for layer, _, _ in held):
+    from peft.tuners.lora import LoraLayer
+
+    if not all(isinstance(layer, LoraLayer) for layer, _, _ in held):
         return Patch(NAME, reason="an adapter is no LoRA")
     kinds = {type(p).__name__ for _, base, _ in held for p in base.parameters(recurse=False)}
     if not kinds <= {"Parameter", "Params4bit"}:
@@ -53,10 +55,13 @@ def merge_into_copies(trainer: Any) -> Patch:
 
     def listed(self: Any, original: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         asked = vars(self).get(MERGED)
-        held = {} if asked is None else {id(one[1]._parameters[one[2]]): one for one in _held(self)}
+        held = {} if asked is None else {id(base._parameters[n]): (layer, n) for layer, base, n in _held(self)}
+        last, merged = None, dict[str, Tensor]()
         for name, parameter in original(*args, **kwargs):
-            one = held.get(id(parameter))
-            yield name, parameter if one is None else nn.Parameter(_copy(*one, asked), requires_grad=False)
+            layer, own = held.get(id(parameter), (None, ""))
+            if layer is not None and layer is not last:
+                last, merged = layer, _copies(layer, asked)
+            yield name, parameter if layer is None else nn.Parameter(merged[own], requires_grad=False)
 
     return replaced(
         trainer, NAME, model, "model", merge_adapter=merge, unmerge_adapter=unmerge, named_parameters=listed
@@ -66,12 +71,6 @@ def merge_into_copies(trainer: Any) -> Patch:
 def _is_peft(model: Any) -> bool:
     """Whether it is a PeftModel itself, not a compiled one, which TRL does not take for one."""
     return hasattr(model, "merge_adapter") and hasattr(type(model), "add_adapter")
-
-
-def _lora() -> type:
-    from peft.tuners.lora import LoraLayer
-
-    return LoraLayer
 
 
 def _held(model: Any) -> Iterator[Held]:
@@ -86,8 +85,9 @@ def _held(model: Any) -> Iterator[Held]:
                     yield layer, base, name
 
 
-def _copy(layer: Any, base: nn.Module, name: str, asked: Any) -> Tensor:
-    """The merged parameter. The layer is merged into copies, which then make room for what was there."""
+def _copies(layer: Any, asked: Any) -> dict[str, Tensor]:
+    """The merged parameters. The layer is merged into copies, which then make room for what was there."""
+    base = layer.get_base_layer()
     before = dict(base._parameters)
     try:
         with torch.no_grad():
@@ -95,9 +95,7 @@ def _copy(layer: Any, base: nn.Module, name: str, asked: Any) -> Tensor:
                 if type(p) is nn.Parameter:  # a quantised one is made anew by its layer
                     base._parameters[n] = nn.Parameter(p.detach().clone(), requires_grad=False)
             layer.merge(**asked)
-        found = base._parameters[name]
-        assert found is not None
-        return found.detach()
+        return {n: p.detach() for n, p in base._parameters.items() if p is not None}
     finally:
         base._parameters.update(before)
         layer.merged_adapters.clear()

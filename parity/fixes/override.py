@@ -66,13 +66,19 @@ def overridden(owner: Any, name: str, fix: str) -> Change | None:
     return None
 
 
+def already(holder: Any, fix: str, owner: Any, *names: str) -> Patch | None:
+    """These methods of `owner` held by `holder` where this fix has overridden them; None where it has not."""
+    there = [change for name in names if (change := overridden(owner, name, fix)) is not None]
+    undo = [step for change in there for step in change.hold(holder)]
+    return Patch(fix, reason=ALREADY, _undo=undo) if there else None
+
+
 def replaced(holder: Any, fix: str, owner: Any, called: str, **changes: Callable[..., Any]) -> Patch:
     """These methods of `owner`, `called` so, overridden, or held by `holder` where they are already."""
-    there = [overridden(owner, name, fix) for name in changes]
-    made = [] if any(there) else [override(owner, name, fix, change) for name, change in changes.items()]
-    undo = [step for change in (*there, *made) if change for step in change.hold(holder)]
-    if not made:
-        return Patch(fix, reason=ALREADY, _undo=undo)
+    if (done := already(holder, fix, owner, *changes)) is not None:
+        return done
+    made = [override(owner, name, fix, change) for name, change in changes.items()]
+    undo = [step for change in made for step in change.hold(holder)]
     return Patch(fix, changed=tuple(f"{called}.{name}" for name in changes), _undo=undo)
 
 

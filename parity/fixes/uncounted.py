@@ -13,30 +13,23 @@ import torch
 from torch import Tensor
 
 from parity.fixes.logits import undisturbed
-from parity.fixes.override import overridden, replaced
+from parity.fixes.override import already, replaced
 from parity.fixes.patch import ALREADY, Change, Patch
 
 NAME = "divide_by_accumulation"
 WINDOW = "average_over_window"
 ACCEPTS, CHANGE, COEFFICIENT = "model_accepts_loss_kwargs", "_parity_uncounted", "router_aux_loss_coef"
-ROWS = 8
-"""Of the dataset, that are tried."""
+ROWS, SOME = 8, 8.0
+"""Of the dataset, from which two are tried; a count of items."""
 SAME, TIGHT, NEAR = 1e-5, 1e-4, 0.02
 """Relative difference of a loss computed twice, on a GPU in another order; how near a weighted mean of parts is to the mean of
 all, in float32, and in 16 bits."""
 SHIFTED = "CausalLM", "ConditionalGeneration", "LMHeadModel"
 """Parts of the names of transformers' models whose first label has no prediction."""
-Count = Callable[[Tensor], Tensor]
-
-
-def _labels(first: int) -> Count:
-    return lambda labels: labels[:, first:].ne(-100).sum().cpu()
-
-
-BEHIND = "labels behind the first"
-COUNTS: dict[str, Count] = {
-    BEHIND: _labels(1),
-    "labels": lambda labels: labels.ne(-100).sum().cpu(),
+BEHIND, EVERY = "labels behind the first", "labels"
+COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
+    BEHIND: lambda labels: labels[:, 1:].ne(-100).sum().cpu(),
+    EVERY: lambda labels: labels.ne(-100).sum().cpu(),
     "rows": lambda labels: torch.tensor(len(labels)),
 }
 """Of what a loss may be the mean: (labels of a batch) -> how many."""
@@ -55,9 +48,11 @@ def own_loss(trainer: Any) -> str:
 
 def divide(trainer: Any) -> Patch:
     """Trainer divides what the model does not divide by the count."""
-    change = overridden(trainer, "compute_loss", NAME) or vars(trainer).get(CHANGE)
-    if change is not None and change.active:
-        return Patch(NAME, reason=ALREADY, _undo=change.hold(trainer))
+    if (done := already(trainer, NAME, trainer, "compute_loss")) is not None:
+        return done
+    held: Change | None = vars(trainer).get(CHANGE)
+    if held is not None:
+        return Patch(NAME, reason=ALREADY, _undo=held.hold(trainer))
     steps, ranks = trainer.args.gradient_accumulation_steps, trainer.accelerator.num_processes
     if steps == ranks == 1:
         return Patch(NAME, reason="one micro-batch is a window")
@@ -66,22 +61,26 @@ def divide(trainer: Any) -> Patch:
     holder = next((m for m in trainer.model.modules() if COEFFICIENT in vars(m)), None)
     try:
         with _tried(trainer) as part:
-            whole, left = _losses(trainer, part(0, 1))
-            with contextlib.nullcontext() if holder is None else mock.patch.object(holder, COEFFICIENT, 0.0):
-                beside = _losses(trainer, part(0, 1))[1]
-            twice = _losses(trainer, part(0, 1, 0, 1))[0]
+            whole, left = (_loss(trainer, part(0, 1), count) for count in (SOME, math.inf))
+            mean = math.isclose(whole, left, rel_tol=SAME) and math.isclose(
+                whole, _loss(trainer, part(0, 1, 0, 1), SOME), rel_tol=NEAR
+            )
+            beside = left
+            if holder is not None and not mean:
+                with mock.patch.object(holder, COEFFICIENT, 0.0):
+                    beside = _loss(trainer, part(0, 1), math.inf)
     except Exception as error:
         return Patch(NAME, reason=f"rows could not be tried ({type(error).__name__}: {error})")
     if not (math.isfinite(whole) and math.isfinite(left)):
         return Patch(NAME, reason=f"the loss of two rows is {whole}, with an infinite count {left}")
     if abs(left) <= SAME * abs(whole):
         return Patch(NAME, reason="the model divides by the count")
-    if math.isclose(whole, left, rel_tol=SAME) and math.isclose(whole, twice, rel_tol=NEAR):
+    if mean:
         change = Change(lambda: setattr(trainer, ACCEPTS, True), lambda: delattr(trainer, CHANGE))
         setattr(trainer, ACCEPTS, False)
         setattr(trainer, CHANGE, change)
         return Patch(NAME, changed=(f"trainer.{ACCEPTS}",), _undo=change.hold(trainer))
-    if holder is None or abs(beside) > SAME * abs(left):
+    if abs(beside) > SAME * abs(left):
         return Patch(
             NAME, reason=f"of a loss of {whole:.3g}, {left:.3g} is not divided, and no mean over labels or rows"
         )
@@ -100,8 +99,8 @@ def weigh(trainer: Any) -> Patch:
     """Each micro-batch's mean is weighed by what it is the mean of."""
     if trainer.args.gradient_accumulation_steps == trainer.accelerator.num_processes == 1:
         return Patch(WINDOW, reason="one micro-batch is a window")
-    if overridden(trainer, "compute_loss", WINDOW):
-        return _replaced(trainer, weights(lambda batch: torch.tensor(1)))
+    if (done := already(trainer, WINDOW, trainer, "get_batch_samples", "compute_loss")) is not None:
+        return done
     if getattr(trainer, ACCEPTS, True) or trainer.compute_loss_func is not None:
         return Patch(WINDOW, reason="the loss is told the count of the window")
     if trainer.label_smoother is not None:
@@ -119,11 +118,7 @@ def weigh(trainer: Any) -> Patch:
     if counted is None:
         return Patch(WINDOW, reason="the model's loss is no mean over labels or rows")
     count = COUNTS[counted]
-    return _replaced(trainer, weights(lambda batch: count(batch["labels"])))
-
-
-def _replaced(trainer: Any, made: tuple[Callable[..., Any], Callable[[Any, Any], float]]) -> Patch:
-    sampled, factor = made
+    sampled, factor = weights(lambda batch: count(batch["labels"]))
 
     def weighted(self: Any, original: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         share = factor(model, inputs)
@@ -196,11 +191,10 @@ def _tried(trainer: Any) -> Iterator[Callable[..., dict[str, Any]]]:
         np.random.set_state(numpy)  # noqa: NPY002
 
 
-def _losses(trainer: Any, batch: dict[str, Any]) -> tuple[float, float]:
-    """The loss with a count of items, and of infinitely many."""
-    counts = (torch.tensor(n, device=trainer.args.device) for n in (8.0, math.inf))
-    whole, left = (float(trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=n)) for n in counts)
-    return whole, left
+def _loss(trainer: Any, batch: dict[str, Any], items: float) -> float:
+    """As the trainer has it, told of so many items."""
+    count = torch.tensor(items, device=trainer.args.device)
+    return float(trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=count))
 
 
 def _counted(trainer: Any, part: Callable[..., dict[str, Any]]) -> str | None:
@@ -222,5 +216,5 @@ def _counted(trainer: Any, part: Callable[..., dict[str, Any]]) -> str | None:
         if all_of and math.isclose(sum(sizes), all_of):
             mean = sum(n * x for n, x in zip(sizes, means, strict=True)) / all_of
             near += [name] * math.isclose(mean, whole, rel_tol=NEAR if narrow else TIGHT)
-    order = [*COUNTS] if any(part in type(model).__name__ for part in SHIFTED) else ["labels", "rows", BEHIND]
+    order = [*COUNTS] if any(part in type(model).__name__ for part in SHIFTED) else [EVERY, "rows", BEHIND]
     return min(near, key=order.index, default=None)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from parity.fixes.grpo import FusedLinearGRPOLoss
-from parity.fixes.override import overridden, override
-from parity.fixes.patch import ALREADY, Patch
+from parity.fixes.override import already, override
+from parity.fixes.patch import Patch
 
 NAME = "use_fused_policy_loss"
 
@@ -32,9 +32,8 @@ def use_fused_policy_loss(trainer: Any) -> Patch:
     attribute = next((a for a in _LOSS_ATTRIBUTES if getattr(trainer, a, None) is not None), None)
     if attribute is None or not hasattr(trainer, "compute_liger_loss"):
         return Patch(NAME, reason="the trainer has no fused loss (Liger not asked for, or not a path of this TRL)")
-    change = overridden(trainer, "compute_liger_loss", NAME)
-    if change is not None:
-        return Patch(NAME, reason=ALREADY, _undo=change.hold(trainer))
+    if (done := already(trainer, NAME, trainer, "compute_liger_loss")) is not None:
+        return done
     original = getattr(trainer, attribute)
     head = trainer.accelerator.unwrap_model(trainer.model).get_output_embeddings()
     if hasattr(head, "base_layer"):

@@ -110,9 +110,8 @@ class Explaining:
                 if cast or ("accumulate" in stages and dtype not in ("bf16", self.dtype)):
                     continue
                 implied = any(dtype == there and {*stages} >= {*less} for less, there in tight)
-                fields = self._fields(stages, dtype)
-                found = -math.inf if implied else self._tightness(fields)
-                if found is not None and (implied or self._spread(fields)):
+                found = -math.inf if implied else self._tightness(self._fields(stages, dtype), spread=True)
+                if found is not None:
                     tight[stages, dtype] = found + FIRST * (head and stages in SUMS)
         return tight
 
@@ -130,8 +129,9 @@ class Explaining:
             out |= {field: int(number)} if number else {field: dtype} if declared < unit else {}
         return out
 
-    def _tightness(self, fields: dict[str, Any]) -> float | None:
-        """The sum of log(error ÷ allowed) under a recipe, larger the less it allows; None where something is wrong."""
+    def _tightness(self, fields: dict[str, Any], spread: bool = False) -> float | None:
+        """The sum of log(error ÷ allowed) under a recipe, larger the less it allows; None where something is wrong, or, asked for
+        its `spread`, is not off nearly everywhere, as rounding is: one wrong token among right ones is no rounding."""
         wider = dataclasses.replace(self.recipe, **self.always | fields).resolve(self.dtype)
         if wider == self.recipe:
             return None
@@ -142,19 +142,15 @@ class Explaining:
                 judged += [found[name] for name in names if name in found]
                 if not all(name in found and found[name].agrees for name in names):
                     return None
+            if spread and not all(self._off_everywhere(name, wider) for name in self.failing):
+                return None
         return sum(math.log(max(j.headroom, TINY)) for j in judged)
-
-    def _spread(self, fields: dict[str, Any]) -> bool:
-        """Whether what is wrong is off nearly everywhere, as rounding is: one wrong token among right ones is no rounding."""
-        wider = dataclasses.replace(self.recipe, **self.always | fields).resolve(self.dtype)
-        return all(self._off_everywhere(name, wider) for name in self.failing)
 
     def _off_everywhere(self, name: str, wider: Recipe) -> bool:
         value, exact = self.values[name], self.oracle.exact[name]
         if value is None or value.shape != exact.shape:
             return True
-        with self.oracle.forgetting():
-            errors = self.oracle.unit(name, wider, REPLICAS).errors
+        errors = self.oracle.unit(name, wider, REPLICAS).errors
         if not errors.o.dim():
             return True
         error, expected = errors.size(value.detach().cpu().double() - errors.o), errors.rows[0]

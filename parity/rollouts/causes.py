@@ -80,7 +80,7 @@ def _patterns(found: Difference, rows: Rows) -> Iterator[str]:
     """What the log-probs alone prove: a factor, a number at which they are cut, exchanged rows, one value for a row."""
     own, before = found.own, rms(found.units())
     there = ~found.values.isnan() & own.logps.isfinite()
-    values, exact, units = (x[there] for x in (found.values, own.logps, own.units))
+    values, exact, units = (x[there] for x in (found.values, own.logps, found.unit))
     if len(values) < ENOUGH:
         return
 
@@ -98,8 +98,9 @@ def _patterns(found: Difference, rows: Rows) -> Iterator[str]:
         many = int(((values == end) & ((values - exact).abs() > LIMIT * units)).sum())
         if min(many, int((values != end).sum())) >= ENOUGH and explains((values - cut) / units):
             yield f"they are cut at {float(end):.4g}: {many} of {len(values)} should be {side} it"
-    yield from _rows_exchanged(*map(rows.back, (found.values, own.logps, own.units)))
-    yield from _one_value(*map(rows.back, (found.values, own.logps, own.units)))
+    tables = [rows.back(x) for x in (found.values, own.logps, found.unit)]
+    yield from _rows_exchanged(*tables)
+    yield from _one_value(*tables)
 
 
 def _rows_exchanged(values: Tensor, exact: Tensor, units: Tensor) -> Iterator[str]:
@@ -139,7 +140,7 @@ def _candidates(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """(cause, its size if it comes in several, the log-probs (n,) that it makes, NaN where it makes none)."""
     own, ids = found.own, rows.token_ids
-    zero = (found.values == 0) & (own.logps < -LIMIT * own.units)
+    zero = (found.values == 0) & (own.logps < -LIMIT * found.unit)
     if bool(zero.any()):
         text = f"{int(zero.sum())} of {len(zero)} log-probs are 0: missing ones were filled"
         yield text, "", own.logps.masked_fill(zero, 0.0)
@@ -154,7 +155,7 @@ def _candidates(
         grid = 10.0**-digits
         multiples = (found.values / grid).nan_to_num()
         if bool(((multiples - multiples.round()).abs() < 0.01).all()):
-            near = off <= grid / 2 + LIMIT * own.units
+            near = off <= grid / 2 + LIMIT * found.unit
             yield f"they are rounded to {digits} decimals", "", torch.where(near, found.values.to(own.logps), own.logps)
             break
     for name, ask in others.items():

@@ -132,7 +132,7 @@ class Difference:
     stored: float = 0.0  # unit roundoff of the 16-bit dtype in which they came
 
     @property
-    def _unit(self) -> Tensor:
+    def unit(self) -> Tensor:
         """Of every token: the noise, and where log-probs come in 16 bits what storing one rounds, uniform within ±u·|log p|, and
         storing Σ exp z before its logarithm, within ±u (torch's log_softmax on a CPU)."""
         return (self.own.units.square() + self.stored**2 * (self.values.square() + 1) / 3).sqrt()
@@ -140,13 +140,13 @@ class Difference:
     @property
     def each(self) -> Tensor:
         """Units of every token, (n,), without sign."""
-        return ((self.values - self.own.logps) / self._unit).abs()
+        return ((self.values - self.own.logps) / self.unit).abs()
 
     def units(self, against: Tensor | None = None, of: Tensor | None = None) -> Tensor:
         """Of the tokens `of` that have one, against the model's own log-probs or `against`."""
         exact = self.own.logps if against is None else against
         there = ~self.values.isnan() & exact.isfinite()
-        return ((self.values - exact) / self._unit)[there if of is None else there & of]
+        return ((self.values - exact) / self.unit)[there if of is None else there & of]
 
 
 def rms(units: Tensor) -> float:

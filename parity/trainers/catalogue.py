@@ -153,17 +153,19 @@ def cases(name: str, profile: str, seed: int, asked: bool = False, own: bool = F
 
     In quick a user's trainer has those of pr, and so has one without cases there that was `asked` for by name.
     """
+    if own and profile == "quick":
+        return cases(name, "pr", seed, own=own)
     fam = family(name)
     out: dict[str, Case] = {}
     for one in fam.checks.values():
-        more = one.of_user if own and profile != "quick" else ()
+        more = one.of_user if own else ()
         for trainer, settings in (*one.listed(profile, seed), *more):
             if trainer == name:
                 case = fam.case(0 if PROFILES[profile].derandomised else seed, "fp32", {"check": one.name, **settings})
                 fam.full_settings(case)
                 out.setdefault(case.id, case)
-    if profile == "quick" and (own or (asked and not out)):
-        return cases(name, "pr", seed, own=own)
+    if profile == "quick" and asked and not out:
+        return cases(name, "pr", seed)
     return list(out.values())
 
 

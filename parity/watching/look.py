@@ -68,10 +68,8 @@ class Look:
         assert self.mine is not None
         own = self.mine
         if self.behind(what):
-            other = (
-                self._reference if what == "reference" else dataclasses.replace(own, logps=self._old(self.generated))
-            )
-            own = dataclasses.replace(other, noise=own.noise)
+            own = self._reference if what == "reference" else dataclasses.replace(own, logps=self._old(self.generated))
+            own = dataclasses.replace(own, noise=self.mine.noise)
         narrow = self.taken.logps.dtype.itemsize < 4 and what != "sampler"
         return Difference(self.sides[what], own, unit(self.taken.logps.dtype) if narrow else 0.0)
 

@@ -1,21 +1,11 @@
 # peft 0.21.2: save_pretrained(path_initial_model_for_weight_conversion=...), which makes a LoRA of an adapter that began with pissa or olora: DoRA's magnitudes and LoRA on embeddings are not in the file
 # peft/tuners/lora/model.py:LoraModel.subtract_mutated_init returns the entries with lora_A or lora_B in their name alone; what lacks is initialised where the adapter is loaded
 import tempfile
-import warnings
 
 import peft
 import torch
-import transformers
+from setup_peft import logits
 from setup_tiny import tiny
-
-warnings.simplefilter("ignore")
-transformers.logging.set_verbosity_error()
-IDS = torch.arange(2, 30)[None]
-
-
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits
 
 
 def run(**more):

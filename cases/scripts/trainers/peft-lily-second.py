@@ -1,21 +1,11 @@
 # peft 0.21.2, Lily: a second adapter, of add_adapter or load_adapter, does not share its B between the layers: it trains other weights, and is another model when it is saved and loaded
 # peft/tuners/tuners_utils.py:BaseTuner.__init__ alone calls _post_injection_hook, in which LilyModel ties A and B; inject_adapter, which the second goes through, does not
 import tempfile
-import warnings
 
 import peft
 import torch
-import transformers
+from setup_peft import logits
 from setup_tiny import tiny
-
-warnings.simplefilter("ignore")
-transformers.logging.set_verbosity_error()
-IDS = torch.arange(2, 30)[None]
-
-
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits
 
 
 def made():

@@ -1,21 +1,12 @@
 # peft 0.21.2: two active adapters of OFT, or of C3A on square layers: the forward pass and the merged model differ
 # peft/tuners/oft/layer.py: forward rotates the input by the first adapter first, merge rotates the weight so that the second comes first; c3a/layer.py:C3ALinear.forward gives the second adapter the output of the first
-import warnings
 
 import peft
 import torch
-import transformers
+from setup_peft import logits
 from setup_tiny import tiny
 
-warnings.simplefilter("ignore")
-transformers.logging.set_verbosity_error()
-IDS = torch.arange(2, 30)[None]
 SQUARE = ["q_proj", "k_proj", "v_proj", "o_proj"]
-
-
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits
 
 
 def run(config):

@@ -147,7 +147,8 @@ def _streamed(run: WindowRun) -> Iterator[Quantity]:
     the next, or left out. Each step is the gradient of all that it has read, or of its last two."""
     for number in range(len(run.steps.gradients)):
         read = run.steps.window(number)
-        either = [run.gradient(f"gradient of step {number + 1}", number, of=part) for part in (read, read[-2:])]
+        parts = [read] if len(read) <= 2 else [read, read[-2:]]
+        either = [run.gradient(f"gradient of step {number + 1}", number, of=part) for part in parts]
         yield min(either, key=lambda q: q.definition.judge(q.value).headroom)
 
 
