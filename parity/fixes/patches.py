@@ -12,22 +12,22 @@ undone is exactly what was done, and each outcome is logged once.
 from parity.fixes.accumulation import average_over_window, divide_by_accumulation
 from parity.fixes.checkpointing import keep_gradient_checkpointing
 from parity.fixes.inputs import require_input_grads
+from parity.fixes.left_padding import move_padding_right
 from parity.fixes.logits import use_model_logits
 from parity.fixes.merging import merge_into_copies
 from parity.fixes.padding import mask_padded_log_probs
 from parity.fixes.patch import Patch
-from parity.fixes.positions import count_positions
 from parity.fixes.preference import exchange_alpha
 
 __all__ = [
     "Patch",
     "average_over_window",
-    "count_positions",
     "divide_by_accumulation",
     "exchange_alpha",
     "keep_gradient_checkpointing",
     "mask_padded_log_probs",
     "merge_into_copies",
+    "move_padding_right",
     "require_input_grads",
     "use_model_logits",
 ]

@@ -62,7 +62,7 @@ def apply(trainer: Any) -> Applied:
         patches.average_over_window,
         patches.exchange_alpha,
         patches.mask_padded_log_probs,
-        patches.count_positions,
+        patches.move_padding_right,
         patches.merge_into_copies,
         _keep_checkpointing,
         patches.use_model_logits,

@@ -1,5 +1,5 @@
-# transformers 5.23.0, TRL 1.16.0: GRPO, RLOO, online DPO, prompts of unequal lengths, GPT-BigCode, BioGPT, XGLM: log-probs depend on the padding to the left; DeepSeek-V4 and RWKV: also where position_ids are given, as generate() gives them, so that a prompt's answers depend on its neighbours
-# trl/trainer/grpo_trainer.py:_get_per_token_logps_and_entropies gives input_ids and attention_mask alone; transformers/models/deepseek_v4/modeling_deepseek_v4.py compresses blocks of 4 and 128 tokens from the first column on, padding among them, and rwkv has no mask
+# transformers 5.23.0, TRL 1.16.0: GRPO, RLOO, online DPO, prompts of unequal lengths, GPT-BigCode, BioGPT, XGLM: log-probs depend on the padding to the left; RWKV: also where position_ids are given, as generate() gives them, so that a prompt's answers depend on its neighbours
+# trl/trainer/grpo_trainer.py:_get_per_token_logps_and_entropies gives input_ids and attention_mask alone; rwkv has no mask
 import torch
 import transformers
 
@@ -7,8 +7,6 @@ transformers.logging.set_verbosity_error()
 SIZE = dict(vocab_size=32, pad_token_id=0, eos_token_id=1, bos_token_id=2)
 COMMON = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
 STILL = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout", "layerdrop"), 0.0)
-SPARSE = dict(head_dim=8, q_lora_rank=8, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2)
-SPARSE |= dict(layer_types=["compressed_sparse_attention"] * 2, qk_rope_head_dim=8, num_key_value_heads=1)
 MODELS = {
     "llama": COMMON,
     "qwen3": COMMON | dict(head_dim=8, num_key_value_heads=2),
@@ -16,7 +14,6 @@ MODELS = {
     "biogpt": COMMON | STILL,
     "xglm": dict(d_model=16, ffn_dim=32, num_layers=2, attention_heads=2, dropout=0.0, attention_dropout=0.0),
     "rwkv": dict(hidden_size=16, num_hidden_layers=2, context_length=64),
-    "deepseek_v4": COMMON | SPARSE,
 }
 IDS = torch.randint(3, 32, (1, 24), generator=torch.Generator().manual_seed(0))
 

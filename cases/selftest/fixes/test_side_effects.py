@@ -106,7 +106,7 @@ def padded_on_the_left(ids):
 
 def shared(name):
     """How each of two owners asks for a patch of what they share, and how to see that it is in force."""
-    kinds = {"use_model_logits": "recurrent_gemma", "count_positions": "gpt2"}
+    kinds = {"use_model_logits": "recurrent_gemma", "move_padding_right": "gpt2"}
     model = frozen_inputs() if name == "require_input_grads" else models.model(kinds.get(name, "llama"))
     if name == "merge_into_copies":
         model = stored_window.adapted(model, stored_window.TRAINED)
@@ -118,7 +118,7 @@ def shared(name):
     takes = [lambda o=o: getattr(patches, name)(o) for o in owners]
     if name == "require_input_grads":
         return takes, lambda: owners[0].model.get_input_embeddings()(IDS).requires_grad
-    if name == "count_positions":
+    if name == "move_padding_right":
         alone, padded = model(input_ids=IDS).logits, padded_on_the_left(IDS)
         return takes, lambda: torch.allclose(model(**padded).logits[:, 3:], alone, atol=1e-4)
     if name == "merge_into_copies":
@@ -161,16 +161,28 @@ def test_what_two_share_stays_until_both_have_let_go(name):
     assert not in_force()
 
 
-def test_positions_are_counted_where_they_are_learned_and_none_are_given():
-    for name, why in (("llama", "changes nothing"), ("recurrent_gemma", "changes more than positions")):
-        assert why in patches.count_positions(models.model(name)).reason
-    model, padded = models.model("gpt2").eval(), padded_on_the_left(IDS)
-    own = torch.arange(IDS.shape[1] + 3).expand(len(IDS), -1)
-    given = model(**padded, position_ids=own).logits
-    assert torch.equal(given, model(**padded).logits)
-    with patches.count_positions(model):
-        assert torch.equal(given, model(**padded, position_ids=own).logits)
-        assert not torch.allclose(given, model(**padded).logits, atol=0.1)
+@pytest.mark.parametrize("name", ["gpt2", "recurrent_gemma", "deepseek_v4"])
+def test_padding_on_the_left_has_no_effect_on_a_row(name):
+    """Nor on its hidden states and its gradients; calls that say where tokens stand are left as they are."""
+    assert "changes nothing" in patches.move_padding_right(models.model("llama")).reason
+    model, padded = models.model(name).eval(), padded_on_the_left(IDS)
+    own = {"position_ids": torch.arange(IDS.shape[1] + 3).expand(len(IDS), -1)} if name != "recurrent_gemma" else {}
+
+    def taken(inputs, columns):
+        found = model(**inputs, use_cache=False, output_hidden_states=True)
+        model.zero_grad()
+        found.logits[:, columns].square().mean().backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        return [found.logits[:, columns], *(h[:, columns] for h in found.hidden_states), gradients]
+
+    alone, places = taken({"input_ids": IDS}, slice(0, None)), slice(3, None)
+    assert not torch.allclose(taken(padded, places)[0], alone[0], atol=0.1)
+    given = model(**padded, **own).logits
+    with patches.move_padding_right(model):
+        for mine, right in zip(taken(padded, places), alone, strict=True):
+            assert torch.allclose(mine, right, atol=1e-4)
+        assert not own or torch.equal(given, model(**padded, **own).logits)
+    assert torch.equal(given, model(**padded, **own).logits)
 
 
 def test_a_trainer_holds_its_patch_once():

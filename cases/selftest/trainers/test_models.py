@@ -106,4 +106,4 @@ def test_the_wrapper_agrees_with_plain_and_shows_when_it_is_lost(name):
     assert checkpointing.wrapped(fresh, wrapper) == []
     fresh.gradient_checkpointing_enable({"use_reentrant": False})
     assert torch.equal(fresh(input_ids=IDS).logits.detach(), bare)
-    assert len(checkpointing.wrapped(fresh, wrapper)) == 2
+    assert len(checkpointing.wrapped(fresh, wrapper)) == len(checkpointing.layers(fresh)) >= 2

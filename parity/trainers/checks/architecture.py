@@ -29,7 +29,7 @@ LENGTHS = (80, 67)
 NAMES = (*models.ARCHITECTURES, models.GROUPED)
 SETTINGS = {"model": Setting("llama", "tiny model", NAMES)}
 CASES: list[CheckCase] = [("sft-trainer", {"model": name}) for name in NAMES]
-PR = [case for case in CASES if case[1]["model"] not in ("recurrent_gemma", "gpt2")]
+PR = [case for case in CASES if case[1]["model"] not in ("recurrent_gemma", "gpt2", "deepseek_v4")]
 """Without those that are known to be wrong."""
 PACKED = "packed into one row"
 SHARE = 0.3

@@ -32,6 +32,7 @@ SETTINGS = {
     ),
     "split": Setting("4x1", "batch x accumulation", ("4x1", "1x4")),
     "smoothing": Setting(0.0, "label_smoothing_factor", (0.0, SMOOTHED)),
+    "derived": Setting(False, "the model's class is derived from transformers', as it is under FSDP2", (False, True)),
     "adapter": Setting("", "a LoRA on the layers, or on the LM head too", tuple(ADAPTERS)),
 }
 PR: list[CheckCase] = [(FAMILY, {"split": "1x4", "smoothing": SMOOTHED}), (FAMILY, {"model": "gemma2"})]
@@ -42,8 +43,9 @@ def cases(seed: int) -> Iterator[CheckCase]:
     for model in SETTINGS["model"].choices or ():
         yield FAMILY, {"model": model}
         yield FAMILY, {"model": model, "split": "1x4"}
-        if model not in (CLASSIFIER, EXPERTS):
+        if model != CLASSIFIER:
             yield FAMILY, {"model": model, "smoothing": SMOOTHED}
+    yield from ((FAMILY, {"derived": True, "smoothing": smoothing}) for smoothing in (0.0, SMOOTHED))
     yield from ((FAMILY, {"adapter": adapter}) for adapter in ADAPTERS)
 
 
@@ -87,13 +89,15 @@ class Rows(torch.utils.data.Dataset[int]):
 def step(call: CheckCall) -> Iterator[Quantity]:
     """Loss, gradients and evaluation of transformers' Trainer are those of the model's logits, whatever Liger exchanges in it."""
     s, data = call.settings, Rows(call.settings.model == CLASSIFIER)
-    if s.smoothing and (data.classes or s.model == EXPERTS):
-        raise Unsupported("of classes, and beside a loss of experts, labels are smoothed in other ways")
+    if s.smoothing and data.classes:
+        raise Unsupported("classes are smoothed in another way")
     if s.adapter and s.model != "llama":
         raise Unsupported("its adapter has other modules")
 
     def made(dtype: torch.dtype) -> Any:
         out = models.model(s.model, dtype).train()
+        if s.derived:
+            out.__class__ = type(f"FSDP{type(out).__name__}", (type(out),), {})
         if s.model == EXPERTS:
             out.config.output_router_logits, out.router_aux_loss_coef = True, COEFFICIENT
         return stored_window.adapted(out, stored_window.TRAINED, targets=ADAPTERS[s.adapter]) if s.adapter else out
@@ -103,9 +107,8 @@ def step(call: CheckCall) -> Iterator[Quantity]:
         parts = [data.ids[n : n + size] for n in range(0, len(data), size)]
 
         def loss(model: Any) -> Tensor:
-            if s.model != EXPERTS:
-                return data.loss(model, s.smoothing)
-            return data.loss(model, 0.0) + COEFFICIENT * torch.stack([balance(model, p) for p in parts]).mean()
+            balances = [balance(model, p) for p in parts] if s.model == EXPERTS else [torch.zeros(())]
+            return data.loss(model, s.smoothing) + COEFFICIENT * torch.stack(balances).mean()
 
         return exact_step(defined(), loss)
 

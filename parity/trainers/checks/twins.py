@@ -100,6 +100,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
             yield from ((trainer, {**settings, "split": cut}) for cut in SPLITS)
         for kind in SETTINGS["checkpointing"].choices or ():
             yield trainer, {"frozen": True, "checkpointing": kind, "split": half}
+        yield trainer, {"model": "gemma4", "checkpointing": drive.REENTRANT}  # its layers share keys and values
         for name in [n for n in SETTINGS if n not in ("split", "frozen") and (n in spec.own or n not in OWN)]:
             values = [v for v in SETTINGS[name].choices or () if v not in OWN or v in spec.own]
             yield from ((trainer, {name: v, "split": half}) for v in values)

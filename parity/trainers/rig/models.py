@@ -108,6 +108,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Gemma4",
         ("final_logit_softcapping", "tied head"),
         {
+            "num_hidden_layers": 3,
+            "layer_types": [*_LAYERS, "full_attention"],
+            "num_kv_shared_layers": 1,  # the last takes keys and values of the one before it
             "global_head_dim": 16,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCABULARY,
@@ -116,6 +119,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         vision_config=_VISION | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
         audio_config=None,
         **dict(zip(_GEMMA4_TOKENS, (60, 61, 62, 59, 58, 57, 56), strict=True)),
+    ),
+    "deepseek_v4": _text(
+        "DeepseekV4",
+        head_dim=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        n_routed_experts=4,
+        layer_types=["compressed_sparse_attention"] * 2,
+        hc_mult=2,
+        hc_sinkhorn_iters=4,
+        router_aux_loss_coef=0.0,
+        **_EXPERTS,
     ),
     "cohere": _text("Cohere", ("logit_scale", "tied head"), logit_scale=LOGIT_SCALE, **_TIED),
     "granite": _text("Granite", ("logits_scaling",), logits_scaling=4.0),
