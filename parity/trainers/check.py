@@ -104,6 +104,14 @@ def holds(
     return Quantity(quantity, value, YesNo(condition, gate, exact), message)
 
 
+def same(found: Iterable[Any], wanted: Iterable[Any], quantity: str = "sequences") -> Quantity:
+    """Every sequence that was wanted is there, as often as it should be, and no other one."""
+    got, right = sorted(found), sorted(wanted)
+    missing, other = [w for w in right if w not in got], [g for g in got if g not in right]
+    message = f"{len(got)} of {len(right)} sequences; missing {missing[:1]}, got {other[:1]}"
+    return holds(quantity, got == right, message, "exact", float(len(got)))
+
+
 def tells(quantity: str, condition: bool, message: str, value: float | None = None) -> Quantity:
     """Whether the values of a case are such that it tests what it should; Unsupported where they are not, but under seed 0."""
     if not condition and drawn.seed():

@@ -24,7 +24,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.divergence import divergence
 from parity.families.policy_losses import divergence as k3
-from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, shared
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, same, shared
 from parity.trainers.checks.distillation import buckets, taught
 from parity.trainers.definitions.formulas import Loss, advantages, clip_ratios
 from parity.trainers.definitions.scored import Scored, entropies
@@ -107,8 +107,7 @@ def rollout_queue(call: CheckCall) -> Iterator[Quantity]:
     shared_by_prefix = {(i, *ids[: i + 2]) for ids, _ in window for i in range(len(ids))}
     room = sum(len(ids) for ids, _ in window) if distils else len(shared_by_prefix)
     steps, log, unsent = _run(call, a, samples, room)
-    got, wanted = (sorted(t for t, _ in found) for found in (recorder.sequences_of(steps.batches), window))
-    yield holds("sequences", got == wanted, f"{len(got)} of {len(wanted)}", "exact", float(len(got)))
+    yield same(*([tokens for tokens, _ in found] for found in (recorder.sequences_of(steps.batches), window)))
     yield holds("weights", not unsent, f"the server has others: {', '.join(unsent)}", "exact")
     loss, numbers = (_distilled if distils else _defined)(a, old)
     yield from first_step(shared(call, "step", lambda: exact_step(policy(), loss)), steps)

@@ -11,7 +11,7 @@ import torch
 from parity.case.inputs import Setting, defaults
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, shared, tells
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, same, shared, tells
 from parity.trainers.checks import distillation, metrics
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import Loss
@@ -61,8 +61,7 @@ def processes(call: CheckCall) -> Iterator[Quantity]:
     if s.sharding != "none":
         yield holds("sharded", bool(found[0].sharded), "no parameter is sharded", gate="exact")
     run = run_of(trainer, of_processes(trainer, s.model, s.even))
-    wanted, got = sorted(run.window.expected), sorted(s for rank in found for s in rank.sequences)
-    yield holds("sequences", wanted == got, f"{len(got)} of {len(wanted)} sequences reached a rank", gate="exact")
+    yield same([s for rank in found for s in rank.sequences], run.window.expected)
     tokens = [sum(len(ids) - start for ids, start in rank.sequences) for rank in found]
     yield tells(
         "even ranks" if s.even else "unequal ranks", (len(set(tokens)) == 1) is s.even, f"scored tokens: {tokens}"

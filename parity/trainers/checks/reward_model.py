@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, pairwise, shared, tells
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, pairwise, same, shared, tells
 from parity.trainers.definitions.scored import rows
 from parity.trainers.definitions.training_step import exact_step, first_step, logged, measured, window_loss
 from parity.trainers.rig import drive, models, recorder
@@ -92,9 +92,7 @@ def reward_model(call: CheckCall) -> Iterator[Quantity]:
     if any("attention_mask" not in part for part in steps.batches):
         raise Unsupported("the installed version hands chosen and rejected sequences to its loss apart")
     batches = [zip(part["input_ids"], part["attention_mask"], strict=True) for part in steps.batches]
-    found = sorted(tokens[there.bool()].tolist() for batch in batches for tokens, there in batch)
-    given = sorted(both)
-    yield holds("sequences", found == given, f"{found} instead of {given}", "exact")
+    yield same([tokens[there.bool()].tolist() for batch in batches for tokens, there in batch], both)
     step = shared(call, "step", lambda: exact_step(_model(s.model).double(), loss))
     yield from first_step(step, steps)
     yield window_loss(step, evaluated["eval_loss"], "evaluation loss")

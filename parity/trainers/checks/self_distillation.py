@@ -14,7 +14,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.divergence import completed, divergence
-from parity.trainers.check import CheckCall, CheckCase, Quantity, check, holds, tells
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, same, tells
 from parity.trainers.definitions.formulas import Generation, Loss, grpo
 from parity.trainers.definitions.scored import Scored
 from parity.trainers.definitions.training_step import exact_step, gradients, logged, measured, window_loss
@@ -135,11 +135,10 @@ def self_distillation(call: CheckCall) -> Iterator[Quantity]:
             trainer = Stored(call, folder).trainer
             last = recorder.train(trainer, resume_from_checkpoint=checkpoint)
     batches = last.window(len(last.gradients) - 1)
-    found, right = sorted(recorder.sequences_of(batches)), sorted(run.window)
-    yield holds("sequences", found == right, f"{found} instead of {right}", "exact")
+    yield same(recorder.sequences_of(batches), run.window)
     if family != A2PO:
-        seen, right = sorted(recorder.sequences_of(map(_taught, batches))), sorted(run.teachers.values())
-        yield holds("teacher's sequences", seen == right, f"{seen} instead of {right}", "exact")
+        seen = recorder.sequences_of(map(_taught, batches))
+        yield same(seen, run.teachers.values(), "teacher's sequences")
     now = None if s.window == "first" else steps.parameters[1]
     student = run.student(now)
     if s.window == "again":

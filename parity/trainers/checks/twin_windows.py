@@ -16,7 +16,7 @@ import torch
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Quantity, always, check, holds, shared, summed, tells
+from parity.trainers.check import CheckCall, CheckCase, Quantity, always, check, holds, same, shared, summed, tells
 from parity.trainers.checks.twins import GRPO_TYPES, SETTINGS, by_definition, judged, step_of, twin
 from parity.trainers.definitions.formulas import Generation, Loss, beyond
 from parity.trainers.definitions.scored import Scored
@@ -228,10 +228,8 @@ def _resumed(run: WindowRun) -> Iterator[Quantity]:
     `num_tokens` are those of all its epochs."""
     whole, epochs = _interrupted(run), run.kind.config["num_train_epochs"]
     before = whole.batches[: whole.windows[run.kind.config["save_steps"] - 1]]
-    seen, wanted = recorder.sequences_of(before + run.steps.batches), sorted(run.window.expected)
-    got = sorted(seen[(epochs - 1) * len(wanted) :])
-    missing = sum(w not in got for w in wanted)
-    yield holds("sequences", got == wanted, f"{missing} of {len(wanted)} are never seen", gate="exact")
+    seen, wanted = recorder.sequences_of(before + run.steps.batches), run.window.expected
+    yield same(seen[(epochs - 1) * len(wanted) :], wanted)
     counted = [row["num_tokens"] for row in run.built.state.log_history if "num_tokens" in row]
     if counted and epochs > 1:
         yield summed("num_tokens", float(counted[-1]), [float(len(t)) for t, _ in seen])

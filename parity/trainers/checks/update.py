@@ -18,7 +18,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, holds, tells
+from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, holds, same, tells
 from parity.trainers.checks.twin_windows import STORED
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import Loss
@@ -79,9 +79,7 @@ def update(call: CheckCall) -> Iterator[Quantity]:
             again = recorder.train(other.built, resume_from_checkpoint=str(Path(folder, "checkpoint-1")))
             runs[1] = (other, again, len(again.gradients) - 1)
     batches = [batch for _, steps, i in runs for batch in steps.window(i)]
-    both = sorted(recorder.sequences_of(batches))
-    message = f"{len(both)} sequences in two windows, not each of {len(run.window.expected)} once"
-    yield holds("sequences", both == sorted(run.window.expected), message, "exact", float(len(both)))
+    yield same(recorder.sequences_of(batches), run.window.expected)
     taken: list[Mapping[str, Tensor]] = []
     for number, (own, steps, i) in enumerate(runs):
         before, step = steps.parameters[i], f"of step {number + 1}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parity.errors import Unsupported
 from parity.fixes.override import source_of
-from parity.trainers.check import Quantity, holds
+from parity.trainers.check import Quantity, same
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.trainers.rig.stored_window import Sample, Window
 from parity.trainers.specs import SPECS
@@ -144,10 +144,7 @@ class Run:
 
     def all_there(self) -> Quantity:
         """Every sequence of the window, each once, prompt and completion as they were given."""
-        wanted, got = sorted(self.window.expected), sorted(recorder.sequences_of(self.steps.batches))
-        missing, other = [w for w in wanted if w not in got], [g for g in got if g not in wanted]
-        message = f"{len(got)} of {len(wanted)} sequences; missing {missing[:1]}, got {other[:1]}"
-        return holds("sequences", wanted == got, message, gate="exact", value=float(len(got)))
+        return same(recorder.sequences_of(self.steps.batches), self.window.expected)
 
 
 def _hand_out(trainer: Any, rows: Sequence[Sample], reported: Sequence[Any] | None) -> None:
