@@ -255,7 +255,7 @@ def _replace(model: Any, call: _Call, in_float32: bool) -> Change:
         skipped = int(scored.any(0).int().argmax()) if takes_part else 0
         if skipped:
             kwargs["logits_to_keep"] = scored.shape[1] + (shifted is None) - skipped
-        with _head_in_float32(self) if in_float32 else contextlib.nullcontext():
+        with head_in_float32(self) if in_float32 else contextlib.nullcontext():
             found = bound(*args, **kwargs | {"use_cache": False})
         logits = found.logits if shifted is not None else found.logits[:, :-1]
         fields = _scores(logits, targets.to(logits.device), skipped, temperature, wanted)
@@ -271,7 +271,7 @@ def _replace(model: Any, call: _Call, in_float32: bool) -> Change:
 
 
 @contextlib.contextmanager
-def _head_in_float32(model: Any) -> Iterator[None]:
+def head_in_float32(model: Any) -> Iterator[None]:
     """The head multiplies in float32 outside autocast, hooks on it in place; heads of other kinds compute as they do."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or "forward" in vars(head):

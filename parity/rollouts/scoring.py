@@ -54,17 +54,6 @@ class Rows:
         ids, places = zip(*((i[n:], at - n) for i, at, n in zip(self.ids, self.places, cuts, strict=True)), strict=True)
         return Rows(list(ids), list(places), self.picked)
 
-    def begun(self, bos: int) -> dict[str, "Rows"]:
-        """With a BOS token more in front of each row, and without the one that each has: whether it is there -> the rows."""
-        more = [torch.cat([row.new_tensor([bos]), row]) for row in self.ids]
-        out = {"one more BOS token": Rows(more, [at + 1 for at in self.places], self.picked)}
-        if all(
-            int(row[0]) == bos and (not len(at) or int(at[0]) > 1)
-            for row, at in zip(self.ids, self.places, strict=True)
-        ):
-            out["no BOS token"] = Rows([row[1:] for row in self.ids], [at - 1 for at in self.places], self.picked)
-        return out
-
     @property
     def prompt(self) -> int:
         """Tokens before the first one in the loss, of the row that has most."""
@@ -232,31 +221,18 @@ def innermost(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-@contextlib.contextmanager
-def float32_head(model: Any) -> Iterator[Callable[..., Any]]:
-    """The model's forward with its LM head, and all that follows it, in float32, whatever autocast says: a `call` of `score`."""
-    head = innermost(model).get_output_embeddings()
-    name, before, original = next(n for n, m in model.named_modules() if m is head), vars(head).copy(), head.forward
-    wide = {f"{name}.{n}": p.float() for n, p in head.named_parameters()}
-
-    def forward(x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return original(x.float())
-
-    head.forward = forward
-    try:
-        yield lambda **kw: torch.func.functional_call(model, wide, kwargs=kw, tie_weights=False)
-    finally:
-        del head.forward
-        if "forward" in before:
-            head.forward = original
-
-
 def begun(model: Any, rows: Rows) -> dict[str, Rows]:
-    """The rows as `Rows.begun` has them, by the BOS token of the model's config, if it has one: cause -> rows."""
+    """The rows with a BOS token more in front of each, and without the one that each has: cause -> rows."""
     bos = getattr(innermost(model).config.get_text_config(), "bos_token_id", None)
-    found = rows.begun(bos) if isinstance(bos, int) else {}
-    return {f"prompts begin with {many} there": other for many, other in found.items()}
+    if not isinstance(bos, int):
+        return {}
+    more = [torch.cat([row.new_tensor([bos]), row]) for row in rows.ids]
+    out = {"prompts begin with one more BOS token there": Rows(more, [at + 1 for at in rows.places], rows.picked)}
+    pairs = zip(rows.ids, rows.places, strict=True)
+    if all(int(row[0]) == bos and (not len(at) or int(at[0]) > 1) for row, at in pairs):
+        less = [row[1:] for row in rows.ids]
+        out["prompts begin with no BOS token there"] = Rows(less, [at - 1 for at in rows.places], rows.picked)
+    return out
 
 
 def bare_head(model: Any, scores: Scores, ids: Tensor, temperature: float) -> dict[str, Callable[[], Tensor]]:

@@ -1,5 +1,6 @@
 """One look at a micro-batch of a run: its log-probs by each side, by the model's own forward, and what may lie between them."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.fixes.logits import head_in_float32
 from parity.judge.recipe import NAMES
 from parity.judge.shaken import unit
 from parity.rollouts import scoring
@@ -91,14 +93,15 @@ class Look:
         Logits of all rows at once, and a head's weights in float32, are made if they fit in the `budget`, in bytes."""
         self.mine, self.sides = None, {name: x for name, x in self._sides().items() if x is not None}
         head, unknown = innermost(self.model).get_output_embeddings(), math.isnan(known)
-        plain, size = type(head) is torch.nn.Linear, 4 * sum(p.numel() for p in head.parameters()) if head else 0
+        plain = type(head) is torch.nn.Linear and "forward" not in vars(head)
+        size = 4 * sum(p.numel() for p in head.parameters()) if head else 0
         logits = 4 * max(map(len, self.rows.ids)) * getattr(head, "out_features", 1 << 20)
         at_once = self.single and not unknown and logits * len(self.rows.ids) <= budget
         mine = self._own(self.rows, noisy=unknown, together=len(self.rows.ids) if at_once else 1)
         self.measured |= {"tokens": len(mine.logps), "watch/noise": mine.noise if unknown else known}
         if self.single and unknown and plain and mine.dtype is not torch.float32 and size + logits <= budget:
-            with scoring.float32_head(self.model) as call:
-                self.measured["watch/float32_head"] = scoring.rms(self._by(self.rows, call=call) - mine.logps)
+            with head_in_float32(innermost(self.model)):
+                self.measured["watch/float32_head"] = scoring.rms(self._by(self.rows) - mine.logps)
         self.mine = dataclasses.replace(mine, noise=self.measured["watch/noise"])
 
     def _own(self, rows: Rows, dtype: Any = None, noisy: bool = True, together: int = 1) -> Scores:
@@ -111,13 +114,7 @@ class Look:
         return self._scores(rows, *args, **options).logps.detach()
 
     def _scores(
-        self,
-        rows: Rows,
-        weights: Any = None,
-        adapted: bool = True,
-        training: bool = False,
-        call: Any = None,
-        seed: int | None = None,
+        self, rows: Rows, weights: Any = None, adapted: bool = True, training: bool = False, seed: int | None = None
     ) -> Scores:
         """By the model with these weights in place of its own, without its adapter, or in training mode."""
         model = self.model
@@ -125,13 +122,15 @@ class Look:
         with undisturbed(model, training), self.trainer.accelerator.autocast(), torch.set_grad_enabled(graded):
             if seed is not None:
                 torch.manual_seed(seed)
-            if not adapted:
-                with model.disable_adapter():
+            if weights is None:
+                with contextlib.nullcontext() if adapted else model.disable_adapter():
                     return scoring.score(model, rows, self.temperature)
-            if weights is not None:
-                devices = {n: p.device for n, p in model.named_parameters()}
-                moved = {n: w.to(devices[n]) for n, w in weights.items()}
-                call = lambda **kw: torch.func.functional_call(model, moved, kwargs=kw)  # noqa: E731
+            devices = {n: p.device for n, p in model.named_parameters()}
+            moved = {n: w.to(devices[n]) for n, w in weights.items()}
+
+            def call(**kwargs: Any) -> Any:
+                return torch.func.functional_call(model, moved, kwargs=kwargs)
+
             return scoring.score(model, rows, self.temperature, call=call)
 
     def drop_random(self) -> None:

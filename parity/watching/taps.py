@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.fixes.override import override
+
 SCORERS = "_get_per_token_logps_and_entropies", "_get_per_token_logps", "_forward"
 
 
@@ -35,20 +37,9 @@ class Taps:
 
     def around(self, name: str, wrapper: Callable[..., Any]) -> None:
         """Calls of the trainer's method `name`, if it has one, go through `wrapper(original, *args, **kwargs)`."""
-        if not hasattr(self.trainer, name):
-            return
-        original, before = getattr(self.trainer, name), vars(self.trainer).get(name)
-        replaced = functools.wraps(original)(functools.partial(self._call, wrapper, original))
-        setattr(self.trainer, name, replaced)
-        self._undo.append(functools.partial(self._back, name, replaced, before))
-
-    def _call(self, wrapper: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-        # a later hook may still hold one that is undone
-        return wrapper(original, *args, **kwargs) if self._undo else original(*args, **kwargs)
-
-    def _back(self, name: str, replaced: Any, before: Any) -> None:
-        if vars(self.trainer).get(name) is replaced:
-            delattr(self.trainer, name) if before is None else setattr(self.trainer, name, before)
+        if hasattr(self.trainer, name):
+            change = override(self.trainer, name, "watch", lambda _, *args, **kwargs: wrapper(*args, **kwargs))
+            self._undo += change.hold(self.trainer)
 
     def scored(self, seen: Callable[[Callable[[], Taken | None]], None]) -> None:
         """`seen` gets a reader of each scoring, before its result goes on to the trainer."""
@@ -74,20 +65,17 @@ class Taps:
 
 
 class _Hook:
-    """Sees the fused LM head's output; a model that is copied or pickled goes without it, and so without the trainer."""
+    """Shows the fused LM head's output; that of a model which is copied or pickled shows nothing, and knows no trainer."""
 
-    def __init__(self, seen: Any):
+    def __init__(self, seen: Any = None):
         self.seen = seen
 
     def __call__(self, model: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self.seen(functools.partial(_fused, out, model, **kwargs))
+        if self.seen is not None:
+            self.seen(functools.partial(_fused, out, model, **kwargs))
 
     def __reduce__(self) -> Any:
-        return functools.partial, (_unseen,)
-
-
-def _unseen(*_: Any) -> None:
-    return None
+        return _Hook, ()
 
 
 def _called(seen: Any, read: Any, original: Any, *args: Any, **kwargs: Any) -> Any:

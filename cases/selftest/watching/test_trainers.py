@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cases.selftest.watching.runs import of, watched, within
+from parity.fixes.logits import head_in_float32
 from parity.judge.shaken import Shaken
-from parity.rollouts import scoring
 
 SCORED = ("rloo-trainer", "online-dpo-trainer", "dpo-trainer", "kto-trainer", "sft-trainer")
 WITH_REFERENCE = ("online-dpo-trainer", "dpo-trainer", "kto-trainer")
@@ -101,8 +101,8 @@ def test_a_float32_head_moves_log_probs_by_what_is_measured(tmp_path, model):
     hook = policy.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     with torch.no_grad():
         own = policy(input_ids=ids).logits
-        with scoring.float32_head(policy) as call:
-            wide = call(input_ids=ids).logits
+        with head_in_float32(policy):
+            wide = policy(input_ids=ids).logits
     hook.remove()
     z = torch.nn.functional.linear(seen[0].float(), policy.lm_head.weight.float())
     cap = policy.config.get_text_config().to_dict().get("final_logit_softcapping")

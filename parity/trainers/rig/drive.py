@@ -1,7 +1,6 @@
 """Real trainers of the installed TRL over tiny models: configured, built and run for one recorded step."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -11,6 +10,7 @@ from unittest import mock
 import torch
 
 from parity.errors import Unsupported
+from parity.fixes.override import override
 from parity.trainers.rig import models, stored_window
 from parity.trainers.rig.stored_window import reward
 from parity.trainers.specs import spec_of
@@ -161,10 +161,4 @@ def scores(returned: Any) -> tuple[Any, Any]:
 
 def changed(holder: Any, name: str, change: Callable[[tuple[Any, ...], Any], Any]) -> None:
     """Let every call of a method of one object return `change(args, result)`."""
-    original = getattr(holder, name)
-
-    @functools.wraps(original)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        return change(args, original(*args, **kwargs))
-
-    setattr(holder, name, watched)
+    override(holder, name, "rig", lambda _, original, *args, **kwargs: change(args, original(*args, **kwargs)))
