@@ -98,4 +98,4 @@ def test_the_loss_at_ratio_one_is_of_the_mean_that_the_release_takes(monkeypatch
     counted = torch.tensor([[True, True, True], [True, False, False]])
     terms = torch.tensor([[-1.0], [1.0]]).expand(2, 3)
     asked = call("grpo-trainer", "step-one")
-    assert float(step_one.averaged(terms, counted, step_one._of_sequences(asked))) == exact
+    assert float(step_one.averaged(asked, terms, counted)) == exact

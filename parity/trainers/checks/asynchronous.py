@@ -107,7 +107,7 @@ def rollout_queue(call: CheckCall) -> Iterator[Quantity]:
     shared_by_prefix = {(i, *ids[: i + 2]) for ids, _ in window for i in range(len(ids))}
     room = sum(len(ids) for ids, _ in window) if distils else len(shared_by_prefix)
     steps, log, unsent = _run(call, a, samples, room)
-    yield same(*([tokens for tokens, _ in found] for found in (recorder.sequences_of(steps.batches), window)))
+    yield same([tokens for tokens, _ in recorder.sequences_of(steps.batches)], [tokens for tokens, _ in window])
     yield holds("weights", not unsent, f"the server has others: {', '.join(unsent)}", "exact")
     loss, numbers = (_distilled if distils else _defined)(a, old)
     yield from first_step(shared(call, "step", lambda: exact_step(policy(), loss)), steps)

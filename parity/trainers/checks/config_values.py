@@ -72,10 +72,10 @@ def config_values(call: CheckCall) -> Iterator[Quantity]:
     step = shared(call, "step", lambda: exact_step(truth, batch.definition))
     patched = call.spec.scored and not call.spec.generates
     ask = _ask_patched if patched else _ask_scores if call.spec.scored else _ask_loss
-    value, model, handed = ask(batch, call)  # handed: the log-probs, where the trainer hands them out
-    value.backward()
-    if handed is not None:
-        oracle, found = measured(truth, lambda model: {LOGPS: batch.logps(model)}), handed.detach().cpu()
+    model, value = ask(batch, call)  # the log-probs, where the trainer hands them out; else the loss
+    (batch.weighed(value) if call.spec.scored else value).backward()
+    if call.spec.scored:
+        oracle, found = measured(truth, lambda model: {LOGPS: batch.logps(model)}), value.detach().cpu()
         exact = oracle.exact[LOGPS]
         b, t = divmod(int((found.double() - exact).abs().argmax()), exact.shape[1])
         worst = f"worst at sequence {b}, token {t}: {float(found[b, t]):.5g}, {float(exact[b, t]):.5g}"
@@ -111,6 +111,9 @@ class Batch:
                 reference = self.logps(model)
             chosen, rejected = (logps - reference).sum(1)
             return -torch.nn.functional.logsigmoid(BETA * (chosen - rejected))
+        return self.weighed(logps)
+
+    def weighed(self, logps: Tensor) -> Tensor:
         return (logps * self.cotangent.to(logps)).sum()
 
 
@@ -150,17 +153,17 @@ def _fill(model: Any, head: str) -> None:
         model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: 0.5 * output)
 
 
-def _ask_scores(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None]:
-    """The scalar of the definition by the trainer's own path, the model whose gradients it has, and the log-probs."""
+def _ask_scores(batch: Batch, call: CheckCall) -> tuple[Any, Tensor]:
+    """The model, and the log-probs by the trainer's own path."""
     trainer = _built(call, temperature=batch.temperature, beta=0.0)
     score = getattr(trainer, drive.scorer(trainer))
     with drive.fixed(call.path, trainer):
         ids = batch.ids.to(trainer.model.device)
         logps, _ = drive.scores(score(trainer.model, ids, torch.ones_like(ids), LENGTH - PROMPT))
-    return (logps * batch.cotangent.to(logps)).sum(), trainer.model, logps
+    return trainer.model, logps
 
 
-def _ask_patched(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None]:
+def _ask_patched(batch: Batch, call: CheckCall) -> tuple[Any, Tensor]:
     """AsyncGRPOTrainer needs a vLLM server to exist; what it does to the model it does with one function of TRL's."""
     import trl.trainer.utils as utils
 
@@ -184,11 +187,10 @@ def _ask_patched(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | N
         logps = out["log_probs"] if isinstance(out, dict) else out.log_probs
     else:
         raise Unsupported("this version of TRL patches no model for AsyncGRPOTrainer")
-    logps = logps[:, -(LENGTH - PROMPT) :]
-    return (logps * batch.cotangent.to(logps)).sum(), model, logps
+    return model, logps[:, -(LENGTH - PROMPT) :]
 
 
-def _ask_loss(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None]:
+def _ask_loss(batch: Batch, call: CheckCall) -> tuple[Any, Tensor]:
     trainer = _built(call, beta=BETA, max_length=64)
     if getattr(trainer, "ref_model", None) is not None:
         quantised_heads.quantise(trainer.ref_model, call.settings.head)
@@ -200,4 +202,4 @@ def _ask_loss(batch: Batch, call: CheckCall) -> tuple[Tensor, Any, Tensor | None
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": completion}
     inputs |= {} if call.spec.paired else {"labels": ids.masked_fill(completion == 0, -100)}
     with trl.quiet(), drive.fixed(call.path, trainer):
-        return trainer.compute_loss(trainer.model, inputs), trainer.model, None
+        return trainer.model, trainer.compute_loss(trainer.model, inputs)

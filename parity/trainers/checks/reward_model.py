@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, pairwise, same, shared, tells
-from parity.trainers.definitions.scored import rows
+from parity.trainers.definitions.scored import classes
 from parity.trainers.definitions.training_step import exact_step, first_step, logged, measured, window_loss
 from parity.trainers.rig import drive, models, recorder
 from parity.trainers.rig.stored_window import Window
@@ -32,26 +32,6 @@ CASES: list[CheckCase] = [
 COUNTED = ("accuracy", "num_tokens")
 
 
-def _model(name: str) -> Any:
-    """The architecture with one score in place of logits, its weights by parameter name."""
-    import transformers
-
-    config = models.config(name)
-    config.num_labels, config._attn_implementation = 1, "eager"
-    config.architectures = [config.architectures[0].replace("ForCausalLM", "ForSequenceClassification")]
-    with trl.quiet():
-        out = getattr(transformers, config.architectures[0])(config)
-    models.fill(out)
-    return out.train()
-
-
-def _rewards(model: Any, sequences: list[list[int]]) -> Tensor:
-    """The score of the last token of each sequence, (N,)."""
-    hidden = model.model(**rows(sequences), use_cache=False).last_hidden_state
-    last = torch.tensor([len(ids) - 1 for ids in sequences])
-    return model.score(hidden[torch.arange(len(sequences)), last]).squeeze(-1)
-
-
 @check("reward-model", (REWARD,), SETTINGS, lambda seed: ((REWARD, s) for s in pairwise(SETTINGS, seed)), pr=CASES)
 def reward_model(call: CheckCall) -> Iterator[Quantity]:
     """Pairs as they were given, loss, gradients and logged numbers by the score of each sequence's last token."""
@@ -69,22 +49,25 @@ def reward_model(call: CheckCall) -> Iterator[Quantity]:
 
     def loss(model: Any) -> Tensor:
         """-log σ(r_c - r_r - margin) + center·(r_c + r_r)², the mean over pairs (arXiv 2307.09288, 2312.09244)."""
-        better, worse = _rewards(model, both).chunk(2)
+        better, worse = classes(model, both)[:, 0].chunk(2)
         return (-logsigmoid(better - worse - own) + s.center * (better + worse).square()).mean()
 
     def numbers(model: Any) -> Mapping[str, Tensor]:
-        earned = _rewards(model, both)
+        earned = classes(model, both)[:, 0]
         better, worse = earned.chunk(2)
         out = {"min_reward": earned.min(), "mean_reward": earned.mean(), "max_reward": earned.max()}
         out |= {"accuracy": (better > worse).double().mean(), "margin": (better - worse).mean()}
         return out | {"num_tokens": torch.tensor(float(sum(map(len, both))))}
+
+    def model(dtype: torch.dtype = torch.float32) -> Any:
+        return models.model(f"{s.model}_scores", dtype).train()
 
     data = window.dataset()
     data = data.add_column("margin", margins) if s.margin else data
     wanted = recorder.plain(s.split) | recorder.LOGGED | {"per_device_eval_batch_size": 8}
     wanted |= {"center_rewards_coefficient": s.center or None, "max_length": limit}
     drive.needs(call.trainer, "center_rewards_coefficient")
-    trainer = drive.build(call.trainer, _model(s.model), wanted, train_dataset=data, eval_dataset=data)
+    trainer = drive.build(call.trainer, model(), wanted, train_dataset=data, eval_dataset=data)
     with drive.fixed(call.path, trainer):
         steps = recorder.train(trainer)
         with trl.quiet():
@@ -93,10 +76,10 @@ def reward_model(call: CheckCall) -> Iterator[Quantity]:
         raise Unsupported("the installed version hands chosen and rejected sequences to its loss apart")
     batches = [zip(part["input_ids"], part["attention_mask"], strict=True) for part in steps.batches]
     yield same([tokens[there.bool()].tolist() for batch in batches for tokens, there in batch], both)
-    step = shared(call, "step", lambda: exact_step(_model(s.model).double(), loss))
+    step = shared(call, "step", lambda: exact_step(model(torch.float64), loss))
     yield from first_step(step, steps)
     yield window_loss(step, evaluated["eval_loss"], "evaluation loss")
-    truth = shared(call, "logged", lambda: measured(_model(s.model).double(), numbers, COUNTED))
+    truth = shared(call, "logged", lambda: measured(model(torch.float64), numbers, COUNTED))
     if s.split == "8x1":
         yield from logged(truth, drive.logged(trainer))
     yield from logged(truth, evaluated, of="eval_")

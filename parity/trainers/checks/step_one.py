@@ -206,16 +206,12 @@ def _grpo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:
     assert step.advantages is not None
     k3 = divergence(by.reference - by.policy, None)
     terms = call.settings.beta * k3 - step.advantages.cpu().double().unsqueeze(1)
-    return {"kl": mean(k3, by.counted), "loss": averaged(terms, by.counted, _of_sequences(call))}
+    return {"kl": mean(k3, by.counted), "loss": averaged(call, terms, by.counted)}
 
 
-def _of_sequences(call: CheckCall) -> bool:
-    """Whether GRPO's loss is a mean over sequences (grpo), not over tokens (bnpo), where the release has no loss types: 0.16."""
-    return "loss_type" in trl.fields(drive.config(call.trainer)) or not trl.since("0.16.0")
-
-
-def averaged(terms: Tensor, counted: Tensor, of_sequences: bool) -> Tensor:
-    """The mean over sequences of each one's mean over its tokens, or the mean over all tokens."""
+def averaged(call: CheckCall, terms: Tensor, counted: Tensor) -> Tensor:
+    """The mean over sequences of each one's mean over its tokens (grpo); over all tokens (bnpo) in 0.16, which has no types."""
+    of_sequences = "loss_type" in trl.fields(drive.config(call.trainer)) or not trl.since("0.16.0")
     return ((terms * counted).sum(1) / counted.sum(1)).mean() if of_sequences else mean(terms, counted)
 
 

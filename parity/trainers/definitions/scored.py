@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from parity.trainers.rig import stored_window
 from parity.trainers.rig.models import PAD
@@ -14,17 +15,22 @@ from parity.trainers.rig.stored_window import Sequences
 
 def rows(sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask`, (N, T), of sequences padded on the right."""
-    width = max(len(ids) for ids in sequences)
-    return {
-        "input_ids": torch.tensor([[*ids, *[PAD] * (width - len(ids))] for ids in sequences]),
-        "attention_mask": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences]),
-    }
+    ids = [torch.tensor(tokens) for tokens in sequences]
+    there = [torch.ones_like(tokens) for tokens in ids]
+    return {"input_ids": pad_sequence(ids, True, PAD), "attention_mask": pad_sequence(there, True)}
 
 
 def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """Logits (T_i, V) of each sequence, one call: padded on the right, where a causal model cannot see it."""
     found = model(**rows(sequences), use_cache=False).logits
     return [found[i, : len(ids)] for i, ids in enumerate(sequences)]
+
+
+def classes(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """Logits of a model for whole sequences, by the last token of each, (N, classes)."""
+    hidden = model.model(**rows(sequences), use_cache=False).last_hidden_state
+    last = torch.tensor([len(ids) - 1 for ids in sequences])
+    return model.score(hidden[torch.arange(len(sequences)), last])
 
 
 class Scored:

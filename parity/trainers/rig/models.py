@@ -65,6 +65,11 @@ def _text(family: str, changes: tuple[str, ...] = (), config: str = "", **option
     return Architecture(f"{family}ForCausalLM", config or f"{family}Config", {**_SIZES, **options}, changes)
 
 
+def _classes(family: str, count: int, **options: Any) -> Architecture:
+    options = {**_SIZES, "num_labels": count, **options}
+    return Architecture(f"{family}ForSequenceClassification", f"{family}Config", options)
+
+
 def _of_images(family: str, changes: tuple[str, ...], text: Mapping[str, Any], **options: Any) -> Architecture:
     text = {**_SIZES, "head_dim": 16, "sliding_window": 64, "layer_types": _LAYERS, **_TIED, **text}
     options = {"text_config": text, **options, **_TIED}
@@ -212,10 +217,11 @@ MORE = {
             "video_token_id": 61,
         },
     ),
-    "classifier": Architecture("Qwen2ForSequenceClassification", "Qwen2Config", {**_SIZES, "num_labels": 3}),
+    "classifier": _classes("Qwen2", 3),
 }
 """Models that only transformers' own trainer is given."""
 _EVERY = {**ARCHITECTURES, **MORE, GROUPED: _text("Llama", num_attention_heads=4, num_key_value_heads=2)}
+_EVERY |= {"llama_scores": _classes("Llama", 1), "qwen2_scores": _classes("Qwen2", 1, **_TIED)}
 
 
 def config(name: str) -> Any:
