@@ -15,6 +15,7 @@ from parity.fixes.patch import ALREADY, ORIGINAL, Change, Patch
 
 NAME = "keep_gradient_checkpointing"
 _CHANGE = "_parity_change"
+_ENABLING = "gradient_checkpointing_enable", "activation_checkpointing_enable"
 
 
 class _Kept(Change):
@@ -54,7 +55,7 @@ def keep_gradient_checkpointing(trainer_or_model: Any = None) -> Patch:
     With a trainer or a model, for its model alone: any other goes through TRL's switch. Without, for every model.
 
     In trl 0.22 to 0.25 only `unwrap_model_for_generation` overwrites. Nothing is done where neither does (up to 0.21, or
-    a release that repairs it): asked on a stand-in model.
+    a release that repairs it): their code is read.
     """
     try:
         utils = importlib.import_module("trl.models.utils")
@@ -71,9 +72,9 @@ def keep_gradient_checkpointing(trainer_or_model: Any = None) -> Patch:
         return Patch(NAME, changed=kept.changed, _undo=let_go)
     kept = _Kept()
     replacements: list[tuple[Any, Any]] = []
-    if switch is not None and _overwrites_checkpointing(switch):
+    if switch is not None and _enables_checkpointing(utils, switch):
         replacements.append((switch, _pausing_switch(switch, kept)))
-    if unwrap is not None and _calls(utils, unwrap, "gradient_checkpointing_enable"):
+    if unwrap is not None and _enables_checkpointing(utils, unwrap):
         replacements.append((unwrap, _pausing_unwrap(unwrap, kept)))
     if not replacements:
         return Patch(NAME, reason="trl's switches no longer overwrite a model's checkpointing")
@@ -124,43 +125,10 @@ def _pausing_unwrap(original: Callable[..., Any], kept: _Kept) -> Callable[..., 
     return unwrap_model_for_generation
 
 
-class _Recorder(nn.Module):
-    """A model that checkpoints and writes down what is done to it."""
-
-    supports_gradient_checkpointing = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gradient_checkpointing = True
-        self.enabled = False
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        return bool(self.gradient_checkpointing)
-
-    is_activation_checkpointing = is_gradient_checkpointing
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.gradient_checkpointing = False
-
-    def gradient_checkpointing_enable(self, *args: object, **kwargs: object) -> None:
-        self.enabled = True
-
-    activation_checkpointing_disable = gradient_checkpointing_disable
-    activation_checkpointing_enable = gradient_checkpointing_enable
-
-
-def _overwrites_checkpointing(switch: Callable[..., Any]) -> bool:
-    model = _Recorder()
-    with switch(model, None):
-        pass
-    return model.enabled
-
-
-def _calls(module: ModuleType, function: Callable[..., Any], name: str) -> bool:
-    """Whether `function`, or a function of `module` that it calls, mentions the attribute `name`."""
+def _enables_checkpointing(module: ModuleType, function: Callable[..., Any]) -> bool:
+    """Whether `function`, or a function of `module` that it calls, mentions a model's method that turns checkpointing on."""
     names = set(inspect.unwrap(function).__code__.co_names)
     for helper in [vars(module).get(n) for n in names]:
         if inspect.isfunction(helper) and helper.__module__ == module.__name__:
             names |= set(inspect.unwrap(helper).__code__.co_names)
-    return name in names
+    return not names.isdisjoint(_ENABLING)

@@ -213,7 +213,13 @@ class ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        return once(ChunkedLogProbs._backward, ctx, grad_logps, grad_entropy)
+        with torch.no_grad():
+            found = ChunkedLogProbs._backward(ctx, grad_logps, grad_entropy)
+        if not torch.is_grad_enabled():
+            return found
+        # create_graph=True: without this the gradients would pass for constants.
+        leaves = [x for x in (*ctx.saved_tensors[:3], grad_logps, grad_entropy) if x is not None]
+        return tuple(None if x is None else _Once.apply(x, *leaves) for x in found)
 
     @staticmethod
     def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -251,17 +257,6 @@ class ChunkedLogProbs(torch.autograd.Function):
                 hidden, weight, bias, ids, rows, factors, unit, settings, ctx.needs_input_grad, tiles
             )
         return *grads, None, None, None
-
-
-def once(backward: Any, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """`backward(ctx, *gradients)`, of a function whose first saved tensors are its leaves; differentiating it raises."""
-    with torch.no_grad():
-        found = backward(ctx, *gradients)
-    if not torch.is_grad_enabled():
-        return tuple(found)
-    # create_graph=True: without this the gradients would pass for constants.
-    leaves = [x for x in (*ctx.saved_tensors[:3], *gradients) if x is not None]
-    return tuple(None if x is None else _Once.apply(x, *leaves) for x in found)
 
 
 class _Once(torch.autograd.Function):

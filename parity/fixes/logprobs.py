@@ -1,19 +1,7 @@
 """Log-probs and entropies of chosen tokens from hidden states and an LM head, without the (N, V) logits.
 
-Definition, with `z = logit_scale * (hidden @ weight.T + bias)`, then `z = softcap * tanh(z / softcap)`, then
-`z = z / temperature`:
-
-    logp = z[id] - logsumexp(z)          entropy = -sum(p * log p)
-
-Both are computed from the *other* tokens. With `delta = logsumexp(z without id) - z[id]`,
-
-    logp = -softplus(delta)              d logp / d z[id] = 1 - p = sigmoid(delta)
-
-keep a relative precision where the plain forms round to 0: a token of probability 1 - 1e-9 has a log-prob of -1e-9 and
-a gradient of 1e-9, not 0. The entropy is a sum of non-negative terms for the same reason.
-
-The head is walked in tiles of `chunk_size` vocabulary entries times a block of tokens; the backward recomputes each
-tile that `memory_budget` has no room for. Besides gradients and these tiles, memory is a few numbers per token.
+They keep a relative precision where the plain forms round to 0: a token of probability 1 - 1e-9 has a log-prob of -1e-9
+and a gradient of 1e-9 (how: `parity.fixes.chunked`). Besides gradients and tiles, memory is a few numbers per token.
 """
 
 import torch
@@ -41,6 +29,7 @@ def selective_log_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`logp = z[id] - logsumexp(z)` with `z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`.
 
+    softcap(z) is softcap·tanh(z / softcap), the entropy -Σ p log p.
     Shapes: hidden (..., H), weight (V, H), bias (V,), ids (...) of an integer dtype; the result is (...). With
     `entropy=True` it is `(logps, entropies)`, both differentiable. Gradients flow to hidden, weight and bias, each in
     its own dtype, and only where asked for: a frozen head costs no buffer. Positions with `ids == ignore_index` get

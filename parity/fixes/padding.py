@@ -11,6 +11,7 @@ from parity.fixes.patch import Patch
 
 NAME = "mask_padded_log_probs"
 _UNMASKED = re.compile(r"^\s*kl = logprobs - ref_logprobs$", re.MULTILINE)
+"""In a training step that takes a KL from log-probs as they are."""
 
 
 def mask_padded_log_probs(trainer: Any) -> Patch:
@@ -27,7 +28,7 @@ def mask_padded_log_probs(trainer: Any) -> Patch:
     forward = getattr(trainer, "_forward", None)
     if forward is None or "completion_mask" not in inspect.signature(forward).parameters:
         return Patch(NAME, reason="the trainer scores no completions in a method of its own")
-    if not _unmasked(getattr(type(trainer), "training_step", None)):
+    if not _UNMASKED.search(source_of(getattr(type(trainer), "training_step", None))):
         return Patch(NAME, reason="the trainer's step sums no log-probs of padding")
     signature = inspect.signature(forward)
 
@@ -37,8 +38,3 @@ def mask_padded_log_probs(trainer: Any) -> Patch:
         return logps.masked_fill(mask.to(logps.device) == 0, 0.0)
 
     return replaced(trainer, NAME, trainer, "trainer", _forward=masked)
-
-
-def _unmasked(step: Any) -> bool:
-    """Whether a training step takes a KL from log-probs as they are."""
-    return _UNMASKED.search(source_of(step)) is not None
