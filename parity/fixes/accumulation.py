@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -120,12 +121,9 @@ def _over_likelihood(trainer: Any, gold: bool) -> Patch:
         return (*out[:4], out[4] * factor(model, batch), *out[5:])
 
     def by_weight(self: Any, original: Any, model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        alpha = self.tpo_alpha
-        self.tpo_alpha *= factor(model, batch) or 1.0  # of 0, TRL takes the batch for one without gold sequences
-        try:
+        share = factor(model, batch) or 1.0  # of 0, TRL takes the batch for one without gold sequences
+        with mock.patch.object(self, "tpo_alpha", self.tpo_alpha * share):
             return original(model, batch, *args, **kwargs)
-        finally:
-            self.tpo_alpha = alpha
 
     if gold:
         return _changed(trainer, get_batch_samples=sampled, _compute_loss=by_weight)
@@ -156,21 +154,14 @@ def _over_generated(trainer: Any) -> Patch:
         if not generates or items is None:
             return batches, None if items is None else items / ranks
         batches = [self._prepare_inputs(batch) for batch in batches]
-        step, Trainer.training_step = Trainer.training_step, lambda *args, **kwargs: None
-        try:
+        with mock.patch.object(Trainer, "training_step", return_value=None):
             for batch in batches:  # the trainer's own step exchanges them in place; what follows it there is left out
                 type(self).training_step(self, self.model_wrapped, batch)
-        finally:
-            Trainer.training_step = step
         return batches, self._get_num_items_in_batch(batches, device) / ranks
 
     def stepped(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = self.lmbda, self.seq_kd
-        self.lmbda, self.seq_kd = -1.0, False
-        try:
+        with mock.patch.multiple(self, lmbda=-1.0, seq_kd=False):
             return original(*args, **kwargs)
-        finally:
-            self.lmbda, self.seq_kd = asked
 
     return _changed(trainer, get_batch_samples=sampled, **({"training_step": stepped} if generates else {}))
 

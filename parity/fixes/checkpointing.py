@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
@@ -89,20 +90,11 @@ def keep_gradient_checkpointing(trainer_or_model: Any = None) -> Patch:
 @contextlib.contextmanager
 def _checkpointing_paused(model: nn.Module) -> Iterator[None]:
     """Turns the `gradient_checkpointing` flag of every module off, then back to what it was; functions stay put."""
-    paused = []
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            flag = vars(module).get("gradient_checkpointing")
-            module.gradient_checkpointing = False
-            paused.append((module, flag))
-    try:
+    with contextlib.ExitStack() as paused:
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                paused.enter_context(mock.patch.object(module, "gradient_checkpointing", False))
         yield
-    finally:
-        for module, flag in paused:
-            if flag is None:  # the flag came from the class
-                del module.gradient_checkpointing
-            else:
-                module.gradient_checkpointing = flag
 
 
 def _pausing_switch(original: Callable[..., Any], kept: _Kept) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -159,13 +160,11 @@ def _compare(model: nn.Module) -> tuple[_Call, str | None]:
         except Exception:  # Gemma-3 in training mode wants to know which tokens are images
             model.eval()
             logits = _seeded(model, **given, use_cache=False).logits
-        setattr(utils, _KERNEL, spy)
         try:
-            _seeded(model, **given, labels=given["input_ids"], fused_lm_head=True)
+            with mock.patch.object(utils, _KERNEL, spy):
+                _seeded(model, **given, labels=given["input_ids"], fused_lm_head=True)
         except Exception as error:
             crash = error
-        finally:
-            setattr(utils, _KERNEL, spy.kernel)
     if spy.call is None:
         raise RuntimeError("the fused LM head did not reach its kernel") from crash
     if crash is not None:

@@ -1,10 +1,11 @@
 """The result of a runtime patch: what it changed, or why it changed nothing, and how to undo it."""
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 logger = logging.getLogger("parity.fixes")
 
@@ -48,7 +49,7 @@ def reference(owner: Any) -> Callable[[], Any]:
 
 
 @dataclass
-class Patch:
+class Patch(contextlib.AbstractContextManager["Patch"]):
     """What a patch did. Truth value: whether it changed anything; usable as a context manager that undoes it.
 
     What two trainers share, a model or a function of TRL, stays patched until the patches of both are undone. A second
@@ -79,9 +80,6 @@ class Patch:
         """Lets go of what this call changed or found changed, in reverse order; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()

@@ -3,14 +3,14 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from parity.fixes import kernel, patches, wiring
 from parity.fixes.patch import Patch
 
 
 @dataclass(frozen=True)
-class Applied:
+class Applied(contextlib.AbstractContextManager["Applied"]):
     """What `apply` did, one `Patch` a fix. Truth value: whether anything changed; leaving the block undoes it."""
 
     patches: tuple[Patch, ...]
@@ -36,9 +36,6 @@ class Applied:
         """Takes everything back, in reverse order; a second call does nothing."""
         for patch in reversed(self.patches):
             patch.undo()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()

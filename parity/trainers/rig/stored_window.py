@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -286,13 +287,10 @@ def _copied(module: Any, x: Tensor) -> Tensor:
 @contextlib.contextmanager
 def base_alone(model: Any) -> Iterator[None]:
     """While it lasts, a model that is `written_out` is its base; another is left as it is."""
-    for module in model.modules():
-        setattr(module, WITHOUT, True)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as alone:
         for module in model.modules():
-            delattr(module, WITHOUT)
+            alone.enter_context(mock.patch.object(module, WITHOUT, True, create=True))
+        yield
 
 
 def fill_adapter(model: Any, seed: int, size: float = ADAPTER_SIZE, nudge: float = NUDGE) -> None:
