@@ -81,11 +81,10 @@ class Entry:
 @dataclasses.dataclass(frozen=True)
 class YesNo:
     answer: bool
-    gate: str
     exact: float | None
 
     def judge(self, value: Any) -> Judgement:
-        return Judgement({self.gate: 0.0 if self.answer else math.inf})
+        return Judgement({"exact": 0.0 if self.answer else math.inf})
 
 
 def summed(quantity: str, value: float, terms: Sequence[float], message: str = "") -> Quantity:
@@ -94,14 +93,9 @@ def summed(quantity: str, value: float, terms: Sequence[float], message: str = "
 
 
 def holds(
-    quantity: str,
-    condition: bool,
-    message: str = "",
-    gate: str = "structure",
-    value: float | None = None,
-    exact: float | None = None,
+    quantity: str, condition: bool, message: str = "", value: float | None = None, exact: float | None = None
 ) -> Quantity:
-    return Quantity(quantity, value, YesNo(condition, gate, exact), message)
+    return Quantity(quantity, value, YesNo(condition, exact), message)
 
 
 def same(found: Iterable[Any], wanted: Iterable[Any], quantity: str = "sequences") -> Quantity:
@@ -109,14 +103,14 @@ def same(found: Iterable[Any], wanted: Iterable[Any], quantity: str = "sequences
     got, right = sorted(found), sorted(wanted)
     missing, other = [w for w in right if w not in got], [g for g in got if g not in right]
     message = f"{len(got)} of {len(right)} sequences; missing {missing[:1]}, got {other[:1]}"
-    return holds(quantity, got == right, message, "exact", float(len(got)))
+    return holds(quantity, got == right, message, float(len(got)))
 
 
 def tells(quantity: str, condition: bool, message: str, value: float | None = None) -> Quantity:
     """Whether the values of a case are such that it tests what it should; Unsupported where they are not, but under seed 0."""
     if not condition and drawn.seed():
         raise Unsupported(f"{message}: under this seed the case tests nothing")
-    return holds(quantity, condition, f"{message}: the case tests nothing", "exact", value)
+    return holds(quantity, condition, f"{message}: the case tests nothing", value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,7 +108,7 @@ def rollout_queue(call: CheckCall) -> Iterator[Quantity]:
     room = sum(len(ids) for ids, _ in window) if distils else len(shared_by_prefix)
     steps, log, unsent = _run(call, a, samples, room)
     yield same([tokens for tokens, _ in recorder.sequences_of(steps.batches)], [tokens for tokens, _ in window])
-    yield holds("weights", not unsent, f"the server has others: {', '.join(unsent)}", "exact")
+    yield holds("weights", not unsent, f"the server has others: {', '.join(unsent)}")
     loss, numbers = (_distilled if distils else _defined)(a, old)
     yield from first_step(shared(call, "step", lambda: exact_step(policy(), loss)), steps)
     if s.even or s.split == "8x1":  # else a mean of the micro-batches' means is logged

@@ -199,7 +199,7 @@ def conversations(call: CheckCall) -> Iterator[Quantity]:
         yield run.all_there()
         if read:
             begun = sum(ids[0] == models.BOS for ids in read)
-            yield holds("reward model", begun == len(read), f"{begun} of {len(read)} begin with <bos>", "exact")
+            yield holds("reward model", begun == len(read), f"{begun} of {len(read)} begin with <bos>")
         return
     parts = [part for batch in run.steps.batches for part in recorder.parts(batch)]
     found = [

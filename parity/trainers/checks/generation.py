@@ -103,18 +103,18 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
         raise Unsupported("the trainer of the installed version draws its tokens elsewhere")
     ids, mask, out, draws = calls[0]
     if not draws:
-        yield holds("tokens", False, "no token is drawn", "exact")
+        yield holds("tokens", False, "no token is drawn")
         return
     prompts = [row[there.bool()].tolist() for row, there in zip(ids, mask, strict=True)]
     drawn = [_ended([int(chosen[b]) for _, chosen in draws], ends) for b in range(len(ids))]
     returned = [_ended(row[ids.shape[1] :].tolist(), ends) for row in out]
     sequences = [(prompt + tokens, len(prompt)) for prompt, tokens in zip(prompts, drawn, strict=True)]
-    yield holds("tokens", returned == drawn, "what is returned is not what was drawn", "exact")
+    yield holds("tokens", returned == drawn, "what is returned is not what was drawn")
     kept = sorted(recorder.sequences_of(trained.batches)) == sorted(sequences)
-    yield holds("sequences", kept, "what reaches the loss is not what was drawn", "exact")
+    yield holds("sequences", kept, "what reaches the loss is not what was drawn")
     short = [len(tokens) for tokens in drawn if tokens[-1] not in ends]
     message = f"completions without an end have {short} tokens instead of {LIMIT}"
-    yield holds("length", set(short) <= {LIMIT}, message, "exact")
+    yield holds("length", set(short) <= {LIMIT}, message)
     if s.ends:
         yield tells("ended", any(tokens[-1] != models.EOS for tokens in drawn if tokens[-1] in ends), "none ends so")
     found = torch.stack([p[b] for b, tokens in enumerate(drawn) for p, _ in draws[: len(tokens)]])
@@ -232,10 +232,10 @@ def around_generation(call: CheckCall) -> Iterator[Quantity]:
         with trl.quiet():
             trainer.evaluate()
     off = [f"{n}, {after[n].dtype}" for n, p in before.items() if p.dtype != after[n].dtype or not p.equal(after[n])]
-    yield holds("weights", not off, f"{len(off)} are not what they were, first {off[:1]}", "exact")
+    yield holds("weights", not off, f"{len(off)} are not what they were, first {off[:1]}")
     modes = [{training for _, training in part} for part in (seen[:steps], seen[steps:])]
-    yield holds("mode", modes == [{True}, {False}], f"training in a step, then in evaluation: {modes}", "exact")
+    yield holds("mode", modes == [{True}, {False}], f"training in a step, then in evaluation: {modes}")
     own = sorted(stored_window.ids(row.prompt) for row in rows[4:] for _ in range(stored_window.GENERATIONS))
     found = sorted(prompt for prompt, _ in seen[steps:])
     others = sum(prompt not in own for prompt in found)
-    yield holds("prompts", found == own, f"{others} of the evaluation's {len(found)} are not its own", "exact")
+    yield holds("prompts", found == own, f"{others} of the evaluation's {len(found)} are not its own")

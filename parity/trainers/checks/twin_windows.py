@@ -114,7 +114,7 @@ class WindowRun(Run):
 
     def sizes(self, *expected: int) -> Quantity:
         sizes = tuple(len(self.there(i).rows) for i in range(len(self.steps.gradients)))
-        return holds("windows", sizes == expected, f"windows of {sizes} sequences instead of {expected}", gate="exact")
+        return holds("windows", sizes == expected, f"windows of {sizes} sequences instead of {expected}")
 
 
 def begun(trainer: Any) -> bool:
@@ -199,7 +199,7 @@ def _controlled(run: WindowRun) -> Iterator[Quantity]:
     with trl.quiet():
         run.built.evaluate()
     now = float(run.built.entropy_coef)
-    yield holds("coefficient after evaluation", now == coefficient, "evaluation moves it", "exact", now, coefficient)
+    yield holds("coefficient after evaluation", now == coefficient, "evaluation moves it", now, coefficient)
 
 
 def _generation(run: WindowRun) -> Iterator[Quantity]:
@@ -252,7 +252,7 @@ def _mismatched(run: WindowRun) -> Iterator[Quantity]:
     pairs = [zip(b["KL_input_ids"], b["KL_attention_mask"], strict=True) for b in run.steps.batches]
     drawn = [tokens[there > 0].tolist() for batch in pairs for tokens, there in batch]
     own = sum(tokens in drawn for tokens, _ in run.window.sequences)
-    yield holds("completions of the KL", not own, f"{own} of {len(drawn)} are the prompt's own", gate="exact")
+    yield holds("completions of the KL", not own, f"{own} of {len(drawn)} are the prompt's own")
 
 
 def _synced(run: WindowRun) -> Iterator[Quantity]:

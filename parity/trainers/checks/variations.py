@@ -183,7 +183,7 @@ def _trained(model: Any, options: Mapping[str, Any]) -> Quantity:
     }
     found = {n for n, p in model.named_parameters() if p.requires_grad}
     message = f"missing {sorted(wanted - found)[:2]}, besides {sorted(found - wanted)[:2]}"
-    return holds("trained parameters", found == wanted, message, "exact", float(len(found)), float(len(wanted)))
+    return holds("trained parameters", found == wanted, message, float(len(found)), float(len(wanted)))
 
 
 def _estimates(call: CheckCall) -> None:
@@ -374,7 +374,7 @@ def experts(call: CheckCall) -> Iterator[Quantity]:
     if not s.left:
         yield from judged(call, run, define)
         return
-    yield holds("sequences", len(loss.window.rows) == 1, f"the last window holds {len(loss.window.rows)}", "exact")
+    yield holds("sequences", len(loss.window.rows) == 1, f"the last window holds {len(loss.window.rows)}")
     yield gradients(step_of(call, run, define), run.steps.gradients[-1], "gradient of the last window")
 
 

@@ -121,11 +121,11 @@ def weight_sync(call: CheckCall) -> Iterator[Quantity]:
     tied = every.keys() - once.keys()  # vLLM leaves out a second name
     missing, unknown = sampler.load_state_dict({n: x for n, x in engine.got.items() if n not in tied}, strict=False)
     unsent = [name for name in missing if name not in tied]
-    yield holds("names", not unsent and not unknown, f"missing {unsent[:2]}, unknown {unknown[:2]}", "exact")
+    yield holds("names", not unsent and not unknown, f"missing {unsent[:2]}, unknown {unknown[:2]}")
     if s.stored == "fp32":
         yield quantity("logits of the engine", sampler)
     moved = [f"{name}: {now.get(name)} instead of {was}" for name, was in state.items() if now.get(name) != was]
-    yield holds("state", not moved, f"behind it {len(moved)} are other ones, first {moved[:1]}", "exact")
+    yield holds("state", not moved, f"behind it {len(moved)} are other ones, first {moved[:1]}")
     behind = copied(kept()) if s.stored == "bf16" else run.built.model
     yield quantity("logits of the policy behind it", behind)
     if not alone:
