@@ -201,18 +201,13 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             per_generation = per_generation or self.steps_per_generation or accumulation
         else:
             accumulation = per_generation = 1.0
-        policy_loss = policy.aggregate(
-            loss, mask, self.loss_type, self.max_completion_length, num_items_in_batch, accumulation, per_generation
-        )
+        policy_loss = policy.aggregate(self, loss, mask, num_items_in_batch, accumulation, per_generation)
         total = policy_loss if self.loss_type in policy.WINDOW_NORMALISED else policy_loss / accumulation
         bonus = self.entropy_coef != 0.0
         if bonus:
             mean_entropy = (entropies * kept).sum() / kept.sum().clamp(min=1)
             total = total - self.entropy_coef * mean_entropy / accumulation
-        level, epsilons = self.importance_sampling_level, (self.epsilon_low, self.epsilon_high)
-        metrics = measure(
-            w, advantages, kl, entropies, phi, policy_loss if bonus else None, mask, self.loss_type, level, epsilons
-        )
+        metrics = measure(self, w, advantages, kl, entropies, phi, policy_loss if bonus else None, mask)
         return total.to(precision(_input, lin_weight, bias)[1]), metrics
 
     def _log_probs(self, hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """What the policy loss logs: means over all ranks, by TRL's names."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class PolicyMetrics(dict[str, Tensor]):
 
 @torch.no_grad()
 def measure(
+    s: Any,
     w: Tensor,
     advantages: Tensor,
     kl: Tensor | None,
@@ -28,37 +30,33 @@ def measure(
     phi: Tensor | None,
     policy_loss: Tensor | None,
     mask: Tensor,
-    loss_type: str,
-    level: str,
-    epsilons: tuple[float, float],
 ) -> PolicyMetrics:
-    """Metrics of one micro-batch; kl, phi and policy_loss where there are any.
+    """Metrics of one micro-batch of the loss `s`; kl, phi and policy_loss where there are any.
 
-    w (B, T), or (B, 1) at `level` "sequence"; advantages (B, 1) or (B, T); kl, entropies and mask (B, T); phi (B, 1) or
+    w (B, T), or (B, 1) at the level of sequences; advantages (B, 1) or (B, T); kl, entropies and mask (B, T); phi (B, 1) or
     (B, T). Detached float32 scalars, all-reduced together.
     """
-    low_bound, high_bound = epsilons
     values: dict[str, Tensor] = {} if kl is None else {"kl": kl}
     values["entropy"] = entropies
     rows: dict[str, Tensor] = {}
-    if loss_type in policy.CLIPPED:
-        low = (w < 1 - low_bound) & (advantages < 0)
-        high = (w > 1 + high_bound) & (advantages > 0)
+    if s.loss_type in policy.CLIPPED:
+        low = (w < 1 - s.epsilon_low) & (advantages < 0)
+        high = (w > 1 + s.epsilon_high) & (advantages > 0)
         values |= {
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low | high,
         }
         rows = {"clip_ratio/low_min": low, "clip_ratio/high_max": high}
-    elif loss_type == "cispo":
-        values["cispo_clip_ratio"] = (w > high_bound) & (advantages > 0)
+    elif s.loss_type == "cispo":
+        values["cispo_clip_ratio"] = (w > s.epsilon_high) & (advantages > 0)
     elif phi is not None:
         values["vespo/phi_seq_mean"] = phi
 
     def per_sequence(x: Tensor) -> bool:
         if x is kl or x is entropies or x.shape[1] > 1:  # with T = 1 the shape alone does not tell
             return False
-        return level == "sequence" or x is phi
+        return s.importance_sampling_level == "sequence" or x is phi
 
     sums, counts = [], []
     for x in values.values():

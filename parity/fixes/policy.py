@@ -8,6 +8,7 @@ mask. Sources: TRL 1.16.0 `GRPOTrainer._compute_loss` for the semantics, and the
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -141,25 +142,18 @@ def keep_high_entropy(entropies: Tensor, mask: Tensor, quantile: float) -> Tenso
 
 
 def aggregate(
-    loss: Tensor,
-    mask: Tensor,
-    loss_type: str,
-    max_completion_length: int | None,
-    num_items: Tensor | float | None,
-    accumulation: float,
-    per_generation: float,
+    s: Any, loss: Tensor, mask: Tensor, num_items: Tensor | float | None, accumulation: float, per_generation: float
 ) -> Tensor:
-    """The loss type's mean of the per-token loss, (B, T) or (B, 1); see `FusedLinearGRPOLoss` for the formulas."""
+    """The mean of the per-token loss, (B, T) or (B, 1), that the type of `s` is; see `FusedLinearGRPOLoss` for the formulas."""
     summed = (loss * mask).sum(1)
     lengths = mask.sum(1)
-    if loss_type in ("grpo", "sapo"):
+    if s.loss_type in ("grpo", "sapo"):
         return (summed / lengths.clamp(min=1)).sum() / max(mask.shape[0], 1)
-    if loss_type == "bnpo":
+    if s.loss_type == "bnpo":
         return summed.sum() / lengths.sum().clamp(min=1)
-    if loss_type == "dr_grpo":
-        assert max_completion_length is not None
-        return summed.sum() / max(mask.shape[0] * max_completion_length, 1)
-    if loss_type == "luspo":
+    if s.loss_type == "dr_grpo":
+        return summed.sum() / max(mask.shape[0] * s.max_completion_length, 1)
+    if s.loss_type == "luspo":
         return summed.sum() / max(mask.shape[0], 1)
     if num_items is None:
         tokens = over_ranks(lengths.sum()).to(loss.dtype)

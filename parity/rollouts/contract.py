@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
 
 from parity.case.case import hashes
 from parity.recording import Recording
-from parity.rollouts.judge import Verdict, judged
+from parity.rollouts.judge import Verdict, judge, trainer_of
 from parity.rollouts.server import Request, Sampled
 
 LINES = {
@@ -57,13 +57,14 @@ def lines_of(recording: Recording) -> list[str]:
     return [name for name in LINES if shown.get(name, True)]
 
 
-def held(recording: Recording, **trainer: Any) -> tuple[Verdict, dict[str, str]]:
-    """The verdict of a recording against the `trainer` of `judged`, and what is `broken` in it."""
-    verdict, raw = judged(recording, **trainer), None
+def held(recording: Recording, model: str | None, adapter: Path | None, support: str) -> tuple[Verdict, dict[str, str]]:
+    """The verdict of a recording against its `trainer_of`, under a definition of `DEFINITIONS`, and what is `broken` in it."""
+    trainer, raw = trainer_of(recording, model, adapter), None
+    verdict = judge(recording, trainer, support)
     if recording.raw_logps is not None:
         whole = {**recording.facts, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
         told = dataclasses.replace(recording, facts=whole, sampler_logps=recording.raw_logps)
-        raw = judged(told, **trainer, explain=False)
+        raw = judge(told, trainer, support, explain=False)
     return verdict, broken(recording, verdict, raw)
 
 

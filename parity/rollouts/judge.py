@@ -3,6 +3,7 @@
 The mean ratio judges nothing: by E_s[π/s] = 1 it is 1 for every trainer, right or wrong.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -193,15 +194,18 @@ def _causes(
     with torch.no_grad():
         alone = scoring.score(model, rows, tau)
 
+        def by(rows: Rows, adapted: bool = True) -> Tensor:
+            with contextlib.nullcontext() if adapted else model.disable_adapter():
+                return scoring.score(model, rows, tau).logps
+
         def noisy(dtype: torch.dtype | None = None) -> scoring.Scores:
             return dataclasses.replace(scoring.noise(model, rows, tau, alone, dtype), logps=rows.of(mine))
 
         others: dict[str, Callable[[], Tensor]] = {n: functools.partial(rows.of, x) for n, x in known.items()}
         others |= scoring.bare_head(model, alone, rows.token_ids, tau)
-        for text, other in scoring.begun(model, rows).items():
-            others[text] = functools.partial(lambda there: scoring.score(model, there, tau).logps, other)
+        others |= {text: functools.partial(by, there) for text, there in scoring.begun(model, rows).items()}
         if hasattr(model, "disable_adapter"):
-            others["the adapter is left out"] = functools.partial(_unadapted, model, rows, tau)
+            others["the adapter is left out"] = functools.partial(by, rows, adapted=False)
         found = scoring.Difference(rows.of(sampler), noisy())
         coarser = [d for d in (torch.float16, torch.bfloat16) if torch.finfo(d).eps > torch.finfo(dtype).eps]
         alike = [(NAMES[d], functools.partial(noisy, d)) for d in coarser]
@@ -209,11 +213,6 @@ def _causes(
         if sampling[1] < 1 or sampling[2] > 0:  # which the definition has too
             named = [one.replace(causes.KEPT, "other tokens were kept than the recording says") for one in named]
         return named, _place(found.each > LIMIT, rows.picked)
-
-
-def _unadapted(model: Any, rows: Rows, tau: float) -> Tensor:
-    with model.disable_adapter():
-        return scoring.score(model, rows, tau).logps
 
 
 def _place(off: Tensor, picked: Tensor) -> str:
@@ -330,17 +329,15 @@ def _values(exact: Mapping[str, Tensor], sampler: Tensor, top_p: float) -> dict[
     return {"log-probs": sampler, "mean": sampler.double().mean().float(), **out}
 
 
-def judged(
-    recording: Recording, model: str | None, adapter: Path | None, support: str, explain: bool = True
-) -> Verdict:
-    """`judge` with the model by name or folder, and a PEFT adapter on it. Raises UsageError where there is no such
-    model, or where it is not the recording's own and has other weights."""
+def trainer_of(recording: Recording, model: str | None, adapter: Path | None) -> Trainer:
+    """The model by name or folder, the recording's by default, and a PEFT adapter on it. Raises UsageError where there is no
+    such model, or where it is not the recording's own and has other weights."""
     folder = engine_models.folder_of(model or str(recording.facts["model"]))
     if model is None and engine_models.weights_hash(folder) != recording.facts["weights"]:
         raise UsageError(f"{recording.name}: {folder} has other weights than recorded; name the trainer's with --model")
     trainer = Trainer(folder, DTYPES[str(recording.facts["dtype"])])
-    if adapter is not None:
-        from peft import PeftModel
+    if adapter is None:
+        return trainer
+    from peft import PeftModel
 
-        trainer = dataclasses.replace(trainer, change=lambda loaded: PeftModel.from_pretrained(loaded, adapter))
-    return judge(recording, trainer, support, explain)
+    return dataclasses.replace(trainer, change=lambda loaded: PeftModel.from_pretrained(loaded, adapter))
