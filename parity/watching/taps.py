@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.fixes.override import override
-
 SCORERS = "_get_per_token_logps_and_entropies", "_get_per_token_logps", "_forward"
 
 
@@ -37,9 +35,21 @@ class Taps:
 
     def around(self, name: str, wrapper: Callable[..., Any]) -> None:
         """Calls of the trainer's method `name`, if it has one, go through `wrapper(original, *args, **kwargs)`."""
-        if hasattr(self.trainer, name):
-            change = override(self.trainer, name, "watch", lambda _, *args, **kwargs: wrapper(*args, **kwargs))
-            self._undo += change.hold(self.trainer)
+        if not hasattr(self.trainer, name):
+            return
+        original, before = getattr(self.trainer, name), vars(self.trainer).get(name)
+        # of partials: a deep copy of the trainer has those of its own watch
+        replaced = functools.wraps(original)(functools.partial(self._call, wrapper, original))
+        setattr(self.trainer, name, replaced)
+        self._undo.append(functools.partial(self._back, name, replaced, before))
+
+    def _call(self, wrapper: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        # a later hook may still hold one that is undone
+        return wrapper(original, *args, **kwargs) if self._undo else original(*args, **kwargs)
+
+    def _back(self, name: str, replaced: Any, before: Any) -> None:
+        if vars(self.trainer).get(name) is replaced:
+            delattr(self.trainer, name) if before is None else setattr(self.trainer, name, before)
 
     def scored(self, seen: Callable[[Callable[[], Taken | None]], None]) -> None:
         """`seen` gets a reader of each scoring, before its result goes on to the trainer."""
