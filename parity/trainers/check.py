@@ -102,7 +102,7 @@ def same(found: Iterable[Any], wanted: Iterable[Any], quantity: str = "sequences
     """Every sequence that was wanted is there, as often as it should be, and no other one."""
     got, right = sorted(found), sorted(wanted)
     missing, other = [w for w in right if w not in got], [g for g in got if g not in right]
-    message = f"{len(got)} of {len(right)} sequences; missing {missing[:1]}, got {other[:1]}"
+    message = f"{len(got)} came; {len(missing)} of {len(right)} are missing, first {missing[:1]}; others {other[:1]}"
     return holds(quantity, got == right, message, float(len(got)))
 
 

@@ -14,7 +14,7 @@ from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, check, shared
 from parity.trainers.checks.variations import EXPERTS, balance
-from parity.trainers.definitions.scored import classes, logits, rows
+from parity.trainers.definitions.scored import logits, rows
 from parity.trainers.definitions.training_step import exact_step, first_step, measured, window_loss
 from parity.trainers.rig import drive, models, recorder, stored_window
 from parity.upstream import trl
@@ -71,7 +71,10 @@ class Rows(torch.utils.data.Dataset[int]):
 
     def logits(self, model: Any) -> list[Tensor]:
         """Of each sequence: (T, V), or those of its last token, (1, classes)."""
-        return list(classes(model, self.ids).split(1)) if self.classes else logits(model, self.ids)
+        if not self.classes:
+            return logits(model, self.ids)
+        hidden = model.model(**rows(self.ids), use_cache=False).last_hidden_state
+        return [model.score(x[len(ids) - 1])[None] for x, ids in zip(hidden, self.ids, strict=True)]
 
     def loss(self, model: Any, smoothing: float) -> Tensor:
         """The mean of -log p over all labels that are not ignored, smoothed over the vocabulary; each token is predicted by

@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Quantity, check, pairwise, same, shared, tells
-from parity.trainers.definitions.scored import classes
+from parity.trainers.definitions.scored import rows
 from parity.trainers.definitions.training_step import exact_step, first_step, logged, measured, window_loss
 from parity.trainers.rig import drive, models, recorder
 from parity.trainers.rig.stored_window import Window
@@ -32,6 +32,13 @@ CASES: list[CheckCase] = [
 COUNTED = ("accuracy", "num_tokens")
 
 
+def _rewards(model: Any, sequences: list[list[int]]) -> Tensor:
+    """The score of the last token of each sequence, (N,)."""
+    hidden = model.model(**rows(sequences), use_cache=False).last_hidden_state
+    last = torch.tensor([len(ids) - 1 for ids in sequences])
+    return model.score(hidden[torch.arange(len(sequences)), last]).squeeze(-1)
+
+
 @check("reward-model", (REWARD,), SETTINGS, lambda seed: ((REWARD, s) for s in pairwise(SETTINGS, seed)), pr=CASES)
 def reward_model(call: CheckCall) -> Iterator[Quantity]:
     """Pairs as they were given, loss, gradients and logged numbers by the score of each sequence's last token."""
@@ -49,11 +56,11 @@ def reward_model(call: CheckCall) -> Iterator[Quantity]:
 
     def loss(model: Any) -> Tensor:
         """-log σ(r_c - r_r - margin) + center·(r_c + r_r)², the mean over pairs (arXiv 2307.09288, 2312.09244)."""
-        better, worse = classes(model, both)[:, 0].chunk(2)
+        better, worse = _rewards(model, both).chunk(2)
         return (-logsigmoid(better - worse - own) + s.center * (better + worse).square()).mean()
 
     def numbers(model: Any) -> Mapping[str, Tensor]:
-        earned = classes(model, both)[:, 0]
+        earned = _rewards(model, both)
         better, worse = earned.chunk(2)
         out = {"min_reward": earned.min(), "mean_reward": earned.mean(), "max_reward": earned.max()}
         out |= {"accuracy": (better > worse).double().mean(), "margin": (better - worse).mean()}

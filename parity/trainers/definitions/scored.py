@@ -26,13 +26,6 @@ def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     return [found[i, : len(ids)] for i, ids in enumerate(sequences)]
 
 
-def classes(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Logits of a model for whole sequences, by the last token of each, (N, classes)."""
-    hidden = model.model(**rows(sequences), use_cache=False).last_hidden_state
-    last = torch.tensor([len(ids) - 1 for ids in sequences])
-    return model.score(hidden[torch.arange(len(sequences)), last])
-
-
 class Scored:
     """What is asked of it is computed once, of N sequences with T_i tokens in their completions; vocabulary V.
     `reference`: the model that log-ratios are to, or the name of a saved one."""
