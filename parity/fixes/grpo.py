@@ -237,9 +237,7 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             tau_pos, tau_neg = self.sapo_temperature_pos, self.sapo_temperature_neg
             return policy.sapo_surrogate(w, advantages, tau_pos, tau_neg), None
         if self.loss_type == "vespo":
-            shapes = (self.vespo_k_pos, self.vespo_k_neg)
-            rates = (self.vespo_lambda_pos, self.vespo_lambda_neg)
-            phi = policy.vespo_weights(log_ratio, mask, advantages, ratio, shapes, rates)
+            phi = policy.vespo_weights(self, log_ratio, mask, advantages, ratio)
             return -phi * advantages * logps, phi
         return policy.clipped_surrogate(w, advantages, self.epsilon_low, self.epsilon_high, self.delta), None
 

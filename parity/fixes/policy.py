@@ -82,15 +82,8 @@ def sapo_surrogate(w: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float
     return -torch.sigmoid(tau * (w - 1)) * 4 / tau * advantages
 
 
-def vespo_weights(
-    log_ratio: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    ratio: Tensor | None,
-    shapes: tuple[float, float],
-    rates: tuple[float, float],
-) -> Tensor:
-    """`phi = exp(rate + k log W - rate W)` without gradient (arXiv 2602.10693); (k, rate) by the sign of A.
+def vespo_weights(s: Any, log_ratio: Tensor, mask: Tensor, advantages: Tensor, ratio: Tensor | None) -> Tensor:
+    """`phi = exp(rate + k log W - rate W)` without gradient (arXiv 2602.10693); k and the rate lambda of `s` by the sign of A.
 
     `log W` is the sum of the log ratios, each clamped to +-20, and of the logs of the sampler's `ratio` (B, T) or
     (B, 1), clamped to [log 1e-8, 20], like the total.
@@ -101,7 +94,8 @@ def vespo_weights(
         log_w = log_w + ratio.log().clamp(floor, 20.0).sum(1, keepdim=True)
     log_w = log_w.clamp(floor, 20.0)
     upward = advantages >= 0
-    k, rate = _either(upward, *shapes, log_w.dtype), _either(upward, *rates, log_w.dtype).clamp(min=1e-4)
+    k = _either(upward, s.vespo_k_pos, s.vespo_k_neg, log_w.dtype)
+    rate = _either(upward, s.vespo_lambda_pos, s.vespo_lambda_neg, log_w.dtype).clamp(min=1e-4)
     return torch.exp(rate + k * log_w - rate * log_w.exp())
 
 

@@ -17,7 +17,7 @@ from parity.trainers.specs import SPECS
 
 def built(name, split="1x4", **more):
     data = Rows(classes=name == "classifier")
-    fed = {"train_dataset": data, "data_collator": data.batch}
+    fed = {"train_dataset": data.numbers, "data_collator": data.batch}
     wanted = recorder.plain(split) | {"remove_unused_columns": False} | more
     model = models.model(name)
     if name == "qwen3_moe":

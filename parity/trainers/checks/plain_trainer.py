@@ -22,6 +22,7 @@ from parity.upstream import trl
 FAMILY, CLASSIFIER, IGNORED = "transformers-trainer", "classifier", -100
 LENGTHS, HIDDEN, CLASSES = (9, 5, 12, 7), (0, 2, 4, 0), (0, 1, 2, 0)
 """Of each sequence its tokens, how many of its first labels are ignored, and its class."""
+COUNT = len(LENGTHS)
 SMOOTHED, COEFFICIENT = 0.1, 0.5
 ADAPTERS: dict[str, tuple[str, ...]] = {"": (), "layers": ("q_proj",), "head": ("q_proj", "lm_head")}
 SETTINGS = {
@@ -49,8 +50,8 @@ def cases(seed: int) -> Iterator[CheckCase]:
     yield from ((FAMILY, {"adapter": adapter}) for adapter in ADAPTERS)
 
 
-class Rows(torch.utils.data.Dataset[int]):
-    """Four sequences by number, with a label of each token, or a class each."""
+class Rows:
+    """Sequences by number (the dataset), with a label of each token, or a class each."""
 
     def __init__(self, classes: bool):
         self.classes = classes
@@ -58,11 +59,7 @@ class Rows(torch.utils.data.Dataset[int]):
         labels = [[IGNORED] * hidden + ids[hidden:] for ids, hidden in zip(self.ids, HIDDEN, strict=True)]
         self.labels = [torch.tensor([c]) for c in CLASSES] if classes else [torch.tensor(own) for own in labels]
 
-    def __len__(self) -> int:
-        return len(LENGTHS)
-
-    def __getitem__(self, n: int) -> int:
-        return n
+        self.numbers = range(COUNT)
 
     def batch(self, chosen: Sequence[int]) -> Batch:
         """As a data collator makes it, padded on the right."""
@@ -104,7 +101,7 @@ def step(call: CheckCall) -> Iterator[Quantity]:
 
     def oracle(size: int) -> Oracle:
         """Of a window in micro-batches of so many rows."""
-        parts = [data.ids[n : n + size] for n in range(0, len(data), size)]
+        parts = [data.ids[n : n + size] for n in range(0, COUNT, size)]
 
         def loss(model: Any) -> Tensor:
             balances = [balance(model, p) for p in parts] if s.model == EXPERTS else [torch.zeros(())]
@@ -117,20 +114,20 @@ def step(call: CheckCall) -> Iterator[Quantity]:
 
     fused, size = call.path == "fused", int(s.split.partition("x")[0])
     wanted = recorder.plain(s.split) | {"label_smoothing_factor": s.smoothing, "use_liger_kernel": fused}
-    wanted |= {"per_device_eval_batch_size": len(data), "remove_unused_columns": False}
+    wanted |= {"per_device_eval_batch_size": COUNT, "remove_unused_columns": False}
     if s.model == EXPERTS and call.device == "cpu":  # Liger's experts ask Triton for a GPU
         wanted["liger_kernel_config"] = {"swiglu": False}
     model = made(torch.float32)  # its module is imported before Liger exchanges what is in it
     with exchanged() if fused else contextlib.nullcontext():
-        fed = {"train_dataset": data, "eval_dataset": data, "data_collator": data.batch}
+        fed = {"train_dataset": data.numbers, "eval_dataset": data.numbers, "data_collator": data.batch}
         trainer = drive.build(call.trainer, model, wanted, call.device, **fed)
         with drive.fixed(call.path, trainer):
             steps = recorder.train(trainer)
         with trl.quiet(), drive.dropping(model):
-            found = trainer.predict(data, ignore_keys=["aux_loss", "router_logits", "past_key_values"])
+            found = trainer.predict(data.numbers, ignore_keys=["aux_loss", "router_logits", "past_key_values"])
     window = shared(call, "window", lambda: oracle(size))
     yield from first_step(window, steps)
-    whole = window if s.model != EXPERTS or size == len(data) else shared(call, "whole", lambda: oracle(len(data)))
+    whole = window if s.model != EXPERTS or size == COUNT else shared(call, "whole", lambda: oracle(COUNT))
     yield window_loss(whole, found.metrics["test_loss"], "evaluation loss")
     given = torch.from_numpy(found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions)
     kept = given if data.classes else torch.cat([z[: len(ids)] for z, ids in zip(given, data.ids, strict=True)])
