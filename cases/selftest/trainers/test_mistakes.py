@@ -81,6 +81,14 @@ def test_the_mistake_is_seen(mistake):
         assert quantity in wrong(family, **asked)
 
 
+def test_a_reward_model_that_reads_completions_alone_is_seen_beside_its_missing_bos():
+    asked, texts = {"check": "conversations", "turns": "texts"}, "reward model's texts"
+    edit = next(e for e in EDITS["grpo-trainer"] if e.name == "reward-prompt")
+    before = wrong("grpo-trainer", **asked)
+    with drive.using(mutated("grpo-trainer", edit)):
+        assert wrong("grpo-trainer", **asked) == before | {texts} != before
+
+
 def test_a_softmax_without_its_derivative_is_seen_at_the_beta_of_trl(monkeypatch):
     """The reverse KL has a backward pass of its own."""
     from trl.kernels import chunked_divergence

@@ -1,7 +1,7 @@
 """Data as conversations: which tokens a chat template makes of them, and which of those are in the loss."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +104,11 @@ def _read(trainer: Any, tokenizer: Any) -> list[list[int]]:
     return out
 
 
+def _words(sequences: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Each sequence without <bos>, <eos> and padding."""
+    return [[token for token in ids if token > models.BOS] for ids in sequences]
+
+
 def _tokenizer(begins: bool = False) -> Any:
     out = models.own_tokenizer()
     out.chat_template = TEMPLATE.replace("ASSISTANT", ASSISTANT).replace("USER", USER)
@@ -200,6 +205,8 @@ def conversations(call: CheckCall) -> Iterator[Quantity]:
         if read:
             begun = sum(ids[0] == models.BOS for ids in read)
             yield holds("reward model", begun == len(read), f"{begun} of {len(read)} begin with <bos>")
+            trained = recorder.sequences_of(run.steps.batches)
+            yield same(_words(read), _words(ids for ids, _ in trained), "reward model's texts")
         return
     parts = [part for batch in run.steps.batches for part in recorder.parts(batch)]
     found = [
