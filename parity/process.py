@@ -75,13 +75,13 @@ def interpreter(target: str) -> list[str]:
     return [sys.executable, "-P", "-c", program]
 
 
-def under_watch() -> bool:
-    """Take the environment's word for who watches this process, and be killed when that one dies, however it dies (Linux;
-    elsewhere its own handlers must do); False where nobody does. Descendants are not told."""
+def under_watch() -> None:
+    """Take the environment's word for who watches this process, if anyone does, and be killed when that one dies, however it
+    dies (Linux; elsewhere its own handlers must do). Descendants are not told."""
     global _told
     word = os.environ.pop(WATCHED, "")
     if not word:
-        return False
+        return
     descriptor, nonce, parent = word.split(":")
     os.set_inheritable(int(descriptor), False)
     _told = int(descriptor), nonce, os.getpid()
@@ -90,7 +90,6 @@ def under_watch() -> bool:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != int(parent):  # it died before we asked
             os._exit(1)
-    return True
 
 
 def tell(**event: Any) -> None:

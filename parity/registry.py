@@ -2,7 +2,6 @@
 
 import difflib
 import fnmatch
-import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -73,11 +72,6 @@ def loss_family(name: str) -> Family:
     if name not in known:
         every = (*known, *catalogue.TRAINERS)
         raise UsageError(f"family {name!r} is unknown, {meant(name, every)}")
-    return _shipped(name)
-
-
-@functools.cache
-def _shipped(name: str) -> Family:
     found: Family = importlib.import_module(f"parity.families.{name}").FAMILY
     return found
 

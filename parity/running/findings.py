@@ -3,14 +3,13 @@
 import collections
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from parity.case.profiles import Profile
 from parity.decoding import save_json
 from parity.results.report import wording
 from parity.results.report.findings import other_path
 from parity.results.row import Part, Row
-from parity.running.plan import Shard, Signature, Sought, signature_of
+from parity.running.plan import Options, Shard, Signature, Sought, signature_of
 from parity.sampling.find import case_of
 
 AGAIN = 3  # cases of a finding that a fresh process is given: one that shows it there is enough
@@ -20,18 +19,11 @@ class Findings:
     """The new findings among the rows of a run, which it also marks: what a fresh process does not show is
     `nondeterministic`, what there was no time to minimise says so. `seconds`: for minimising all of them."""
 
-    def __init__(
-        self,
-        rows: list[Row],
-        profile: Profile,
-        workers: int,
-        confirm: bool = False,
-        folder: Path = Path("reports/findings"),
-        minimise: bool = True,
-    ):
-        self.rows, self.profile, self.folder = rows, profile, folder
-        self.fresh = confirm or not profile.derandomised
-        self.minimise, self.workers, self.seconds = minimise, workers, profile.minimise_seconds * workers * minimise
+    def __init__(self, rows: list[Row], profile: Profile, workers: int, options: Options):
+        self.rows, self.profile, self.workers, self.folder = rows, profile, workers, options.findings
+        self.fresh = options.confirm or not profile.derandomised
+        self.minimise = options.minimise
+        self.seconds = profile.minimise_seconds * workers * self.minimise
         self._told: set[tuple[str, str]] = set()
 
     def news(self, rows: Iterable[Row]) -> Iterator[str]:

@@ -51,9 +51,7 @@ class Nodes:
         self.count = wanted or max(1, self._room())
         self.announcement = f"{self.count} workers on a Ray cluster of {len(self._there())} nodes"
 
-    def run(
-        self, settings: dict[str, Any], shards: ShardQueue, head: Header, timeouts: tuple[float, float]
-    ) -> Iterator[Told]:
+    def run(self, settings: dict[str, Any], shards: ShardQueue, head: Header) -> Iterator[Told]:
         """Deal the shards and yield their events as `supervisor.run` does, those of a shard when it is done. Raises
         UsageError where the header of a run on a node is not this one's, or no node has room for a worker."""
         ray, run_shard = self.ray, self.ray.remote(**self.needs, max_retries=AGAIN, max_calls=0)(on_node)
@@ -62,7 +60,7 @@ class Nodes:
         try:
             while True:
                 while len(running) < (self.wanted or max(1, self._room())) and (shard := shards.take()):
-                    what = settings, head, os.getcwd(), timeouts, shards.able(shard)
+                    what = settings, head, os.getcwd(), shards.able(shard)
                     running[run_shard.options(name=shard.name).remote(*what)] = shard
                 if not running:
                     return
@@ -102,9 +100,7 @@ class Nodes:
         return sum(int(min(free.get(name, 0.0) // need for name, need in needs.items())) for free in self._there())
 
 
-def on_node(
-    settings: dict[str, Any], head: Header, folder: str, timeouts: tuple[float, float], shard: Shard
-) -> list[Event]:
+def on_node(settings: dict[str, Any], head: Header, folder: str, shard: Shard) -> list[Event]:
     """The events of a shard. Raises UsageError where a run on this node would have another header."""
     with contextlib.suppress(OSError):  # a node without this folder needs none, but for a user's files
         os.chdir(folder)
@@ -112,7 +108,7 @@ def on_node(
     own = {"ledger": asked.ledger or str(data.ledger_file()), "head": to_builtins(head)}
     watch = _watching(json.dumps(settings | own), os.environ.get("CUDA_VISIBLE_DEVICES"))
     watch.shards.left = [shard]
-    events = [event for _, event in watch.follow(*timeouts)]
+    events = [event for _, event in watch.follow()]
     if watch.workers[0].finished:
         watch.end()
         _watching.cache_clear()

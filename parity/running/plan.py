@@ -149,13 +149,6 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         what = ",".join(self.implementations) or f"{self.index}.{self.start}"
         return f"{self.family} {self.kind} {what}"
 
-    @property
-    def cost(self) -> float:
-        """CPU time of one of its cases, about, in drawn cases of profile pr."""
-        return {"drawn": 1.0, "checks": 3.0, "frozen": 4.5, "besides": 22.0 * len(self.implementations)}.get(
-            self.kind, 0.0
-        )
-
 
 class Plan(msgspec.Struct, kw_only=True):
     """What every worker is told, and with what it has of its own each of the `workers`; the shards that they are dealt."""
@@ -246,8 +239,7 @@ def planned(options: Options, device: str, seed: int) -> Plan:
     shards: list[Shard] = []
 
     def cut(name: str, kind: Any, slices: Iterable[tuple[int, int]], **more: Any) -> None:
-        nonlocal shards
-        shards += [Shard(family=name, kind=kind, seed=seed, start=s, count=n, **more) for s, n in slices]
+        shards.extend(Shard(family=name, kind=kind, seed=seed, start=s, count=n, **more) for s, n in slices)
 
     for name in (*families, *checked):
         cut(name, "frozen", slices(sum(case.family == name for case in frozen.values()), FROZEN))

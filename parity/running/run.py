@@ -24,12 +24,11 @@ from parity.running.findings import Findings
 from parity.running.nodes import Nodes
 from parity.running.plan import At, Confirmed, Judged, Lost, Options, Shard, ShardDone, Started, check, planned
 from parity.running.provenance import header, resolve_device
-from parity.running.shard_queue import ShardQueue
+from parity.running.shard_queue import ShardQueue, expected
 from parity.running.state import RunResult, again, locked, same
 from parity.trainers import catalogue
 
 FIXED_SEED = 20261120
-TIMEOUT, FIRST_TIMEOUT = 180.0, 300.0
 
 
 def execute(
@@ -64,12 +63,10 @@ def execute(
             before.rewrite(path)
         state = before or RunResult(head)
         state.options = options
-        found = Findings(state.rows, profile, len(plan.workers), options.confirm, options.findings, options.minimise)
+        found = Findings(state.rows, profile, len(plan.workers), options)
         deadline = plan.settings["deadline"]
-
-        costs = {shard.name: shard.cost for shard in plan.shards}
-        whole = sum(shard.cost * shard.count for shard in plan.shards)
-
+        costs = {shard.name: expected(shard) / shard.count for shard in plan.shards}
+        whole = sum(map(expected, plan.shards))
         done, share = 0, 0.0
 
         def tell(now: str, moved: bool) -> None:
@@ -98,12 +95,8 @@ def execute(
             try:
                 with stopping():
                     if not cannot:
-                        limits = TIMEOUT, FIRST_TIMEOUT
-                        events = (
-                            nodes.run(plan.settings, queue, head, limits)
-                            if nodes
-                            else supervisor.run(plan.workers, queue, *limits)
-                        )
+                        on_nodes = nodes and nodes.run(plan.settings, queue, head)
+                        events = on_nodes or supervisor.run(plan.workers, queue)
                         _follow(state, events, found, write, tell, say)
             except KeyboardInterrupt as error:
                 state.exit_code = TERMINATED if isinstance(error, Terminated) else INTERRUPTED

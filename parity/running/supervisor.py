@@ -31,6 +31,7 @@ from parity.trainers import catalogue
 
 Pair: TypeAlias = tuple[str, str]  # case and implementation
 Told: TypeAlias = tuple[Shard, Event]
+TIMEOUT, FIRST_TIMEOUT = 180.0, 300.0
 
 
 @dataclasses.dataclass
@@ -103,7 +104,12 @@ class Worker:
         return Judged(lost_row(at, verdict, message, self.plan["device"], part, reference), lost)
 
 
-def run(plans: Sequence[dict[str, Any]], shards: ShardQueue, timeout: float, first_timeout: float) -> Iterator[Told]:
+def run(
+    plans: Sequence[dict[str, Any]],
+    shards: ShardQueue,
+    timeout: float = TIMEOUT,
+    first_timeout: float = FIRST_TIMEOUT,
+) -> Iterator[Told]:
     """Give the shards to a process for every plan and yield their events and, for one that is given up, `Lost`.
 
     An implementation that is silent for `timeout` seconds (`child.Clock`; the first of a process: `first_timeout`, it imports) is
@@ -135,7 +141,7 @@ class Watch:
             worker.place.close()
         self.scratch.cleanup()
 
-    def follow(self, timeout: float, first_timeout: float) -> Iterator[Told]:
+    def follow(self, timeout: float = TIMEOUT, first_timeout: float = FIRST_TIMEOUT) -> Iterator[Told]:
         """The events of the workers until no shard is left; their processes wait for more."""
         looked = time.monotonic()
         while True:

@@ -3,7 +3,6 @@ written by hand beside a ledger: scripts, and edits of released files that mend 
 
 import ast
 import contextlib
-import dataclasses
 import difflib
 import importlib.metadata
 import importlib.util
@@ -16,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -112,13 +112,8 @@ def versions(names: Iterable[str], where: str = "CPU") -> str:
 SECONDS = 300.0  # CPU seconds of a script: a busy machine makes none of them wrong
 
 
-@dataclasses.dataclass(frozen=True)
-class Ran:
-    """What a script came to: 1 while the defect is there, 0 when it is gone, anything else is a fault of the script."""
-
-    code: int
-    output: str
-    error: str = ""
+Ran: TypeAlias = subprocess.CompletedProcess[str]
+"""What a script came to: 1 while the defect is there, 0 when it is gone, anything else is a fault of the script."""
 
 
 def ran(text: str, seconds: float = SECONDS, first: Path | None = None) -> Ran:
@@ -132,10 +127,11 @@ def ran(text: str, seconds: float = SECONDS, first: Path | None = None) -> Ran:
         try:
             done = child.run(command, cpu=seconds, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         except child.LimitExceeded as error:
-            return Ran(124, "", str(error))
+            return Ran(command, 124, "", str(error))
     # Python ends with 1 on an exception, and a script that crashes shows nothing.
-    failed = done.returncode == 1 and "Traceback (most recent call last)" in done.stderr
-    return Ran(FAULT if failed else done.returncode, done.stdout, done.stderr)
+    if done.returncode == 1 and "Traceback (most recent call last)" in done.stderr:
+        done.returncode = FAULT
+    return done
 
 
 SETUP = "setup_"

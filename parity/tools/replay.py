@@ -147,7 +147,7 @@ def _issue(case: Case, chosen: Sequence[Implementation], rows: Sequence[Row], co
             covering.sort(key=lambda e: e.id != name)
             if covering and (found := shown(covering[0], ledger)).code:
                 console.file.write(text(found, ledger) + "\n")
-                return found.done.code if found.done is not None and found.done.code < 2 else NO_JUDGEMENT
+                return found.done.returncode if found.done and found.done.returncode in (AGREE, NEW) else NO_JUDGEMENT
             if case.tensors:
                 sent = f"send the case file and {case.tensors}"
                 raise UsageError(f"case {case.id}: no script stands alone without its tensors: {sent}")

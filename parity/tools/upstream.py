@@ -30,16 +30,17 @@ class Shown:
     def right(self) -> bool:
         """Whether the script shows what it must, here or where it can run, and nothing more once the libraries are mended."""
         wanted = SHOWS if self.entry.in_force() else GONE  # a release that cannot have it has it not
-        ended = self.done is None or self.done.code == wanted
-        return bool(self.code) and ended and (self.mended is None or self.mended.code == GONE)
+        ended = self.done is None or self.done.returncode == wanted
+        return bool(self.code) and ended and (self.mended is None or self.mended.returncode == GONE)
 
     @property
     def outcome(self) -> str:
         if self.done is None:
             return self.why
-        last = ([line for line in self.done.output.splitlines() if line] or self.done.error.strip().splitlines())[-1:]
-        said = {SHOWS: "shows", GONE: "is gone"}.get(self.done.code, "script fails")
-        patch = f"; with the patch: exit {self.mended.code}" if self.mended else f"; {self.why}" if self.why else ""
+        last = ([line for line in self.done.stdout.splitlines() if line] or self.done.stderr.strip().splitlines())[-1:]
+        said = {SHOWS: "shows", GONE: "is gone"}.get(self.done.returncode, "script fails")
+        with_patch = self.mended and f"with the patch: exit {self.mended.returncode}"
+        patch = f"; {with_patch or self.why}" if with_patch or self.why else ""
         return f"{said}: {''.join(last)}{patch}"
 
 
@@ -52,7 +53,7 @@ def shown(entry: Entry, ledger: Ledger) -> Shown:
     if lacks := issue.missing(code):
         return Shown(entry, code, why=f"not run: {', '.join(lacks)} not installed")
     done, wanted = ran(code), issue.edits(ledger.folder, name)
-    if done.code != SHOWS or not wanted:
+    if done.returncode != SHOWS or not wanted:
         return Shown(entry, code, done)
     try:
         files = issue.patched(wanted)
@@ -70,7 +71,7 @@ def source(entry: Entry, ledger: Ledger) -> str:
 
 def text(found: Shown, ledger: Ledger) -> str:
     """What one pastes upstream, in Markdown."""
-    entry, gives = found.entry, numbers(found.done.output) if found.done else found.why
+    entry, gives = found.entry, numbers(found.done.stdout) if found.done else found.why
     about = versions(issue.modules(found.code))
     return report(title(entry, ledger), entry.reason, gives, found.code, found.diff, entry.link, about)
 

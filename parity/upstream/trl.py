@@ -3,7 +3,6 @@
 What a release does not have is found out here: callers say what they want, and get it or an `Unsupported` that says why not.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -19,7 +18,6 @@ import os
 import pkgutil
 import random
 import re
-import shutil
 import typing
 import warnings
 from collections.abc import Iterator, Mapping
@@ -192,9 +190,7 @@ def mentions(text: str, kind: Any = None) -> bool:
 @functools.cache
 def output_dir() -> str:
     """The folder of this process that every config names."""
-    folder = scratch_folder("trainer")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return scratch_folder("trainer")
 
 
 @contextlib.contextmanager
@@ -278,21 +274,17 @@ def generators_kept() -> Iterator[None]:
     A seed reaches the CPU's alone where no GPU is in use; torch would keep it for each kind of device that may be used one day,
     every time with a stack trace that takes longer than what it seeds.
     """
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 the global one is meant
-    devices, kept = [], (torch.manual_seed, torch.cuda.manual_seed_all)
-    if torch.cuda.is_initialized():
-        devices = torch.cuda.get_rng_state_all()
-    else:
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 the global one is meant
+    kept, cuda = (torch.manual_seed, torch.cuda.manual_seed_all), torch.cuda.is_initialized()
+    if not cuda:
         torch.manual_seed, torch.cuda.manual_seed_all = torch.default_generator.manual_seed, lambda seed: None
     try:
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if cuda else ()):
+            yield
     finally:
         torch.manual_seed, torch.cuda.manual_seed_all = kept
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
-        torch.set_rng_state(states[2])
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ def test_each_command_of_the_readme_runs(line, tmp_path, monkeypatch, played):
     monkeypatch.setattr("parity.nightly.upgrade.resolved", str)
     monkeypatch.setattr("parity.nightly.upgrade.check", lambda *_: (SAFE, [Part("run", SAFE, "", "")]))
     name, *words = shlex.split(line)[1:]
-    monkeypatch.setattr("parity.tools.upstream.ran", lambda code, first=None: Ran(0 if first else 1, ""))
+    monkeypatch.setattr("parity.tools.upstream.ran", lambda code, first=None: Ran([], 0 if first else 1, "", ""))
     done = CliRunner().invoke(commands.main, [name, *words])
     assert done.exit_code == (name == "replay"), done.output
 

@@ -54,9 +54,7 @@ def deal(options, head):
     """A function that runs so many cases as a task of Ray does, in a worker that only pretends."""
     settings = {"device": "cpu", "profile": "quick"}
     nodes._watching.cache_clear()
-    yield lambda count: nodes.on_node(
-        settings, head, ".", (9.0, 9.0), Shard(family="logprobs", kind="drawn", seed=1, count=count)
-    )
+    yield lambda n: nodes.on_node(settings, head, ".", Shard(family="logprobs", kind="drawn", seed=1, count=n))
     nodes._watching.cache_clear()
 
 

@@ -75,7 +75,7 @@ def numbers(events):
 def looked_for(own, events, shard, **limits):
     """The findings of a shard that was run, and the shards in which they are looked for again."""
     found = [replace(row, shard=shard.name) for row in rows(events)]
-    findings = Findings(found, dataclasses.replace(own.profile, **limits), 1)
+    findings = Findings(found, dataclasses.replace(own.profile, **limits), 1, Options())
     return found, findings, findings.sought([shard], {})
 
 
@@ -106,7 +106,8 @@ def test_news_of_a_trainer_says_its_settings_and_each_failure_once():
         row("dpo-trainer.fixed", "ipo", **fixed),
         row("mine.py:A", "ipo", **fixed),
     ]
-    told = list(Findings([], Profile(), 1).news([*rows, row("dpo-trainer.fixed", "sft", blame="candidate")]))
+    news = Findings([], Profile(), 1, Options()).news
+    told = list(news([*rows, row("dpo-trainer.fixed", "sft", blame="candidate")]))
     assert [line.split(" · ")[:2] for line in told] == [
         [f"NEW {who}: logic in loss, gate scalar: 4.00 times the allowed error", f"check=losses, loss={loss}"]
         for who, loss in (("dpo-trainer.released", "ipo"), ("mine.py:A", "ipo"), ("dpo-trainer.fixed", "sft"))

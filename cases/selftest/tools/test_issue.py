@@ -103,7 +103,7 @@ def test_every_patch_fits_the_installed_release():
 
 
 def test_replay_prints_the_report_of_an_entry_by_its_name(monkeypatch):
-    monkeypatch.setattr(upstream, "ran", lambda code, first=None: Ran(0 if first else 1, "| a | b |\n"))
+    monkeypatch.setattr(upstream, "ran", lambda code, first=None: Ran([], 0 if first else 1, "| a | b |\n", ""))
     out = io.StringIO()
     assert replay("liger-clip-ratio-sequence", (), "cpu", True, Console(file=out)) == 1
     text = out.getvalue()
@@ -161,6 +161,6 @@ def test_a_script_is_made_whole_from_its_setup(tmp_path):
 
 def test_a_script_that_waits_for_a_busy_machine_is_not_wrong(monkeypatch):
     """Its limit is on CPU time: on the clock `upstream --all` called scripts wrong that others kept from running."""
-    assert ran("import time\ntime.sleep(3)\nraise SystemExit(1)", seconds=2.0).code == 1
+    assert ran("import time\ntime.sleep(3)\nraise SystemExit(1)", seconds=2.0).returncode == 1
     endless = ran("while True:\n    pass", seconds=1.0)
-    assert endless.code == 124 and "s of them CPU time" in endless.error
+    assert endless.returncode == 124 and "s of them CPU time" in endless.stderr
