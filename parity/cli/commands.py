@@ -148,18 +148,17 @@ def findings_command(config: Path | None, trainer: str | None, ledger: Path | No
 
         click.echo(render.ledger_page(known, page), nl=False)
         return
-    stack, unknown, found = Stack.here(known), dict[str, str](), False
-    title = f"{stack.named}: {stack.defects}"
-    if config:
-        from parity.tools.settings_check import check
+    if not config:
+        stack = Stack.here(known)
+        findings(f"{stack.named}: {stack.defects}", stack, {})
+        return
+    from parity.tools.settings_check import check
 
-        advice = check(config, trainer, known)
-        stack, title, found = advice.stack, advice.title, bool(advice)
-        unknown = {f.entry.id: f.condition for f in advice.findings}
-        if advice.run.unread:
-            options.say(f"{config}: no settings of {advice.run.trainers[0]}: {', '.join(advice.run.unread)}")
-    findings(title, stack, unknown)
-    sys.exit(int(found))
+    advice = check(config, trainer, known)
+    if advice.run.unread:
+        options.say(f"{config}: no settings of {advice.run.trainers[0]}: {', '.join(advice.run.unread)}")
+    findings(advice.title, advice.stack, advice.conditions)
+    sys.exit(int(bool(advice)))
 
 
 @main.command("upstream", epilog="Example: parity upstream liger-luspo-padding")

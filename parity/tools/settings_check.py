@@ -53,40 +53,25 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class RelevantEntry:
-    """An entry that a run meets; `unless_known` says what cannot be told and would decide it."""
-
-    entry: Entry
-    unless_known: str = ""
-
-    @property
-    def condition(self) -> str:
-        """What besides the settings decides whether it applies; nothing where they decide."""
-        if self.unless_known:
-            return f"cannot tell: {self.unless_known}"
-        return f"if {self.entry.user.only_if}" if self.entry.user.only_if else ""
-
-    @property
-    def certain(self) -> bool:
-        return not self.condition
-
-
-@dataclasses.dataclass(frozen=True)
 class Advice:
-    """What is wrong for one run, most severe first. Truth value: whether anything is for certain, conventions apart."""
+    """What is wrong for one run, most severe first. `conditions`: id of an entry that it meets -> what besides the settings
+    decides whether that applies, nothing where they decide. Truth value: whether anything is for certain, conventions apart."""
 
     run: Run
-    findings: tuple[RelevantEntry, ...]
     stack: Stack
+    conditions: Mapping[str, str]
 
     def __bool__(self) -> bool:
-        return any(f.certain and f.entry.severity != "convention" for f in self.findings)
+        return any(self._certain)
+
+    @property
+    def _certain(self) -> list[bool]:
+        return [not self.conditions[e.id] for e in self.stack.entries if e.severity != "convention"]
 
     @property
     def title(self) -> str:
         """The run, the stack, and how many defects of it the run meets or may meet."""
-        defects = [f.certain for f in self.findings if f.entry.severity != "convention"]
-        sure = f", {sum(defects)} for certain" * bool(defects)
+        sure = f", {sum(self._certain)} for certain" * bool(self._certain)
         return f"{self.run.name}: {self.run.trainers[0]}; {self.stack.named}: {self.stack.defects}{sure}"
 
 
@@ -96,8 +81,8 @@ def known_of(trainer: Any, model: str, quantities: Collection[str]) -> list[Entr
     kinds = tuple(k for k in kinds if k != trl.TRANSFORMERS) or kinds  # every trainer of TRL extends it
     args = {ALIASES.get(name, name): value for name, value in vars(trainer.args).items()}
     run = Run(kinds[0], kinds, args, (model,), frozenset(name for name, value in args.items() if value is True))
-    found = advice(run, Ledger.load(data.ledger_file())).findings
-    return [f.entry for f in found if f.certain and {*quantities} & {*f.entry.quantities}]
+    found = advice(run, Ledger.load(data.ledger_file()))
+    return [e for e in found.stack.entries if not found.conditions[e.id] and {*quantities} & {*e.quantities}]
 
 
 def check(config: Path, trainer: str | None, ledger: Ledger) -> Advice:
@@ -108,10 +93,14 @@ def check(config: Path, trainer: str | None, ledger: Ledger) -> Advice:
 
 def advice(run: Run, ledger: Ledger) -> Advice:
     """The known findings that a run on this stack meets."""
-    here = Stack.here(ledger)
-    answers = [(e, _applies(run, e)) for e in here.entries]
-    found = [RelevantEntry(e, a.why if isinstance(a, Unknown) else "") for e, a in answers if a is not False]
-    return Advice(run, tuple(found), Stack(here.versions, [f.entry for f in found]))
+    here, conditions = Stack.here(ledger), dict[str, str]()
+    for e in here.entries:
+        applies = _applies(run, e)
+        if isinstance(applies, Unknown):
+            conditions[e.id] = f"cannot tell: {applies.why}"
+        elif applies:
+            conditions[e.id] = f"if {e.user.only_if}" if e.user.only_if else ""
+    return Advice(run, Stack(here.versions, [e for e in here.entries if e.id in conditions]), conditions)
 
 
 def _applies(run: Run, entry: Entry) -> bool | Unknown:

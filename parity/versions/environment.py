@@ -1,11 +1,13 @@
 """Environments: an isolated set of installed versions in which the same harness runs.
 
-`Environment.of(["trl==0.27.2"])` finds or makes one; `run` executes a command in it.
+`Environment.of(["trl==0.27.2"])` finds or makes one; `run` executes a command in it. One is complete or absent: it is built
+beside its place and renamed into it, under a lock that dies with the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -13,6 +15,7 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,17 +23,44 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from packaging.utils import canonicalize_name
+
 import parity
+from parity.decoding import save_json
 from parity.errors import UsageError
 from parity.running.child import run as run_within
-from parity.versions import build
-from parity.versions.client import EnvironmentUnusable, cache_root
+from parity.versions.client import EnvironmentUnusable, UvFailed, cache_root, one_line, uv
 from parity.versions.releases import parse_all
 from parity.versions.resolve import PARTNERS, UNSLOTH, UNSLOTH_SETTINGS, Lock, lock
 
 _MANIFEST = Path("parity-environment.json")
 UNUSED = timedelta(days=30)  # environments that nobody used for so long are removed when another one is made
 _NAMED = ("unsloth-zoo", "trl", "liger-kernel", "transformers")
+BUILDING, TRASH = ".building-", ".trash-"
+# What has to work before a package counts as usable: trl and liger_kernel import lazily, so a bare import proves
+# nothing. unsloth_zoo patches the others and comes last.
+PROBES = {
+    "torch": "import torch",
+    "transformers": "from transformers import PreTrainedModel",
+    "accelerate": "import accelerate",
+    "datasets": "import datasets",
+    "peft": "import peft",
+    "trl": "import trl; from trl import GRPOConfig, GRPOTrainer",
+    "liger-kernel": "import liger_kernel",
+    "cut-cross-entropy": "import cut_cross_entropy",
+    "unsloth-zoo": "import unsloth_zoo.rl_replacements",
+}
+_PROBE = """
+import json, sys
+found = {}
+for name, statement in json.loads(sys.argv[1]).items():
+    try:
+        exec(statement, {})
+        found[name] = None
+    except BaseException as error:
+        found[name] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(found))
+"""
 
 
 @dataclass(frozen=True)
@@ -98,13 +128,13 @@ class Environment:
 
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[IO[str]]:
-        with build.claim(self.root, shared=True) as file:
+        with claim(self.root, shared=True) as file:
             if file is None or not (self.root / "bin" / "python").exists():
                 raise EnvironmentUnusable(f"environment {self.name} was removed meanwhile; ask for it again")
             yield file
 
     def _variables(self, settings: Mapping[str, str] | None) -> dict[str, str]:
-        variables = build.clean(os.environ)
+        variables = clean(os.environ)
         path = os.pathsep.join([str(self.root / "bin"), variables.get("PATH", os.defpath)])
         fixed = {"PATH": path, "VIRTUAL_ENV": str(self.root), "PYTHONPATH": str(_harness())}
         return {**variables, **_settings(self.versions), **fixed, **(settings or {})}
@@ -125,13 +155,13 @@ def prune(unused: timedelta = UNUSED) -> None:
     """Removes environments unused for so long, and left-overs of killed builds; one that is in use stays, and what is
     none. Locks are kept: they are small, and with uv's cache they bring an environment back without a network."""
     root, oldest = environments_root(), time.time() - unused.total_seconds()
-    for left in root.glob(f"{build.TRASH}*"):
+    for left in root.glob(f"{TRASH}*"):
         shutil.rmtree(left, ignore_errors=True)
     old = [made.root for made in listing() if (made.root / _MANIFEST).stat().st_mtime <= oldest]
-    for folder in (*old, *root.glob(f"{build.BUILDING}*")):
-        with build.claim(root / folder.name.removeprefix(build.BUILDING), wait=False) as alone:
+    for folder in (*old, *root.glob(f"{BUILDING}*")):
+        with claim(root / folder.name.removeprefix(BUILDING), wait=False) as alone:
             if alone:
-                build.discard(folder)
+                discard(folder)
 
 
 def _find_or_make(locked: Lock) -> Environment:
@@ -139,14 +169,14 @@ def _find_or_make(locked: Lock) -> Environment:
     shown = [f"{name.removesuffix('-kernel')}-{pins[name]}" for name in _NAMED if name in pins]
     root = environments_root() / "-".join([*shown, locked.digest])
     # Shared first: others may be running in it for minutes.
-    with build.claim(root, shared=True):
+    with claim(root, shared=True):
         made = _whole(root, locked)
     if made is None:
         prune()
-        with build.claim(root):
+        with claim(root):
             made = _whole(root, locked)
             if made is None:
-                build.build(root, locked, _settings(pins), _MANIFEST)
+                _build(root, locked)
                 made = _read(root)
     if made is None:
         raise EnvironmentUnusable(f"environment {root.name} vanished while it was made; try again")
@@ -168,7 +198,7 @@ def _settings(names: Iterable[str]) -> dict[str, str]:
 def _read(root: Path) -> Environment | None:
     try:
         manifest = json.loads((root / _MANIFEST).read_text())
-        return Environment(root, build.installed(root), manifest["imports"])
+        return Environment(root, installed(root), manifest["imports"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -189,3 +219,100 @@ def _harness() -> Path:
             with contextlib.suppress(FileExistsError):
                 link.symlink_to(target)
     return shown
+
+
+def site_packages(root: Path) -> Path:
+    return root / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
+
+@contextlib.contextmanager
+def claim(root: Path, *, shared: bool = False, wait: bool = True) -> Iterator[IO[str] | None]:
+    """Holds the environment at `root`, as long as the file that it yields is open: shared while it is used, alone while
+    it is built or removed. Yields None, only with wait=False, when somebody else holds it."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with open(root.parent / f".{root.name}.claim", "a") as file:
+        mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        try:
+            fcntl.flock(file, mode if wait else mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+            return
+        yield file
+
+
+def _build(root: Path, locked: Lock) -> None:
+    """Makes the environment at `root`, replacing what is there; the caller has claimed it. Packages come from uv's own
+    cache by hard link, without a network if they are all there. The manifest is written last and holds the outcome of the
+    probes. EnvironmentUnusable when it cannot be made."""
+    fresh = root.with_name(BUILDING + root.name)
+    try:
+        discard(fresh)
+        uv(["venv", "--relocatable", "--python", sys.executable, str(fresh)])
+        pins = fresh / "lock.txt"
+        pins.write_text(locked.text)
+        sync = ["pip", "sync", "--python", str(fresh / "bin" / "python"), str(pins)]
+        try:
+            uv(sync, offline=True)
+        except UvFailed:
+            uv(sync)
+        _link(locked.linked, site_packages(fresh))
+        save_json(fresh / _MANIFEST, {"lock": locked, "imports": probe(fresh, _settings(locked.pins))})
+        discard(root)
+        fresh.rename(root)
+    except OSError as error:
+        raise EnvironmentUnusable(f"environment {root.name} in {root.parent}: {error.strerror or error}") from None
+    finally:
+        discard(fresh)
+
+
+def probe(root: Path, settings: Mapping[str, str]) -> dict[str, str | None]:
+    """Imports what the environment is for, in it: package -> None, or the import's own error on one line."""
+    present = {canonicalize_name(name) for name in installed(root)}
+    wanted = {name: statement for name, statement in PROBES.items() if name in present}
+    command = [str(root / "bin" / "python"), "-W", "ignore", "-c", _PROBE, json.dumps(wanted)]
+    quiet = {**clean(os.environ), **settings, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    # The first import is the slow one; its bytecode stays in the environment whatever the user says of his own code.
+    quiet["PYTHONDONTWRITEBYTECODE"] = ""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=quiet, check=False)
+    try:
+        answers = json.loads(done.stdout.rstrip().rpartition("\n")[2])
+        inside = f"{site_packages(root)}{os.sep}"
+        return {name: error and one_line(error.replace(inside, "")) for name, error in answers.items()}
+    except (ValueError, AttributeError):
+        reason = one_line(done.stderr.rstrip().rpartition("\n")[2]) or f"python ended with status {done.returncode}"
+        return dict.fromkeys(wanted, reason)
+
+
+def clean(variables: Mapping[str, str]) -> dict[str, str]:
+    """A process environment without what would let packages in from outside."""
+    foreign = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "CONDA_PREFIX")
+    return {**{key: value for key, value in variables.items() if key not in foreign}, "PYTHONNOUSERSITE": "1"}
+
+
+def installed(root: Path) -> dict[str, str]:
+    """Distribution name (normalised) -> version, as importlib.metadata reads them in the environment."""
+    found = importlib.metadata.distributions(path=[str(site_packages(root))])
+    return {canonicalize_name(one.metadata["Name"]): one.version for one in found if one.metadata["Name"]}
+
+
+def discard(root: Path) -> None:
+    """Removes a folder so that no half of it can be seen in its place."""
+    if not root.exists():
+        return
+    doomed = root.with_name(f"{TRASH}{os.getpid()}-{root.name.lstrip('.')}")
+    root.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _link(names: tuple[str, ...], site: Path) -> None:
+    """Shows distributions of the running installation in the environment, and nothing else of it. System site-packages
+    would show everything, so that a library that the era lacks appears in today's version."""
+    for name in names:
+        distribution = importlib.metadata.distribution(name)
+        origin = Path(str(distribution.locate_file("")))
+        tops = {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
+        if not tops:
+            raise EnvironmentUnusable(f"{name} {distribution.version} in {origin} lists no files; reinstall it")
+        for top in sorted(tops):
+            if not (site / top).exists():
+                (site / top).symlink_to(origin / top)

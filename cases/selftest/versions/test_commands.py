@@ -14,7 +14,7 @@ from parity import data, decoding
 from parity.cli.commands import main
 from parity.results.report.wording import bisection
 from parity.results.row import Row
-from parity.versions import build, environment
+from parity.versions import environment
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def cache(tmp_path, monkeypatch):
 
 def made(cache, name, days_unused):
     root = cache / "envs" / name
-    build.site_packages(root).mkdir(parents=True)
+    environment.site_packages(root).mkdir(parents=True)
     lock = {"text": "trl==1.0.0\n", "before": "2026-04-13", "linked": []}
     manifest = root / environment._MANIFEST
     manifest.write_text(json.dumps({"lock": lock, "imports": {"trl": None, "peft": "ImportError: no"}}))
@@ -42,10 +42,10 @@ def parity(*arguments):
 
 def test_what_nobody_used_for_a_month_goes_when_another_is_made_and_what_is_in_use_stays(cache):
     old, used, young = (made(cache, name, days) for name, days in (("a-1", 40), ("a-2", 40), ("b-1", 3)))
-    killed, foreign = cache / "envs" / f"{build.BUILDING}c-1", cache / "envs" / "foreign"
+    killed, foreign = cache / "envs" / f"{environment.BUILDING}c-1", cache / "envs" / "foreign"
     killed.mkdir()
     foreign.mkdir()
-    with build.claim(used, shared=True):
+    with environment.claim(used, shared=True):
         environment.prune()
     assert not old.exists() and not killed.exists() and used.exists() and young.exists() and foreign.exists()
 

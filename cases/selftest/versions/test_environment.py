@@ -15,13 +15,13 @@ import pytest
 
 import parity
 from parity.errors import UsageError
-from parity.versions import build, client, environment, resolve
+from parity.versions import client, environment, resolve
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.environment import Environment
 from parity.versions.releases import parse_all, release, releases
 
 ASKED = "trl==0.27.2"
-PROBES = dict(build.PROBES)
+PROBES = dict(environment.PROBES)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def cache():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARITY_CACHE", str(folder))
         # Importing a trainer for the first time takes 15 s: docs/environments.md lists what was imported.
-        patch.setattr(build, "PROBES", {"liger-kernel": PROBES["liger-kernel"], "no-such": "import no_such"})
+        patch.setattr(environment, "PROBES", {"liger-kernel": PROBES["liger-kernel"], "no-such": "import no_such"})
         try:
             release("trl", "0.27.2")
         except EnvironmentUnusable as error:
@@ -72,13 +72,13 @@ def test_the_harness_runs_in_it_and_trl_comes_from_it(made):
 
 
 def test_asking_again_returns_it_and_makes_nothing(made, monkeypatch):
-    monkeypatch.setattr(build, "build", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(environment, "_build", lambda *_: pytest.fail("made again"))
     assert Environment.of([ASKED]) == made
     assert [one.name for one in environment.listing()] == [made.name]
 
 
 def test_a_damaged_one_is_made_again(made, cache):
-    told = build.site_packages(made.root) / f"trl-{made.versions['trl']}.dist-info"
+    told = environment.site_packages(made.root) / f"trl-{made.versions['trl']}.dist-info"
     for victim in (made.root / "bin" / "python", told):
         victim.unlink() if victim.is_symlink() else victim.rename(made.root / "aside")
         assert Environment.of([ASKED]) == made and victim.exists()
@@ -121,7 +121,7 @@ def test_a_disk_that_fills_up_is_a_message_and_leaves_nothing(made, cache, monke
         raise OSError(28, "No space left on device")
 
     environment.prune(timedelta())
-    monkeypatch.setattr(build, "save_json", full)
+    monkeypatch.setattr(environment, "save_json", full)
     with pytest.raises(EnvironmentUnusable, match="No space left on device"):
         Environment.of([ASKED])
     assert environment.listing() == [] and left_over(cache) == []
@@ -170,13 +170,13 @@ def test_where_no_index_has_this_torch_the_running_one_is_shown(cache, monkeypat
     monkeypatch.setenv("UV_FIND_LINKS", "")
     monkeypatch.setattr(resolve, "saved", lambda *_: None)  # the kept lock is of an index with the wheel folder
     monkeypatch.setattr(resolve, "save_json", lambda *_: None)
-    monkeypatch.setattr(build, "PROBES", {"torch": "import torch; torch.ones(2).sum()"})
+    monkeypatch.setattr(environment, "PROBES", {"torch": "import torch; torch.ones(2).sum()"})
     if "+" not in resolve.installed("torch"):
         pytest.skip(f"torch {resolve.installed('torch')} is a build that the index has")
     shown = Environment.of([ASKED])
     assert shown.imports == {"torch": None}
     assert shown.versions["torch"] == resolve.installed("torch")
-    assert (build.site_packages(shown.root) / "torch").is_symlink()
+    assert (environment.site_packages(shown.root) / "torch").is_symlink()
     assert resolve.installed("mypy") is None or "mypy" not in shown.versions, "torch only, not what lies beside it"
 
 
