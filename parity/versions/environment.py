@@ -109,6 +109,7 @@ class Environment:
         argv: Sequence[str],
         *,
         settings: Mapping[str, str] | None = None,
+        capture: bool = False,
         cpu_limit: float = math.inf,
         clock: float | None = None,
     ) -> subprocess.CompletedProcess[str]:
@@ -116,9 +117,10 @@ class Environment:
         Its scripts come first on PATH. `settings` are added to the process environment. Nothing is checked: the caller
         reads `returncode`. `cpu_limit`: seconds of CPU time, of it and its children together; LimitExceeded beyond
         them, or after `clock` seconds, by default `child.BACKSTOP` times as many."""
-        how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "errors": "replace"}
+        pipe = subprocess.PIPE if capture else None
+        how: dict[str, Any] = {"env": self._variables(settings), "errors": "replace", "stdout": pipe, "stderr": pipe}
         with self._claimed():
-            return run_within(argv, cpu=cpu_limit, clock=clock, env=self._variables(settings), **how)
+            return run_within(argv, cpu=cpu_limit, clock=clock, **how)
 
     def become(self, argv: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
         """This process becomes the command, as `run` would run it; the environment is in use until that ends."""

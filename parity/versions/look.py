@@ -69,7 +69,7 @@ def look(
         save_json(asked, plan | {"configs": configs, "near": near, "device": device})
         command = ["python", "-W", "ignore", "-m", "parity.versions.look", str(asked), str(seen)]
         try:
-            done = made.run(command, settings=settings, cpu_limit=CPU_LIMIT, clock=clock)
+            done = made.run(command, settings=settings, capture=True, cpu_limit=CPU_LIMIT, clock=clock)
             if not done.returncode:
                 found: Look = decode(Look, seen.read_bytes(), "what it saw")
                 return found

@@ -66,7 +66,7 @@ def drawn(made: Environment, records: Iterable[Record], profile: str, device: st
         named = {"--family": [c.case.family for c in checks], "--implementation": [c.implementation for c in checks]}
         words += [word for option, values in named.items() for one in sorted({*values}) for word in (option, one)]
         command = ["python", "-m", "parity", *words, "--reports", folder]
-        done = made.run(command, cpu_limit=CPU_LIMIT)
+        done = made.run(command, capture=True, cpu_limit=CPU_LIMIT)
         if not (file := Path(folder) / "results.ndjson").exists():
             raise EnvironmentUnusable(f"environment {made.name}: {one_line(done.stderr)}")
         return [row for row in read(file)[1] if not row.frozen]

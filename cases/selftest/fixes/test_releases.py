@@ -20,7 +20,7 @@ def in_environment(spec, script, *arguments):
         made = Environment.of([spec])
     except EnvironmentUnusable as error:
         pytest.skip(f"environment cannot be made here: {error}")
-    done = made.run(["python", str(FIXTURES / script), *arguments], cpu_limit=600)
+    done = made.run(["python", str(FIXTURES / script), *arguments], capture=True, cpu_limit=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -64,7 +64,7 @@ def test_the_harness_runs_in_it_and_trl_comes_from_it(made):
         "import hypothesis, pytest, rich, click, jinja2, safetensors, numpy; trl = u.find_spec('trl').origin;"
         "print(json.dumps([sys.prefix, trl, m.version('trl'), s.__file__, os.environ.get('EXTRA')]))"
     )
-    done = made.run(["python", "-c", program], settings={"EXTRA": "1"})
+    done = made.run(["python", "-c", program], capture=True, settings={"EXTRA": "1"})
     assert done.returncode == 0, done.stderr
     prefix, trl, version, spec, extra = json.loads(done.stdout.splitlines()[-1])
     assert prefix == str(made.root) and trl.startswith(prefix) and version == "0.27.2" and extra == "1"

@@ -40,7 +40,7 @@ def test_no_release_is_unknown_to_an_adapter(spec, tmp_path):
     except EnvironmentUnusable as error:
         pytest.skip(str(error))
     words = ["--profile", PROFILE, "--device", "cpu", "--no-minimise", "--reports", str(tmp_path)]
-    done = made.run(["python", "-m", "parity", "run", *words], cpu_limit=LIMIT)
+    done = made.run(["python", "-m", "parity", "run", *words], capture=True, cpu_limit=LIMIT)
     assert (tmp_path / "results.ndjson").exists(), done.stderr[-2000:]
     header, rows = read(tmp_path / "results.ndjson")
     assert header.end.complete and any(row.judged for row in rows)
