@@ -17,7 +17,7 @@ from parity.compare.pooled_slope import pooled
 from parity.errors import INTERRUPTED, NOTHING, TERMINATED, UsageError
 from parity.process import Terminated, stopping
 from parity.registry import load
-from parity.results.report.rows import writer
+from parity.results.report.rows import Writer
 from parity.results.row import End, Last, Part, Parted, Row
 from parity.running import outcome, supervisor
 from parity.running.findings import Findings
@@ -89,7 +89,7 @@ def execute(
             left.sort(key=lambda s: random.Random(f"{seed} {s.name}").random() if s.kind == "checks" else 0.0)
         queue = ShardQueue(left, deadline, again_later)
         say(nodes.announcement if nodes else plan.announcement)
-        with writer(path, append=before is not None) as write:
+        with Writer(path, append=before is not None) as write:
             if before is None:
                 write(head)
             try:
@@ -172,7 +172,7 @@ def finish(state: RunResult, device: str, path: Path, cannot: str | None = None)
         why = "a worker was lost" if state.lost else "the time was over"
         reasons = [*reasons, f"{why}: stopped after {state.done:,} of {of:,} cases"]
     head.end = End(cases=state.done, of=of, complete=complete, exit_code=code, reasons=list(reasons))
-    with writer(path, append=True) as write:
+    with Writer(path, append=True) as write:
         for row in whole:
             write(row)
         write(Last(end=head.end, run=head.run))

@@ -17,7 +17,7 @@ from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.protocol.call import execute
 from parity.registry import family
-from parity.results.report.rows import writer
+from parity.results.report.rows import Writer
 from parity.running.plan import Options, check
 
 LOGPROBS = family("logprobs")
@@ -121,7 +121,7 @@ def test_usage_errors_of_replay_are_no_judgement(words):
 
 def test_a_reader_that_stops_reading_changes_nothing(tmp_path):
     path = tmp_path / "results.ndjson"
-    with writer(path) as write:
+    with Writer(path) as write:
         write(HEADER)
         write(LOSS)
     whole = CliRunner().invoke(commands.main, ["report", str(path), "--reports", str(tmp_path / "whole")])

@@ -12,7 +12,7 @@ from parity.case.case import Frozen
 from parity.cli.commands import main
 from parity.compare.result_rows import empty_row
 from parity.results.ledger import Ledger
-from parity.results.report.rows import read, rewrite, writer
+from parity.results.report.rows import Writer, read, rewrite
 from parity.results.row import About, Header, Last
 from parity.trainers import catalogue
 
@@ -51,7 +51,7 @@ def ledger(folder, *words, into=None):
 def added(folder, header, rows, *words):
     """`ledger add` after a whole run with these rows, to a ledger that is not there yet."""
     rewrite(folder / "results.ndjson", header, rows)
-    with writer(folder / "results.ndjson", append=True) as write:
+    with Writer(folder / "results.ndjson", append=True) as write:
         write(Last(end=header.end, run=header.run))
     at = ["--run", str(folder / "results.ndjson"), "--ledger", str(folder / "mine.toml")]
     return CliRunner().invoke(main, ["ledger", "add", *words, *at])

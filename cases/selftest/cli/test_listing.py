@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from cases.selftest.results.runs import HEADER, row
 from parity import registry
 from parity.cli import commands
-from parity.results.report.rows import writer
+from parity.results.report.rows import Writer
 
 
 def printed(*words, width="80"):
@@ -47,7 +47,7 @@ def test_a_results_file_answers_which_implementation_agrees_with_which_setting(t
     wrong = {"verdict": "disagree", "settings": {"V": 7, "delta": 1.8}}
     both = wrong | {"settings": {"V": 7, "delta": 1.8, "epsilon": 0.1}, "known": "entry"}
     declined = {"verdict": "unsupported", "quantity": None, "implementation": "other.loss"}
-    with writer(tmp_path / "run.ndjson") as write:
+    with Writer(tmp_path / "run.ndjson") as write:
         write(HEADER)
         for one in (
             row("a", **wrong),

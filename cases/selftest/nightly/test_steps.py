@@ -11,7 +11,7 @@ import pytest
 from cases.selftest.results.runs import row
 from parity.nightly import steps
 from parity.process import Terminated
-from parity.results.report.rows import writer
+from parity.results.report.rows import Writer
 from parity.results.row import About, Header
 
 
@@ -66,7 +66,7 @@ def test_a_run_that_was_killed_before_its_first_line_had_no_time(ran):
 def test_a_run_shows_all_that_it_found_killed_before_its_report_or_not(tmp_path, ran, killed):
     """The page of an upgrade check said that something was wrong, and then 24 lines of progress; another one lacked the first two
     of five findings, which its report had more than 24 lines before its end."""
-    with writer(tmp_path / "kept") as write:
+    with Writer(tmp_path / "kept") as write:
         write(Header(run="r", header=About(profile="pr", plan={"policy drawn 0": 9}, ends=True)))
         write(row(verdict="disagree", headroom=9.0))
     then = "for number in range(30): print(number, 's: of 99 cases', flush=True)\n"

@@ -10,7 +10,7 @@ from msgspec import convert, to_builtins
 from msgspec.structs import fields, replace
 
 from parity.errors import UsageError
-from parity.results.report.rows import read, writer
+from parity.results.report.rows import Writer, read
 from parity.results.row import DECLINED, FAILING, JUDGED, STOPPED, About, End, Header, Row, Verdict
 
 PAGE = Path(__file__).parents[3] / "docs" / "results.md"
@@ -22,14 +22,14 @@ ROW = convert(OBJECT, Row)
 
 
 def write(path, *rows, **options):
-    with writer(path, **options) as add:
+    with Writer(path, **options) as add:
         for row in rows:
             add(row)
 
 
 def test_a_comparison_is_in_the_file_before_the_next_begins(tmp_path):
     path = tmp_path / "results.ndjson"
-    with writer(path) as add:
+    with Writer(path) as add:
         for number in range(3):
             rows = [replace(ROW, implementation=f"lib.{number}", quantity=name) for name in ("loss", "kl")]
             for row in (HEADER, *rows) if not number else rows:
@@ -172,7 +172,7 @@ def test_a_file_without_its_header(tmp_path, text, says):
 def test_no_file(tmp_path):
     with pytest.raises(UsageError, match="no such results file"):
         read(tmp_path / "none.ndjson")
-    with pytest.raises(UsageError, match="cannot be written"), writer(tmp_path):
+    with pytest.raises(UsageError, match="cannot be written"), Writer(tmp_path):
         pass
 
 

@@ -17,7 +17,7 @@ from parity import data
 from parity.cli.commands import main
 from parity.errors import AGREE, NEW, NOTHING, STALE, UsageError
 from parity.results.report import render
-from parity.results.report.rows import read, writer
+from parity.results.report.rows import Writer, read
 from parity.results.report.summary import summarise
 from parity.results.row import About, End, Header, Last, Part, Parted
 from parity.running import run as running
@@ -36,7 +36,7 @@ def row(**fields):
 
 
 def file_of(path, *records):
-    with writer(path) as write:
+    with Writer(path) as write:
         for record in records:
             write(record)
     return path

@@ -7,7 +7,7 @@ from msgspec import convert
 
 from parity.case.case import Case
 from parity.errors import UsageError
-from parity.results.report.rows import writer
+from parity.results.report.rows import Writer
 from parity.results.row import About, Asked, Header, Row
 from parity.sampling.find import find, only_one
 
@@ -20,7 +20,7 @@ ROW |= {"replay": f"parity replay {CASE.id}"}
 @pytest.mark.parametrize("folder", [".", "unsloth"])
 def test_a_case_that_no_file_has_is_found_by_the_rows_of_its_run(folder, tmp_path):
     (tmp_path / folder).mkdir(exist_ok=True)
-    with writer(tmp_path / folder / "results.ndjson") as write:
+    with Writer(tmp_path / folder / "results.ndjson") as write:
         write(Header(header=About()))
         write(convert(ROW, Row))
     assert find(CASE.id, tmp_path) == (CASE, None)
@@ -31,7 +31,7 @@ def test_an_entry_of_the_runs_own_ledger_is_found(tmp_path):
     (tmp_path / "case.json").write_text(json.dumps({"case": CASE.to_json()}))
     entry = 'id = "mine"\nfamily = "logprobs"\nimplementations = ["loss.py:f"]\nquantities = ["logps"]\nreason = "r"\n'
     (tmp_path / "mine.toml").write_text(f'[[finding]]\n{entry}date = "2026-11-29"\ncase = "case.json"\nlink = "l"\n')
-    with writer(tmp_path / "results.ndjson") as write:
+    with Writer(tmp_path / "results.ndjson") as write:
         write(Header(header=About(asked=convert({"ledger": str(tmp_path / "mine.toml")}, Asked))))
     assert find("mine", tmp_path) == (CASE, None)
 

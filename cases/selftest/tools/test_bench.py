@@ -11,7 +11,7 @@ from cases.bench import accuracy, losses, measure, rate, same
 from cases.selftest.results import runs as shared
 from parity.judging.oracle import exact
 from parity.registry import load, loss_family
-from parity.results.report.rows import writer
+from parity.results.report.rows import Writer
 
 MB = 1 << 20
 
@@ -90,7 +90,7 @@ def test_a_comparison_is_an_implementation_on_a_case(tmp_path):
     made += [shared.row("b", None, "unsupported", implementation="x"), shared.row("pooled", settings={})]
 
     def run(words, root):
-        with writer(words[words.index("--results") + 1]) as write:
+        with Writer(words[words.index("--results") + 1]) as write:
             for record in (shared.HEADER, *made):
                 write(record)
         return 0.5

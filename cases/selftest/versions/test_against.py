@@ -5,7 +5,7 @@ from click.testing import CliRunner
 
 from cases.selftest.results.runs import about, changed, in_order, row
 from parity.cli.commands import main
-from parity.results.report.rows import rewrite, writer
+from parity.results.report.rows import Writer, rewrite
 from parity.results.row import Part, Parted
 
 OTHER = {"implementation": "lib.other"}
@@ -14,7 +14,7 @@ OTHER = {"implementation": "lib.other"}
 def report(folder, base, now, **other):
     for day, (name, rows) in enumerate({"base": base, "now": now}.items()):
         rewrite(folder / name, about(1 - day, **(other if day else {})), rows)  # the base ran later
-        with writer(folder / name, append=True) as write:
+        with Writer(folder / name, append=True) as write:
             part = Part(name="policy drawn 0.0", cases=1, seconds=10.0 + 30 * day)
             write(Parted(part=part, run=f"run{1 - day}"))
     return CliRunner().invoke(main, ["report", str(folder / "now"), "--against", str(folder / "base")])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from parity.registry import loss_family
-from parity.results.report.rows import writer
+from parity.results.report.rows import Writer
 from parity.results.row import About, Header, Row
 from parity.versions import history, recall
 from parity.versions.client import EnvironmentUnusable
@@ -57,7 +57,7 @@ def test_found_is_what_fails_on_the_bad_side_and_answers_as_recorded_on_the_good
 
         def run(self, command, capture, cpu_limit):
             assert command[3:8] == ["run", "--profile", "pr", "--seed", "20261120"]
-            with writer(Path(command[-1]) / "results.ndjson") as write:
+            with Writer(Path(command[-1]) / "results.ndjson") as write:
                 write(Header(run="x", header=About(profile="pr")))
                 for row in bad:
                     write(row)

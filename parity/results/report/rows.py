@@ -4,7 +4,7 @@ its rows."""
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,51 +25,44 @@ OF_FAILING = ("recipes", "worst", "tokens", "max_abs", "allclose", "atol", "rtol
 OF_JUDGED = ("against", "recipe")  # fields of a row that was not declined
 
 
-@contextlib.contextmanager
-def writer(path: str | Path, append: bool = False) -> Iterator[Callable[[Record], None]]:
-    """Open a results file; the function it returns writes a record, the header first. A comparison is in the file when
-    the next record is not a row of it. Folders are made. An existing file is replaced, or with `append` continued. Raises
-    UsageError when the file cannot be written; ValueError: from the function, for a row that holds NaN or an infinity
-    (rows hold null there)."""
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC)
-        file = os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+class Writer(contextlib.AbstractContextManager["Writer"]):
+    """A results file; called with each record, the header first. A line where a case begins, then one for each comparison,
+    which says what is other there: it is in the file when the next record is not a row of it. Folders are made. An existing
+    file is replaced, or with `append` continued. Raises UsageError when the file cannot be written; ValueError: when called
+    with a row that holds NaN or an infinity (rows hold null there)."""
 
-    def line(text: str) -> None:
-        # One system call a line: a kill leaves at most one line cut, and two writers never mix within one.
-        try:
-            file.write(text.encode() + b"\n")
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
-
-    comparisons = _Comparisons(line)
-
-    def write(record: Record) -> None:
-        if isinstance(record, Row):
-            comparisons.add(record)
-        else:
-            comparisons.end()
-            line(_text(to_builtins(record)))
-
-    with file:
-        yield write
-        comparisons.end()
-
-
-class _Comparisons:
-    """Makes lines of rows: one where a case begins, then one for each comparison, which says what is other there."""
-
-    def __init__(self, line: Callable[[str], None]):
-        self._line = line
+    def __init__(self, path: str | Path, append: bool = False):
+        self._path = Path(path)
         self._case: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._quantities: list[str] = []
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC)
+            self._file = os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
 
-    def add(self, row: Row) -> None:
+    def __call__(self, record: Record) -> None:
+        if isinstance(record, Row):
+            self._add(record)
+        else:
+            self._end()
+            self._line(_text(to_builtins(record)))
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        with self._file:
+            if kind is None:
+                self._end()
+
+    def _line(self, text: str) -> None:
+        # One system call a line: a kill leaves at most one line cut, and two writers never mix within one.
+        try:
+            self._file.write(text.encode() + b"\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+
+    def _add(self, row: Row) -> None:
         data = _kept(row)
         case = {name: data.pop(name) for name in ("case", *OF_CASE) if name in data}
         begins = any(case.get(name) != self._case.get(name) for name in ("case", "shard", "frozen"))
@@ -77,14 +70,14 @@ class _Comparisons:
         comparison = {"case": row.case} | {name: data.pop(name) for name in OF_COMPARISON if name in data} | other
         begin, _, quantity = _text(case), _text(comparison), _text(data)
         if begins or comparison != self._last:
-            self.end()
+            self._end()
             self._last = comparison
         if begins:
             self._line(begin)
             self._case = case
         self._quantities.append(quantity)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Write the comparison whose rows came last."""
         if self._last:
             self._line(f'{_text(self._last)[:-1]},"quantities":[{",".join(self._quantities)}]}}')
@@ -146,7 +139,7 @@ def read(path: str | Path) -> tuple[Header, list[Row]]:
 def rewrite(path: Path, header: Header, rows: Iterable[Row]) -> None:
     """Write a results file anew, whole or not at all: the header, the rows and the shards that are done; no end record."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with writer(draft) as write:
+    with Writer(draft) as write:
         write(replace(header, schema=SCHEMA, end=UNSET, interrupted=UNSET, parts=UNSET))
         for row in rows:
             write(row)
