@@ -152,13 +152,14 @@ def findings_command(config: Path | None, trainer: str | None, ledger: Path | No
         stack = Stack.here(known)
         findings(f"{stack.named}: {stack.defects}", stack, {})
         return
-    from parity.tools.settings_check import check
+    from parity.tools.settings_check import advice, run_of
 
-    advice = check(config, trainer, known)
-    if advice.run.unread:
-        options.say(f"{config}: no settings of {advice.run.trainers[0]}: {', '.join(advice.run.unread)}")
-    findings(advice.title, advice.stack, advice.conditions)
-    sys.exit(int(bool(advice)))
+    run = run_of(config, trainer, known)
+    if run.unread:
+        options.say(f"{config}: no settings of {run.trainers[0]}: {', '.join(run.unread)}")
+    found = advice(run, known)
+    findings(found.title, found.stack, found.conditions)
+    sys.exit(int(bool(found)))
 
 
 @main.command("upstream", epilog="Example: parity upstream liger-luspo-padding")

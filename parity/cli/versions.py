@@ -68,8 +68,8 @@ def bisect_command(
     from parity.sampling.find import find as find_case
     from parity.sampling.find import only_one
     from parity.versions import history
+    from parity.versions.bisect import search
     from parity.versions.look import CaseCheck, only_implementation
-    from parity.versions.search import search
 
     package = str(canonicalize_name(package))
     if not implementations and (history.folder() / f"{name}.toml").exists():

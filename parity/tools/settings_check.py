@@ -85,12 +85,6 @@ def known_of(trainer: Any, model: str, quantities: Collection[str]) -> list[Entr
     return [e for e in found.stack.entries if not found.conditions[e.id] and {*quantities} & {*e.quantities}]
 
 
-def check(config: Path, trainer: str | None, ledger: Ledger) -> Advice:
-    """The known findings that the settings in a file meet; `trainer`: the class that runs them. Raises UsageError for
-    an unknown trainer, and for a file that cannot be read or leaves the trainer open."""
-    return advice(run_of(config, trainer, ledger), ledger)
-
-
 def advice(run: Run, ledger: Ledger) -> Advice:
     """The known findings that a run on this stack meets."""
     here, conditions = Stack.here(ledger), dict[str, str]()
@@ -179,7 +173,7 @@ def settings_of(path: Path) -> dict[str, Any]:
 def run_of(path: Path, asked: str | None, ledger: Ledger) -> Run:
     """The run whose settings are in a file. Its trainer, one of the ledger's entries, is the one asked for, else its own
     `trainer`, else the one whose config knows most of the settings; of those that tie the base, or the one that the name of the
-    file has in it. Raises UsageError as `check`."""
+    file has in it. Raises UsageError for an unknown trainer, and for a file that cannot be read or leaves the trainer open."""
     known = sorted({name for e in ledger.entries for table in e.user.applies for name in table.get("trainer", ())})
     if asked not in (None, *known):
         raise UsageError(f"trainer {asked!r} is unknown, {meant(str(asked), known)}")

@@ -77,7 +77,7 @@ def test_each_command_of_the_readme_runs(line, tmp_path, monkeypatch, played):
     monkeypatch.setattr("parity.versions.environment.Environment", Made)
     monkeypatch.setattr("parity.versions.compare.compare", lambda *_, **__: SimpleNamespace(text=str, exit_code=0))
     found = SimpleNamespace(text="", found=SimpleNamespace(outcome="found"))
-    monkeypatch.setattr("parity.versions.search.search", lambda *_, **__: found)
+    monkeypatch.setattr("parity.versions.bisect.search", lambda *_, **__: found)
     monkeypatch.setattr("parity.nightly.upgrade.resolved", str)
     monkeypatch.setattr("parity.nightly.upgrade.check", lambda *_: (SAFE, [Part("run", SAFE, "", "")]))
     name, *words = shlex.split(line)[1:]

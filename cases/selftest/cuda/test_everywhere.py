@@ -14,8 +14,8 @@ from parity.decoding import save_json
 from parity.nightly import upgrade
 from parity.nightly.steps import CommandOutcome
 from parity.registry import family
+from parity.versions import bisect as searching
 from parity.versions import look
-from parity.versions import search as searching
 from parity.versions.environment import Environment
 
 CASE = family("logprobs").case(3, "fp32", {"V": 5, "T": 2})

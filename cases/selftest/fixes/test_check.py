@@ -10,7 +10,7 @@ from parity.errors import UsageError
 from parity.results.ledger import Ledger
 from parity.results.report.stack import Stack
 from parity.tools import settings_check
-from parity.tools.settings_check import LIBRARIES, Run, Unknown, check, holds
+from parity.tools.settings_check import LIBRARIES, Run, Unknown, advice, holds, run_of
 from parity.trainers.rig import drive
 from parity.upstream import trl
 
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
 def checked(path, trainer=None):
-    return check(path, trainer, Ledger.load(data.ledger_file()))
+    ledger = Ledger.load(data.ledger_file())
+    return advice(run_of(path, trainer, ledger), ledger)
 
 
 def found(path, trainer=None):

@@ -78,7 +78,7 @@ def searched(monkeypatch):
         checks.append((package, check.__self__))
         return SimpleNamespace(text="", found=SimpleNamespace(outcome="found"))
 
-    monkeypatch.setattr("parity.versions.search.search", search)
+    monkeypatch.setattr("parity.versions.bisect.search", search)
     return checks
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parity.versions import search as shell
+from parity.versions import bisect as shell
 from parity.versions.bisect import Measurement
 from parity.versions.client import EnvironmentUnusable
 from parity.versions.releases import Release
