@@ -83,7 +83,7 @@ def load() -> dict[str, Implementation]:
     return REGISTRY | catalogue.implementations()
 
 
-def select(ids: Iterable[str], family: str | None = None) -> list[Implementation]:
+def select(ids: Iterable[str]) -> list[Implementation]:
     """The implementations called for: all that are not opt-in, or those named by id, group (`liger`, `trl.GRPOTrainer.*`,
     which has `trl.GRPOTrainer` in it), pattern (`*.Fused*`), or FILE.py:NAME. An id names no other than itself. Raises
     UsageError for an id that matches nothing, naming the choices."""
@@ -102,8 +102,7 @@ def select(ids: Iterable[str], family: str | None = None) -> list[Implementation
         families = {i.family for i in added}
         chosen = [i for i in known.values() if not i.opt_in]
         chosen = [i for i in chosen if i.role == "reference" and i.family in families] if added else chosen
-    unique = {(i.id, i.family): i for i in chosen + added}
-    return [i for i in unique.values() if family is None or i.family == family]
+    return [*{(i.id, i.family): i for i in chosen + added}.values()]
 
 
 def _below(id: str, name: str) -> bool:

@@ -11,7 +11,6 @@ from parity.results.ledger import Ledger, stale
 from parity.results.row import STOPPED, Row
 from parity.running import gpu
 from parity.running.plan import Options, demanded, from_user
-from parity.trainers import catalogue
 
 MINIMUM_REQUIRED = 20
 
@@ -53,7 +52,7 @@ def judge_run(options: Options, rows: Sequence[Row], lost: Sequence[str], device
     ledger = Ledger.known(options.ledger)
     rotten = sorted(stale_entries(ledger, rows, device))
     rotten += ledger.expired(datetime.datetime.now(datetime.UTC).date())
-    rotten += ledger.unmatched([*load(), *catalogue.implementations(), *own])
+    rotten += ledger.unmatched([*load(), *own])
     code = NOTHING if nothing else NEW if found else STALE if rotten else AGREE
     return code, nothing + found + rotten
 

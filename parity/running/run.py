@@ -16,7 +16,6 @@ from parity.case.profiles import PROFILES
 from parity.compare.pooled_slope import pooled
 from parity.errors import INTERRUPTED, NOTHING, TERMINATED, UsageError
 from parity.process import Terminated, stopping
-from parity.registry import load
 from parity.results.report.rows import Writer
 from parity.results.row import End, Last, Part, Parted, Row
 from parity.running import outcome, supervisor
@@ -26,7 +25,6 @@ from parity.running.plan import At, Confirmed, Judged, Lost, Options, Shard, Sha
 from parity.running.provenance import header, resolve_device
 from parity.running.shard_queue import ShardQueue, expected
 from parity.running.state import RunResult, again, locked, same
-from parity.trainers import catalogue
 
 FIXED_SEED = 20261120
 
@@ -116,7 +114,6 @@ def _follow(
 ) -> None:
     """The events of a run, into its state and its file. `progress` is told what runs now, and whether more cases are done."""
     run = state.header.run
-    roles = {i.id: i.role for i in (load() | catalogue.implementations()).values()}
     absent = {row.implementation for row in state.rows if row.absent}
     underway: dict[str, Part] = {}
     now, moved = "", True  # what a run goes on with was done before
@@ -128,8 +125,7 @@ def _follow(
                 pass  # one row says it for the run
             case Judged():
                 absent |= {event.row.implementation} if event.row.absent else set()
-                role = roles.get(event.row.implementation, event.row.role)
-                state.rows.append(replace(event.row, run=run, role=role, shard=shard.name))
+                state.rows.append(replace(event.row, run=run, shard=shard.name))
                 state.rows[-1].replay += state.options.own
                 if shard.kind in ("drawn", "besides"):  # whose cases only this run's rows have
                     state.rows[-1].replay += state.options.place

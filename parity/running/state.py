@@ -40,8 +40,7 @@ class RunResult:
         """What stays of a file: the rows of shards that are done. The others are run again, whole."""
         parts = {part.name: part for part in header.parts or ()}
         kept = [row for row in rows if row.shard in parts]
-        head = replace(header, end=UNSET, interrupted=UNSET, parts=UNSET)
-        return cls(head, kept, parts, {name: part.cases for name, part in parts.items()})
+        return cls(header, kept, parts, {name: part.cases for name, part in parts.items()})
 
     @property
     def done(self) -> int:

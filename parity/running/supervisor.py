@@ -319,7 +319,7 @@ def lost_row(
     """The row of an implementation that did not come back from this part of it ("": no call of it was running). A
     `reference` that was judged on the case shows that it can be run: then the candidate is to blame."""
     case = Case.from_json(started.data)
-    known = (load() | catalogue.implementations()).get(started.implementation)
+    known = load().get(started.implementation)
     about = {"verdict": verdict, "message": message, "role": known.role if known else "candidate"}
     row = empty_row(family(case.family), case, started.implementation, device, **about)
     row.case, row.against, unknown = started.case, reference, ""

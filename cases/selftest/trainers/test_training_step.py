@@ -198,7 +198,7 @@ def test_replicas_of_a_step_run_at_once(trainer, settings, monkeypatch):
     monkeypatch.setattr(Problem, "_together", drawn)
     found = [c for c in catalogue.cases(trainer, "pr", 0) if c.settings["check"] == "twins"]
     case = next(c for c in found if settings.items() <= c.settings.items())
-    rows = list(run_case(case, select((f"{trainer}.released",), trainer), "cpu", False))
+    rows = list(run_case(case, select((f"{trainer}.released",)), "cpu", False))
     assert all(row.verdict in ("agree", "unsupported") for row in rows)
     assert widths[0] == FEW and min(widths) > 1
 
