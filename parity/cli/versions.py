@@ -26,12 +26,10 @@ def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: st
 
     records = history.load(ids)
     if recall:
-        from parity.versions import recall as drawn
-
-        seen = drawn.recall(records, profile, options.say, device)
-        click.echo(f"{measured.head('What plain draws find', 'parity', 'recall.md')}\n{drawn.table(seen, profile)}")
+        seen, title = history.recall(records, profile, options.say, device), "What plain draws find"
+        click.echo(f"{measured.head(title, 'parity', 'recall.md')}\n{history.recall_table(seen, profile)}")
         return
-    findings = history.recall(records, options.say, device)
+    findings = history.recheck(records, options.say, device)
     click.echo(f"{measured.head('Real upstream failures', 'parity', 'history.md')}\n{history.table(findings)}")
     sys.exit(history.exit_code(findings))
 

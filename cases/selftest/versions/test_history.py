@@ -26,7 +26,7 @@ def findings():
     except EnvironmentUnusable as error:
         pytest.skip(f"environments cannot be made here: {error}")
     records = [replace(r, bad=("0.28.0",), good=("0.29.0",)) for r in history.load(["is-ratio", "tool-mask"])]
-    return history.recall(records, print)
+    return history.recheck(records, print)
 
 
 def test_red_on_the_release_that_had_it_and_green_on_the_next(findings):

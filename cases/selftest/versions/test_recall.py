@@ -9,7 +9,7 @@ import pytest
 from parity.registry import loss_family
 from parity.results.report.rows import Writer
 from parity.results.row import About, Header, Row
-from parity.versions import history, recall
+from parity.versions import history
 from parity.versions.client import EnvironmentUnusable
 
 
@@ -19,17 +19,17 @@ def records():
 
 
 def test_the_sides_are_a_bad_release_and_the_good_one_next_to_it(records):
-    assert recall.side_by_side(records["is-ratio"]) == (("trl==0.28.0",), ("trl==0.29.0",))
+    assert history.side_by_side(records["is-ratio"]) == (("trl==0.28.0",), ("trl==0.29.0",))
     # never mended: the newest good release before it broke
-    assert recall.side_by_side(records["head-hook"]) == (("trl==1.16.0",), ("trl==1.14.2",))
+    assert history.side_by_side(records["head-hook"]) == (("trl==1.16.0",), ("trl==1.14.2",))
 
 
 def test_a_case_may_show_a_record_only_if_it_moves_what_the_record_needs(records):
     family, record = loss_family("policy"), records["luspo-kl"]
     assert record.moves == ("loss_type", "beta")
-    assert recall.fits(record, family.case(0, "fp32", {"loss_type": "luspo", "beta": 0.04}))
+    assert history.fits(record, family.case(0, "fp32", {"loss_type": "luspo", "beta": 0.04}))
     for settings in ({"loss_type": "luspo"}, {"loss_type": "grpo", "beta": 0.5}, {"loss_type": "vespo", "beta": 0.5}):
-        assert not recall.fits(record, family.case(0, "fp32", settings))
+        assert not history.fits(record, family.case(0, "fp32", settings))
 
 
 def answers(record, case, verdict, **more):
@@ -74,9 +74,9 @@ def test_found_is_what_fails_on_the_bad_side_and_answers_as_recorded_on_the_good
         found += [(records["tool-mask"], masks[1], "agree"), (records["kl-bias"], nearer, "agree")]
         return [answers(*one) for one in found]
 
-    monkeypatch.setattr(recall.Environment, "of", lambda specs: Made())
-    monkeypatch.setattr(recall, "look", lambda *given, **more: SimpleNamespace(rows=rows(*given, **more)))
-    seen = {s.record.id: s for s in recall.recall(asked, "pr", lambda line: None)}
+    monkeypatch.setattr(history.Environment, "of", lambda specs: Made())
+    monkeypatch.setattr(history, "look", lambda *given, **more: SimpleNamespace(rows=rows(*given, **more)))
+    seen = {s.record.id: s for s in history.recall(asked, "pr", lambda line: None)}
     assert set(seen) == {"luspo-kl", "tool-mask", "softcap", "kl-bias", "is-ratio"}  # delta is a refusal
     assert (seen["luspo-kl"].first, seen["tool-mask"].first) == (luspo, masks[1])
     assert (seen["tool-mask"].failed, seen["tool-mask"].cases) == (2, 2)
@@ -86,7 +86,7 @@ def test_found_is_what_fails_on_the_bad_side_and_answers_as_recorded_on_the_good
     assert still or seen["kl-bias"].why == "none that fails is as recorded on the good release"
     assert looked.count([nearer.id]) == 1
     assert {id for ids in looked for id in ids} == {case.id for case in (luspo, *masks, bias, nearer)}
-    table = recall.table(list(seen.values()), "pr")
+    table = history.recall_table(list(seen.values()), "pr")
     found = "3 of 5 records (60.0 %)" if still else "2 of 5 records (40.0 %)"
     assert table.endswith(f"Profile pr finds {found} without the frozen cases.")
 
@@ -95,12 +95,12 @@ def test_a_run_that_wrote_nothing_says_why(records, monkeypatch):
     ended = subprocess.CompletedProcess([], 1, "", "ImportError: no torch\n")
     made = SimpleNamespace(name="made", run=lambda *given, **more: ended)
     with pytest.raises(EnvironmentUnusable, match="environment made: ImportError: no torch"):
-        recall.drawn(made, [records["luspo-kl"]], "pr", "cpu")
+        history.drawn(made, [records["luspo-kl"]], "pr", "cpu")
 
 
 def test_moves_names_settings_of_the_frozen_case(records):
     assert all(set(r.moves) <= set(r.check.case.settings) for r in records.values())
     shared = [r for r in records.values() if r.expect != "refused"]
     moved = [(r, tuple(str(r.check.case.settings[name]) for name in r.moves)) for r in shared]
-    told = {(recall.side_by_side(r), r.check.implementation, r.check.quantities, r.moves, v) for r, v in moved}
+    told = {(history.side_by_side(r), r.check.implementation, r.check.quantities, r.moves, v) for r, v in moved}
     assert len(told) == len(shared)  # two records of one change are told apart
