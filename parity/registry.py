@@ -178,11 +178,8 @@ def run_case(
         rows = catalogue.rows(case, implementations, device, announce)
     else:
         rows = one_case.run_case(loss_family(case.family), case, implementations, device, thorough, announce, most)
-    libraries = {i.id: i.library for i in implementations if i.library}
-    files: dict[str, str | None] = {}
-    for row in rows:
-        if row.implementation not in files:  # all of its rows come after its calls
-            files[row.implementation] = origin(libraries.get(row.implementation, ""))
-        if file := files[row.implementation]:
+    libraries = {i.id: i.library for i in implementations}
+    for row in rows:  # which come after the calls that may import the library
+        if (library := libraries[row.implementation]) and (file := origin(library)):
             row.imported_from = file
         yield row
