@@ -89,12 +89,6 @@ class Change:
         return bisection(name, good, bad, case, finding.implementation, finding.verdict)
 
 
-def of(id: str, past: Sequence[Run]) -> Change | None:
-    """What changed in the kept run of this id; None where it was not kept."""
-    this = next((run for run in past if run.id == id), None)
-    return change(this, past) if this else None
-
-
 def change(run: Run, earlier: Iterable[Run]) -> Change:
     """`run` beside `earlier` ones, of which those with its profile and device count."""
     past = [r for r in earlier if (r.profile, r.device) == (run.profile, run.device) and r.id != run.id]

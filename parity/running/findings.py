@@ -3,8 +3,10 @@
 import collections
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from parity.case.profiles import Profile
+from parity.compare.result_rows import replay_line
 from parity.decoding import save_json
 from parity.results.report import wording
 from parity.results.report.findings import other_path
@@ -36,11 +38,12 @@ class Findings:
                 yield f"NEW {row.implementation}: {row.cls or row.verdict} in {wording.size(row)}{where} · {row.replay}"
 
     def freeze(self, row: Row) -> None:
-        """The case of a minimised row as a file: the worker that found it may have another disk."""
-        case = case_of(row)
+        """The case of a minimised row as a file, which its replay then names: the worker may have another disk."""
+        case, path = case_of(row), self.folder / f"{row.case}.json"
         assert case is not None
-        document = {"case": case.to_json(), "implementation": row.implementation}
-        save_json(self.folder / f"{row.case}.json", document)
+        save_json(path, {"case": case.to_json(), "implementation": row.implementation})
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        row.replay = replay_line(str(shown), row.implementation)
 
     def sought(self, shards: Sequence[Shard], before: Mapping[str, Part], left: float = math.inf) -> list[Shard]:
         """A shard for each new finding, in the order in which the plan would come to them in one process; without those of

@@ -268,7 +268,6 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         "implementations": list(options.implementations),
         "families": [name for name in options.families if ".py:" in name],
         "ledger": str(ledger_path),
-        "findings": str(options.findings),
         "frozen": [*frozen],
         "measuring": bool(options.only),
         "memory": memory(count) if device == "cpu" else None,

@@ -125,14 +125,15 @@ def _follow(
                 pass  # one row says it for the run
             case Judged():
                 absent |= {event.row.implementation} if event.row.absent else set()
-                state.rows.append(replace(event.row, run=run, shard=shard.name))
-                state.rows[-1].replay += state.options.own
+                row = replace(event.row, run=run, shard=shard.name)
+                if row.minimised is True:
+                    found.freeze(row)
+                row.replay += state.options.own
                 if shard.kind in ("drawn", "besides"):  # whose cases only this run's rows have
-                    state.rows[-1].replay += state.options.place
-                write(state.rows[-1])
-                news = () if found.fresh else found.news(state.rows[-1:])
-                if event.row.minimised is True:
-                    found.freeze(state.rows[-1])
+                    row.replay += state.options.place
+                state.rows.append(row)
+                write(row)
+                news = () if found.fresh else found.news([row])
             case Confirmed():
                 part.shown = event.shown
                 news = found.news(found.confirmed(shard, event.shown))

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from parity.case.case import Case, Frozen
 from parity.case.drawing import cases, draws
 from parity.case.profiles import Profile, cases_drawn, dealt, streams
-from parity.compare.result_rows import empty_row, replay_line
+from parity.compare.result_rows import empty_row
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import CERTAIN, CONFIRMATION, NEAR, REPLICAS
 from parity.protocol import process_state
@@ -46,7 +46,6 @@ class Session:
     dtypes: Sequence[str]
     device: str
     ledger: Ledger
-    findings_dir: Path
     emit: Callable[[Event], None]
     deadline: float | None = None
     frozen: Mapping[str, Frozen] = dataclasses.field(default_factory=dict)
@@ -254,12 +253,10 @@ class Session:
         while time.monotonic() < until and (one := next(left, None)) is not None:
             if one.id not in asked and whole <= shown(one):
                 case, left = one, smaller(one)
-        who, path = sought.implementation, self.findings_dir / f"{case.id}.json"  # which `Findings.freeze` writes
-        line = replay_line(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path), who)
-        chosen = [i for i in self._of(case) if i.id == who or i.role == "reference"]
+        chosen = [i for i in self._of(case) if i.id == sought.implementation or i.role == "reference"]
         for row in self._run(case, chosen, None, thorough=True):
-            if row.implementation == who:
-                self.emit(Judged(replace(row, minimised=True, replay=line)))
+            if row.implementation == sought.implementation:
+                self.emit(Judged(replace(row, minimised=True)))
 
     def _again(self, case: Case, sought: Sought, thorough: bool) -> list[Row]:
         chosen = [i for i in self._of(case) if i.id == sought.implementation]

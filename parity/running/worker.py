@@ -84,7 +84,6 @@ def _run(plan: Mapping[str, Any], file: BinaryIO) -> int:
         dtypes=plan["dtypes"],
         device=plan["device"],
         ledger=ledger,
-        findings_dir=Path(plan["findings"]),
         emit=emit,
         deadline=plan.get("deadline"),
         frozen={name: Frozen.load(files[name]) for name in plan["frozen"]},

@@ -318,7 +318,7 @@ def test_a_finding_not_drawn_again_is_not_called_fixed_while_its_implementation_
     past, still = memory.runs(tmp_path), "not seen; its implementation still fails"
     text = render.page(summary(*now, header=about(1)), render.Ending(1, past=past))
     assert "fixed</a>" not in text.split("<nav>")[0] and still in text
-    assert still in notify.body(trend.of("run1", past))
+    assert still in notify.body(trend.change(past[-1], past))
     night(tmp_path, 2, GOOD)
     text = render.page(summary(*GOOD, header=about(2)), render.Ending(past=memory.runs(tmp_path)))
     assert '<p>1 finding <a href="#fixed">fixed</a> since the run before.</p>' in text.split("<nav>")[0]

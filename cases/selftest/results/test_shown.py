@@ -60,7 +60,7 @@ def nights():
         night(Path(folder), 2, rows, 1, {"trl": "1.17.0<b>"})
         past = memory.runs(Path(folder))
     page = render.page(summary(*rows, header=about(2)), render.Ending(1, past=past))
-    return page, notify.body(trend.of("run2", past))
+    return page, notify.body(trend.change(past[-1], past))
 
 
 def shown():

@@ -49,7 +49,6 @@ def session(name, tmp_path) -> tuple[Session, list]:
         dtypes=("fp32",),
         device="cpu",
         ledger=Ledger((), tmp_path),
-        findings_dir=tmp_path / "findings",
         emit=events.append,
     )
     return own, events
@@ -167,7 +166,7 @@ def test_what_is_left_until_the_limit_of_a_run_is_all_that_its_findings_get(wron
     assert not findings.sought([shard], {}, 0.0) and [row for row in found if row.minimised is False]
 
 
-def test_a_finding_is_minimised_and_frozen(wrong):
+def test_a_finding_is_minimised_and_frozen(wrong, tmp_path):
     own, events, shard, _ = wrong
     assert any(r.verdict == "disagree" and r.cls == "logic" for r in rows(events))
     _, findings, (first, *_) = looked_for(own, events, shard)
@@ -176,9 +175,9 @@ def test_a_finding_is_minimised_and_frozen(wrong):
     assert found[0].settings["V"] == 9, "the smallest vocabulary that shows it"
     assert found[0].settings["B"] == found[0].settings["T"] == 1
     assert found[0].verdict == "disagree"
-    findings.folder = own.findings_dir
+    findings.folder = tmp_path / "findings"
     findings.freeze(found[0])
-    (frozen,) = own.findings_dir.glob("*.json")
+    (frozen,) = findings.folder.glob("*.json")
     assert found[0].replay.split()[2].endswith(str(frozen)) and Case.load(frozen).id == found[0].case
     assert json.loads(frozen.read_text())["implementation"] == "fixtures/kernels.py:wrong_beyond_eight"
 

@@ -32,7 +32,7 @@ def followed(plan: dict, count: int, timeout: float, exclude=REFERENCE) -> list[
 
 def test_a_sleeper_is_timed_out_once_and_the_others_go_on(tmp_path):
     own = [f"fixtures/kernels.py:{name}" for name in ("hangs", "right")]
-    events = followed(plan_of(tmp_path, own), 12, 4.0)
+    events = followed(plan_of(own), 12, 4.0)
     assert [r.verdict for r in rows_of(events, "hangs")].count("timed-out") == 1
     message = next(row.message for row in rows_of(events, "hangs") if row.verdict == "timed-out")
     assert re.search(r"no answer for .*; in .*fixtures/kernels\.py:\d+ hangs, in its forward pass", message), message
@@ -61,10 +61,10 @@ def planted(tmp_path, act: str, timeout=60.0, setup="", exclude=REFERENCE) -> li
     counter = str(tmp_path / "calls")
     counted = f"open({counter!r}, 'a').write('x'); calls = os.path.getsize({counter!r})"
     (tmp_path / "own.py").write_text(FAULTS.format(counted=counted, act=act, setup=setup))
-    return followed(plan_of(tmp_path, [f"{tmp_path}/own.py:own", "fixtures/kernels.py:right"]), DRAWN, timeout, exclude)
+    return followed(plan_of([f"{tmp_path}/own.py:own", "fixtures/kernels.py:right"]), DRAWN, timeout, exclude)
 
 
-def plan_of(tmp_path, implementations) -> dict:
+def plan_of(implementations) -> dict:
     """What a worker is told of a quick run in fp32."""
     return {
         "device": "cpu",
@@ -72,7 +72,6 @@ def plan_of(tmp_path, implementations) -> dict:
         "dtypes": ["fp32"],
         "implementations": implementations,
         "ledger": str(data.ledger_file()),
-        "findings": str(tmp_path / "findings"),
         "frozen": [],
     }
 

@@ -84,7 +84,8 @@ def markdown(summary: Summary, ending: Ending = IN_ORDER) -> str:
 
 def page(summary: Summary, ending: Ending = IN_ORDER) -> str:
     """One HTML page, nothing fetched, complete without its script. Where this run is kept, it says what changed."""
-    change = trend.of(summary.run, ending.past)
+    kept = next((run for run in ending.past if run.id == summary.run), None)
+    change = trend.change(kept, ending.past) if kept else None
     before = change.before.by_key if change and change.before else {}
     gone = {k: next(iter(findings(grouped(before[k].rows))), None) for k in change.fixed} if change and before else {}
 
