@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from parity.trainers.rig import stored_window
 from parity.trainers.rig.models import PAD
@@ -15,9 +14,11 @@ from parity.trainers.rig.stored_window import Sequences
 
 def rows(sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask`, (N, T), of sequences padded on the right."""
-    ids = [torch.tensor(tokens) for tokens in sequences]
-    there = [torch.ones_like(tokens) for tokens in ids]
-    return {"input_ids": pad_sequence(ids, True, PAD), "attention_mask": pad_sequence(there, True)}
+    width = max(len(ids) for ids in sequences)
+    return {
+        "input_ids": torch.tensor([[*ids, *[PAD] * (width - len(ids))] for ids in sequences]),
+        "attention_mask": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences]),
+    }
 
 
 def logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
