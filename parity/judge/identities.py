@@ -55,25 +55,6 @@ class _InFront(torch.autograd.Function):
         return in_front(rule, *moved), 0
 
 
-class MadeAgain(torch.autograd.Function):
-    """Log-probs as they are; the gradient of their logits gets -off·Σg more."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(logps: torch.Tensor, z: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
-        return logps.view_as(logps)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (off,) = ctx.saved_tensors
-        return grad, -off * grad.sum(-1, keepdim=True), None
-
-
 class Stored(torch.autograd.Function):
     """Identity where a recipe keeps a narrower dtype: perturbs the value forward and its gradient backward."""
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from parity.judge.blocks import ETA, FAINT, NEARLY, on_grid
-from parity.judge.identities import MadeAgain, Stored, Through, in_front
+from parity.judge.identities import Stored, Through, in_front
 from parity.judge.long_sums import LANES, MANY, drift, mass_of_maxima
 from parity.judge.noise import Noise
 from parity.judge.products import SPLIT_FROM, cut, split
@@ -65,15 +65,9 @@ def _in_turn(terms: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 class MonteCarlo(TorchDispatchMode):
     """Round every operation of a float64 computation, forward and backward, as a `Recipe` would.
 
-    A result is rounded to the bits of its dtype on a grid that is stretched at random, once an operation and replica; with
-    `own_grids` those of the first replicas are not stretched, for what is systematic about the numbers that a dtype has (a
-    float32 head, rounded, may be the teacher's; two values nearly alike may lie on both sides of a tie). Before that a
-    matrix product over K terms is summed in float32 and gets max(2, √K/2)·u·(|A|·|B|)·ξ (in tf32 its operands are cut to
-    that grid, stretched too), a sum of n terms max(2, √n/2)·u·Σ|x|·ξ, a log-softmax or log-sum-exp its row's
-    u·(2|logsumexp| + 1)·ξ and the drift of its float32 sum (`long_sums`). A value decides its ξ in ±1 (`Noise.shaken`), so
-    that equal tokens are off alike, as they are in real code; so does a constant, τ or the softcap.
-    Results that no rounding touches are left unchanged, and a comparison sees an exact zero as 0. An exponential beyond the
-    range of the elementwise dtype is infinite.
+    docs/judging.md, "How a replica rounds", has the rule of each operation. Results that no rounding touches are left
+    unchanged. With `own_grids` the grids of the first replicas are not stretched, for what is systematic about the numbers
+    that a dtype has (a float32 head, rounded, may be the teacher's; two values nearly alike may lie on both sides of a tie).
     """
 
     drifts = False
@@ -484,7 +478,8 @@ class MonteCarlo(TorchDispatchMode):
                 off = logs.exp() * off.nan_to_num_(0.0, 0.0, 0.0)
                 return torch.where(self.noise.each(off) > 0, off, 0.0)
 
-            return MadeAgain.apply(logps, z, in_front(off, z, logps, size()))
+            more = in_front(off, z, logps, size())
+            return logps + Through.apply(z, torch.zeros_like(logps), lambda grad: -more * grad.sum(-1, keepdim=True))
 
     def store(self, x: torch.Tensor, dtype: str | None, factor: float = 1.0) -> torch.Tensor:
         """x perturbed by the unit roundoff of `dtype`, infinite beyond its range; `factor` as in `stored`."""
