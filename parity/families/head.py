@@ -16,6 +16,7 @@ from parity.case.family import Relation
 from parity.case.inputs import Inputs, Setting, product_dtype
 from parity.errors import UsageError
 from parity.judge import stages
+from parity.judge.protocol import same_bits
 from parity.judge.recipe import DTYPES, LARGEST
 from parity.judge.stages import by_index, scaled, stored
 from parity.judge.values import integers, normal, uniform
@@ -120,9 +121,12 @@ def beside(case: Case, s: SimpleNamespace, of: dict[str, Any], name: str, width:
 
 
 def leaves(s: SimpleNamespace) -> tuple[str, ...]:
-    """The names of the tensors that require a gradient."""
-    present = {"hidden", "weight"} | ({"bias"} if s.bias != "none" else set())
-    return tuple(name for name in ("hidden", "weight", "bias") if name in present and name in s.grad.split())
+    """The names of the tensors that require a gradient; a LoRA adapter on the head does so always, the head beneath it never."""
+    there = ("hidden", "weight", "bias") if s.bias != "none" else ("hidden", "weight")
+    names = [name for name in there if name in s.grad.split()]
+    if s.__dict__.get("head") == "lora":
+        names = [*(name for name in names if name == "hidden"), "lora_a", "lora_b"]
+    return tuple(names)
 
 
 def cotangent(case: Case, s: SimpleNamespace, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -452,9 +456,6 @@ inputs = functools.partial(Inputs, replicated=REPLICATED)
 def shared(x: Inputs, prefix: str) -> Inputs:
     """The same where each tensor of a teacher, named by the `prefix`, is the student's if it has the same bits."""
     pairs = {prefix + name: name for name in ("hidden", "weight", "bias")}
-
-    def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-        return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
-
-    found = {other: own for other, own in pairs.items() if same(x.tensors[other], x.tensors[own])}
+    given = {other: own for other, own in pairs.items() if x.tensors[other] is not None}
+    found = {other: own for other, own in given.items() if same_bits(x.tensors[other], x.tensors[own])}
     return dataclasses.replace(x, shared=found)

@@ -117,7 +117,7 @@ def _garbage(x: Inputs) -> Inputs | None:
     return x.replace(**tensors)
 
 
-QUANTITIES = ("loss", "grad_hidden", "grad_weight", "grad_bias")
+QUANTITIES = ("loss", *head.GRADIENTS)
 FAMILY: Family = Family(
     name="policy",
     settings=settings_of.SETTINGS,

@@ -62,12 +62,9 @@ def build(family: Family, case: Case) -> Inputs:
         tensors["lora_a"] = (normal(case.seed, "lora_a", (rank, s.H)) / s.H**0.5).to(dtype)
         tensors["lora_b"] = (normal(case.seed, "lora_b", (s.V, rank)) * s.peak / (2 * rank) ** 0.5).to(dtype)
     tensors["advantages"] = _advantages(case, s)
-    leaves = head.leaves(s)
-    if s.head == "lora":
-        leaves = tuple(n for n in leaves if n == "hidden") + ("lora_a", "lora_b")
     g = head.cotangent(case, s, "loss", ())
     upstream = {"loss": torch.where(g == 0, 0.5, g) if s.cotangent == "random" else g}
-    inputs = head.inputs(case, s, tensors, leaves, upstream)
+    inputs = head.inputs(case, s, tensors, head.leaves(s), upstream)
     return arranged(_with_logps(case, s, inputs))
 
 
@@ -195,8 +192,6 @@ def target_log_ratios(
     target = torch.zeros(shape, dtype=torch.float64)
     done = torch.zeros(shape, dtype=torch.bool)
     for offset in range(count):  # the chosen region, else the next one that leaves room for the margin
-        if bool(done.all()):
-            break
         for i, (low, high) in enumerate(regions):
             lower, upper = low + margin, high - margin
             if low == -math.inf:
@@ -351,8 +346,6 @@ def _stored(family: Family, case: Case, s: SimpleNamespace) -> Inputs:
     x = stored_tensors.inputs(family, case, scalar=True)
     if s.beta != 0.0 and x.ref_logps is None:
         raise UsageError(f"{case.tensors}: beta={s.beta} needs ref_logps")
-    if s.head == "lora":
-        x = dataclasses.replace(x, leaves=tuple(n for n in x.leaves if n == "hidden") + ("lora_a", "lora_b"))
     open_ = _undecided(case, s, x) & x.mask.bool()
     count = int(open_.sum())
     if count and count == int(x.mask.bool().sum()) and not case.seed:
