@@ -32,9 +32,10 @@ def _logps(kind: Any, x: Inputs, average: bool) -> list[torch.Tensor]:
 
 
 def _self(x: Inputs, **more: Any) -> Any:
-    accelerator = SimpleNamespace(device=x.device)
+    """What the losses read of their trainer, on one process."""
     s = x.settings
-    return SimpleNamespace(beta=s.beta, label_smoothing=s.smoothing, accelerator=accelerator, **more)
+    alone = SimpleNamespace(device=x.device, gather=lambda value: value, gather_for_metrics=lambda value: value)
+    return SimpleNamespace(beta=s.beta, label_smoothing=s.smoothing, accelerator=alone, **more)
 
 
 @implementation(
@@ -85,11 +86,7 @@ class _Model(torch.nn.Module):
 
 
 def _asked(x: Inputs, kind: Any, **more: Any) -> torch.Tensor:
-    """Loss by `kind._compute_loss` of one micro-batch on one process."""
-
-    def same(value: Any) -> Any:
-        return value
-
+    """Loss by `kind._compute_loss` of one micro-batch."""
     policy = _Model(x)
     reference = (
         _Model(x, "ref_")
@@ -111,7 +108,6 @@ def _asked(x: Inputs, kind: Any, **more: Any) -> torch.Tensor:
         _tp_size=1,
         **more,
     )
-    own.accelerator.gather = own.accelerator.gather_for_metrics = same
     batch = {"input_ids": ids.clamp(min=0), "attention_mask": torch.ones_like(ids), "completion_mask": mask}
     batch |= {"label": x.labels} if x.labels is not None else {}
     return kind._compute_loss(own, policy, batch, False)

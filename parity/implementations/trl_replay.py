@@ -123,14 +123,11 @@ def model(x: Inputs) -> Any:
     out.lm_head.weight = x.weight
     if x.bias is not None:
         out.lm_head.bias = x.bias
-    place = torch.zeros(s.B, PROMPT - 1, s.H, dtype=x.hidden.dtype, device=x.hidden.device)
-    tail = torch.zeros(s.B, 1, s.H, dtype=x.hidden.dtype, device=x.hidden.device)
-    out.model.hidden = torch.cat([place, x.hidden, tail], 1)
+    out.model.hidden = nn.functional.pad(x.hidden, (0, 0, PROMPT - 1, 1))
     out.model.ids = torch.cat([prompts(x), x.ids.long()], 1)
     if s.head == "tied":
-        edge = torch.zeros(s.B, 1, dtype=torch.long, device=x.hidden.device)
         out.model.tied = True
-        out.model.previous_ids = torch.cat([edge.expand(s.B, PROMPT - 1), x.previous_ids, edge], 1)
+        out.model.previous_ids = nn.functional.pad(x.previous_ids, (PROMPT - 1, 1))
         out.model.embed_tokens = nn.Embedding(s.V, s.H, _weight=x.weight.detach())
         out.model.embed_tokens.weight = out.lm_head.weight
     return out
