@@ -171,7 +171,8 @@ def run_case(
     trainer's check by `trainers.catalogue`.
 
     `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact relations
-    to a loss; `announce` is called with each implementation before it runs; `most` limits the replicas of a loss.
+    to a loss; `announce` is called with each implementation before it runs, so that the supervisor knows which one to
+    blame if the process dies; `most` limits the replicas of a loss, where that is enough to see again what is known.
     """
     implementations = list(implementations)
     if is_trainer(case.family):

@@ -35,9 +35,7 @@ def run_case(
 ) -> Iterator[Row]:
     """Rows of a case for each implementation, the reference first.
 
-    `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact
-    relations; `announce` is called with each implementation before it runs, so that the supervisor knows which one to
-    blame if the process dies. `most`: replicas of a verdict at most, where that is enough to see again what is known.
+    `thorough`, `announce` and `most` are those of `parity.registry.run_case`.
     """
     oracle = CaseOracle.of(family, case, device, most)
     blame = Blame()

@@ -114,27 +114,24 @@ def verdict(
     inputs: Any = None,
     *,
     actual: Any = None,
-    grad: Any = None,
-    also: Sequence[Any] = (),
     in_place: Any = (),
     recipe: Recipe | None = None,
-    cotangent: Any = None,
     protocol: str | Collection[str] = "default",
-    seed: int = 0,
+    **asked: Any,
 ) -> tuple[Parity, Callable[[], Parity]]:
     """The record without what explains a disagreement, which costs many times the verdict, and what makes the whole one."""
     if definition is None or inputs is None:
         raise ValueError("assert_parity needs a definition and inputs: assert_parity(kernel, definition=f, inputs={…})")
     if (function is None) == (actual is None):
         raise ValueError("give a function, or the values that one gave as actual={…}, and not both")
-    problem = posed(function, definition, inputs, actual, grad, also, cotangent, seed)
+    problem = posed(function, definition, inputs, actual, **asked)
     recipe = resolved(recipe, problem)
-    asked = parts(protocol)
+    chosen = parts(protocol)
     upstream = map(gradient_name, problem.cotangents)
     calls = FunctionCalls(
         function, problem, names_of("in_place", in_place, problem.tensors, {*problem.inputs, *upstream})
     )
-    if actual is None and "repeated" in asked:
+    if actual is None and "repeated" in chosen:
         calls.reserve()
     values = calls.values() if actual is None else dict(actual)
     quantities = _judged(problem, values, recipe)
@@ -148,13 +145,13 @@ def verdict(
         def agrees(name: str, value: torch.Tensor | None) -> bool:
             return name in quantities and _judged(problem, {name: value}, recipe, (name,))[name].agrees
 
-        broken = dataclasses.replace(calls, agrees=agrees).broken(asked, values)
-        if "repeated" in asked and not broken:
+        broken = dataclasses.replace(calls, agrees=agrees).broken(chosen, values)
+        if "repeated" in chosen and not broken:
             broken = _later(calls, values, recipe)
     parity = Parity(
         function=_name(function) if function is not None else "actual",
         quantities=quantities,
-        protocol=(*(calls.changed if "inputs" in asked else ()), *broken),
+        protocol=(*(calls.changed if "inputs" in chosen else ()), *broken),
         recipe=recipe.describe(),
         inputs=_described(problem),
     )
