@@ -17,7 +17,7 @@ from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating
 from parity.judge.oracle import ALL_QUANTITIES, gradient_name
-from parity.judge.problem import Problem, call
+from parity.judge.problem import Problem, call, same
 from parity.judge.protocol import same_bits
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 from parity.judge.record import Parity, ParityError
@@ -159,15 +159,17 @@ def verdict(
     def explained() -> Parity:
         if not wrong:
             return parity
-        by = _explained(problem, values, recipe, quantities)
+        in_float64 = _in_float64(function, problem, recipe, wrong)
+        by = _explained(problem, values, recipe, quantities) if in_float64 is not False else None
         looks = {
-            n: hints(v, problem.oracle.exact[n], problem.tensors, problem.inputs, quantities[n].place)
+            n: hints(v, problem.oracle.exact[n], problem.tensors, problem.inputs, quantities[n].place, in_float64)
             for n, v in wrong.items()
         }
         if any(looks.values()):
             by = None  # coarser rounding is spread over all entries, is no factor, and is more than float32's
-        kind = "precision" if _in_float32(function, problem, wrong, by) else "logic"
-        return dataclasses.replace(parity, kind=kind, explained_by=by, hints=looks)
+        right = in_float64 if in_float64 is not None else _in_float32(function, problem, wrong, by)
+        kind = "precision" if right else "logic"
+        return dataclasses.replace(parity, kind=kind, explained_by=by, in_float64=in_float64, hints=looks)
 
     return parity, explained
 
@@ -382,6 +384,45 @@ def _explained(
         recipe, problem.dtype, judged, quantities, values, problem.outputs, casts, True, always, problem.oracle
     )
     return next(explaining.recipes(), None)
+
+
+def _in_float64(
+    function: Any, problem: Problem, recipe: Recipe, wrong: Mapping[str, torch.Tensor | None]
+) -> bool | None:
+    """Whether the function's own code gives the exact values where it computes in float64, casts within it too; False where it
+    gives others that are wrong even so. None where it does not compute so, or neither is clear."""
+    if function is None:
+        return None
+    own = dataclasses.replace(problem, definition=function, also=(), given=problem.cotangents)
+    with contextlib.suppress(Exception):  # a kernel may know no float64
+        found, exact = own.exact, problem.oracle.exact
+        if all(same(found[n], exact[n]) for n in wrong):
+            return True
+        stored = {n: found[n].to(x.dtype) for n, x in wrong.items() if x is not None}
+        agrees = all(j.agrees for j in _judged(problem, stored, recipe, wrong).values())
+        return None if agrees or not _computes_in_float64(own, wrong) else False
+    return None
+
+
+def _computes_in_float64(own: Problem, names: Collection[str]) -> bool:
+    """Whether inputs that are off by 2⁻³⁶ move values by about as little: float32 or less within would not let them move, or move
+    them by a step of its own."""
+    generator = torch.Generator().manual_seed(own.seed)
+
+    def off(x: Any) -> Any:
+        if not is_floating(x):
+            return x
+        signs = torch.randint(2, x.shape, generator=generator).to(x.device, torch.float64) * 2 - 1
+        return x.double() * (1 + signs * 2.0**-36)
+
+    parameters = {name: off(x) for name, x in own.parameters.items()}
+    moved = dataclasses.replace(own, inputs=tree_map(off, dict(own.inputs)), parameters=parameters).exact
+    for name in names:
+        before, there = own.exact[name], own.exact[name] != 0
+        share = ((moved[name] - before).abs() / before.abs())[there]
+        if not (share.numel() and 0 < float(share.median()) < 2.0**-28):
+            return False
+    return True
 
 
 def _in_float32(function: Any, problem: Problem, wrong: Collection[str], explained: str | None) -> bool:

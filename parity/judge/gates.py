@@ -341,3 +341,15 @@ def _worst(
     places = torch.stack(torch.unravel_index(first, v.shape), -1).tolist() if v.dim() else [()]
     values = torch.stack([x.flatten()[first] for x in (v, o, v - o)], -1).tolist()
     return tuple((tuple(place), *found) for place, found in zip(places, values, strict=True))
+
+
+CLEAR = 100.0
+"""Error ÷ allowed from which on a failure is as clear as a larger one."""
+
+
+def as_clear(simpler: float, whole: float) -> bool:
+    """Whether a failure of a simpler case, in error ÷ allowed, may stand for that of the whole: of the same kind, finite or not,
+    and not a mild one in its place, which something else may cause."""
+    if math.isinf(whole) or math.isinf(simpler):
+        return simpler == whole
+    return simpler >= min(whole / 10, CLEAR)

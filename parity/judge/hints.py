@@ -32,15 +32,18 @@ def hints(
     tensors: Mapping[str, torch.Tensor],
     inputs: Mapping[str, Any],
     worst: Sequence[int] = (),
+    in_float64: bool | None = None,
 ) -> list[str]:
-    """Short sentences on value - exact: `patterns`, and whether it is of rounding's size; nothing where shapes differ."""
+    """Short sentences on value - exact: `patterns`, and whether it is of rounding's size, or is known to be by `in_float64`;
+    nothing where shapes differ."""
     if value is None or value.shape != exact.shape or not exact.numel() or not exact.is_floating_point():
         return []
     v, o = value.detach().to(exact), exact
     if not bool(torch.isfinite(v).all()):
         return ["not finite"]
     found = [*patterns(value.detach(), exact, _sizes(tensors, inputs), worst), *_masked(v - o, {**tensors, **inputs})]
-    if 0 < (share := float((v - o).abs().amax() / o.abs().amax().clamp(min=1e-300))) < ROUNDING:
+    share = float((v - o).abs().amax() / o.abs().amax().clamp(min=1e-300))
+    if 0 < share < ROUNDING and in_float64 is not False:
         found.append(f"at most {share:.1g} of the largest entry: is it another correct formula? also=(…) takes one")
     short = o.abs() - v.abs()  # a truncation takes up to a unit, and never adds
     cut = value.dtype == torch.bfloat16 and float(((short >= 0) & (short <= ROUNDED * o.abs())).double().mean())

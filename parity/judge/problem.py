@@ -136,6 +136,11 @@ class Problem:
         }
 
     @property
+    def exact(self) -> Quantities:
+        """Outputs and gradients in float64."""
+        return self._exact[0]
+
+    @property
     def cotangents(self) -> dict[str, torch.Tensor]:
         """Those of the exact run."""
         return self._exact[1]

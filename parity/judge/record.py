@@ -14,9 +14,10 @@ class Parity:
     Attributes:
         function: its name.
         quantities: output, or "grad_" and an input -> its judgement; `headroom` is error ÷ allowed at the tightest gate.
-        kind: "logic", or "precision" where the same inputs in float32 agree, or for float32 inputs tf32 products would; None
-            where all agree.
+        kind: "precision" where the function's own code agrees in float64, or, if it does not run so, the same inputs in
+            float32 agree, or for float32 inputs tf32 products would; else "logic". None where all agree.
         explained_by: the recipe that allows least of some under which all agrees, as declared, tf32 products first; or None.
+        in_float64: whether the function's own code agrees in float64; None where it does not run so, or that decides nothing.
         hints: quantity -> what the error looks like.
         protocol: what does not hold of the protocol of calls, a sentence each.
         recipe: the recipe it was judged by, in words.
@@ -31,6 +32,7 @@ class Parity:
     inputs: str
     kind: str | None = None
     explained_by: str | None = None
+    in_float64: bool | None = None
     hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     case: str = ""
 
@@ -64,8 +66,13 @@ class Parity:
         lines = [f"{self.function} {'differs from' if self.wrong else 'agrees with'} its definition in float64"]
         lines[0] += ", and breaks the protocol of calls" if self.protocol else ""
         if self.kind:
+            own = {
+                None: "",
+                True: "; the same code in float64 is right",
+                False: "; the same code in float64 is wrong too",
+            }
             right = f"; right for code that rounds so: {self.explained_by}" if self.explained_by else ""
-            lines.append(f"  class    {self.kind}{right}")
+            lines.append(f"  class    {self.kind}{own[self.in_float64]}{right}")
         lines += [f"  case     {self.case}"] if self.case else []
         lines += [f"  inputs   {self.inputs}", f"  recipe   {self.recipe}"]
         lines += [f"✗ protocol {line}" for line in self.protocol]

@@ -41,6 +41,10 @@ LOUD, EXACT, ROWS, MOST = 1 / 16, 1 / 64, 16, 0.75
 error below which a row is right; how many rows there must be; the share of right ones above which the error is not rounding. Of
 rounded rows one in a hundred is as near by chance, more where values are exact in 16 bits."""
 
+LEAST = 1 / 32
+"""Error ÷ allowed below which an error is not the rounding that is tried: a replica's own is about a third, code that rounds at
+one of six places of a recipe is off by half as much. Where replicas overflow 16 bits all is allowed."""
+
 Judge = Callable[[Recipe, Collection[str]], Mapping[str, Judgement]]
 """(resolved recipe, quantities) -> their judgements under it, by few replicas."""
 
@@ -142,7 +146,8 @@ class Explaining:
                 judged += [found[name] for name in names if name in found]
                 if not all(name in found and found[name].agrees for name in names):
                     return None
-            if spread and not all(self._off_everywhere(name, wider) for name in self.failing):
+            loudest = max(j.headroom for j in judged[: len(self.failing)])
+            if spread and not (loudest >= LEAST and all(self._off_everywhere(n, wider) for n in self.failing)):
                 return None
         return sum(math.log(max(j.headroom, TINY)) for j in judged)
 

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -20,6 +21,7 @@ from parity.case.profiles import Profile, cases_drawn, dealt, streams
 from parity.compare.result_rows import empty_row
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import CERTAIN, CONFIRMATION, NEAR, REPLICAS
+from parity.judge.gates import as_clear
 from parity.protocol import process_state
 from parity.registry import facts, is_trainer, loss_family, run_case
 from parity.results import recorded
@@ -238,20 +240,24 @@ class Session:
             self._minimise(found[0], sought)
 
     def _minimise(self, case: Case, sought: Sought) -> None:
-        """Go to smaller cases that show all that this one shows, while there is time, and judge the last."""
+        """Go to smaller cases that show all that this one shows as clearly, while there is time, and judge the last."""
         until, asked = time.monotonic() + sought.seconds, set[str]()
 
-        def shown(one: Case) -> set[str]:
+        def shown(one: Case) -> dict[str, float]:
             asked.add(one.id)
             failing = [row for row in self._again(one, sought, sought.gate in ("protocol", "relation")) if row.new]
-            return {row.subject for row in failing} if sought.signature in map(signature_of, failing) else set()
+            sizes = {row.subject: math.inf if row.headroom is None else row.headroom for row in failing}
+            return sizes if sought.signature in map(signature_of, failing) else {}
+
+        def as_it(found: Mapping[str, float]) -> bool:
+            return all(name in found and as_clear(found[name], size) for name, size in whole.items())
 
         whole = shown(case)
         if not whole:  # it shows no more when asked again: its row stands as drawn
             return
         left = smaller(case)
         while time.monotonic() < until and (one := next(left, None)) is not None:
-            if one.id not in asked and whole <= shown(one):
+            if one.id not in asked and as_it(shown(one)):
                 case, left = one, smaller(one)
         chosen = [i for i in self._of(case) if i.id == sought.implementation or i.role == "reference"]
         for row in self._run(case, chosen, None, thorough=True):

@@ -24,6 +24,7 @@ import torch
 
 from parity.judge.assertion import Parity, raise_unless, verdict
 from parity.judge.calls import elsewhere
+from parity.judge.gates import as_clear
 from parity.judge.problem import UPSTREAM
 from parity.judge.recipe import DTYPES
 from parity.judge.values import integers, normal, uniform
@@ -228,18 +229,18 @@ class Case:
             raise
         smallest, hypothesis = self, sys.modules.get("hypothesis")
         if not parity.agrees and not (hypothesis and hypothesis.currently_in_test_context()):  # which shrinks by itself
-            smallest, explained = self._smallest(function, definition, more, parity.failing, explained)
+            smallest, explained = self._smallest(function, definition, more, parity, explained)
         raise_unless(dataclasses.replace(explained(), case=str(smallest)))
 
-    def _smallest(self, function: Any, definition: Any, more: Any, wanted: set[str], why: Any) -> tuple[Case, Any]:
-        """A simpler case that fails in the same quantity or the same part of the protocol, and what explains it."""
+    def _smallest(self, function: Any, definition: Any, more: Any, whole: Parity, why: Any) -> tuple[Case, Any]:
+        """A simpler case that fails as clearly in the same quantity, or in a part of the protocol, and what explains it."""
         case, seen, others = self, {str(self)}, self._simpler()
         while (other := next(others, None)) is not None and len(seen) <= TRIES:
             if str(other) not in seen:
                 seen.add(str(other))
                 with contextlib.suppress(Exception):  # a crash is another failure
                     found, explained = other._verdict(function, definition, more)
-                    if wanted & found.failing:
+                    if any(as_clear(*sizes) for sizes in _of_both(found, whole)):
                         case, why, others = other, explained, other._simpler()
         return case, why
 
@@ -258,6 +259,12 @@ class Case:
         for name, value in self.options.items():
             if value != self.description.options[name][0]:
                 yield dataclasses.replace(self, options={**self.options, name: self.description.options[name][0]})
+
+
+def _of_both(found: Parity, whole: Parity) -> Iterator[tuple[float, float]]:
+    """Error ÷ allowed of each quantity that fails in both; infinite for a part of the protocol."""
+    for name in found.failing & whole.failing:
+        yield (found.wrong[name].headroom, whole.wrong[name].headroom) if name in whole.wrong else (math.inf, math.inf)
 
 
 @dataclasses.dataclass(frozen=True)

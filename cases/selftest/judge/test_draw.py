@@ -10,6 +10,7 @@ import torch
 from cases.selftest.judge.operations import OPERATIONS, hand_rms
 from cases.selftest.mutants.steps import through
 from parity.judge import assertion
+from parity.judge.gates import as_clear
 from parity.judge.problem import UPSTREAM
 from parity.testing import ParityError, draw, index, tensor
 from parity.testing import definitions as D
@@ -170,10 +171,12 @@ def test_a_fault_is_found_and_shrunk_to_an_id(fault):
     assert failure is not None
     smallest = RMS.case(failure.parity.case)
     assert f"  case     {smallest}" in str(failure)
-    assert smallest.sizes["N"] <= 2 and smallest.sizes["H"] <= 2
-    assert not smallest.check_parity(fault, D.rms_norm, protocol="none").agrees
-    simpler = [c for c in map(str, smallest._simpler()) if c != str(smallest)]
-    assert all(RMS.case(c).check_parity(fault, D.rms_norm, protocol="none").agrees for c in simpler)
+    assert smallest.sizes["N"] <= 32 and smallest.sizes["H"] <= 8
+    size = case.check_parity(fault, D.rms_norm, protocol="none").headroom
+    assert as_clear(smallest.check_parity(fault, D.rms_norm, protocol="none").headroom, size)
+    simpler = [RMS.case(c) for c in map(str, smallest._simpler()) if c != str(smallest)]
+    others = [c.check_parity(fault, D.rms_norm, protocol="none") for c in simpler]
+    assert all(other.agrees or not as_clear(other.headroom, size) for other in others)
 
 
 def test_a_failure_is_explained_once(monkeypatch):

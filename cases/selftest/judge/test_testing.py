@@ -628,7 +628,8 @@ def test_the_recipe_holds_float32_to_float32():
     inputs = drawn(torch.float32, x=X, weight=W)
     inside = lambda x, weight: fused_rms_norm(x.bfloat16().float(), weight)  # noqa: E731
     parity = check_parity(inside, rms_norm, inputs)
-    assert "logic; right for code that rounds so: Recipe(softmax='bf16', elementwise='bf16')" in parity.message
+    told = "precision; the same code in float64 is right; right for code that rounds so"
+    assert f"{told}: Recipe(softmax='bf16', elementwise='bf16')" in parity.message
     assert re.search(
         r"gate row, .* times the allowed error: the largest error of one row, such as a token", parity.message
     )
@@ -712,3 +713,38 @@ def test_a_recipe_that_half_of_the_replicas_follow_is_named_for_a_large_tensor()
         lambda logits, target: StoredInBf16.apply(logits, target), definitions.cross_entropy, given, seed=20
     )
     assert "right for code that rounds so: Recipe(log_sum_exp='bf16')" in found.message
+
+
+def _decayed_last(p, g):
+    return (p - 0.1 * g) * (1 - 0.1 * 0.1)
+
+
+CODE = {
+    "cancels": (lambda x: 0.5 * x * (1 + torch.tanh(0.5 * x)), lambda x: x * torch.sigmoid(x), True),
+    "overflows": (lambda x: x.float().mul(20).exp().log() / 20, lambda x: x, True),
+    "narrow within": (lambda x: (x.float() / 3).bfloat16().float(), lambda x: x / 3, True),
+    "another formula": (lambda x: torch.nn.functional.gelu(x), lambda x: torch.nn.functional.gelu(x, approximate="tanh"), False),
+    "another order": (lambda x: _decayed_last(x, x.flip(0)), lambda x: x * (1 - 0.01) - 0.1 * x.flip(0), False),
+    "float32 for sure": (lambda x: torch.from_numpy(x.detach().float().numpy().astype("float32") * np.float32(1.001)), lambda x: x, None),
+}  # fmt: skip
+"""What a function does -> the function, its definition, and whether it is right in float64."""
+
+
+@pytest.mark.parametrize("what", CODE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wrong_code_is_run_in_float64_too(what, dtype):
+    function, definition, right = CODE[what]
+    inputs = {"x": torch.linspace(-20, 20, 81).to(dtype)}
+    parity = check_parity(function, definition, inputs, grad=(), recipe=Recipe(output="fp32"))
+    assert not parity.agrees and parity.in_float64 is right
+    assert right is None or parity.kind == ("precision" if right else "logic")
+    assert right is not False or parity.explained_by is None
+
+
+def test_code_that_takes_products_in_tf32_whatever_it_is_given_is_not_called_wrong_in_float64():
+    def kernel(a, b):
+        with CutOperands("tf32"):
+            return a @ b
+
+    parity = check_parity(kernel, lambda a, b: a @ b, drawn(torch.float32, a=(65, 300), b=(300, 70)), grad=())
+    assert parity.in_float64 is None
