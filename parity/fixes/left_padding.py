@@ -16,9 +16,13 @@ from parity.fixes.patch import ALREADY, Change, Patch
 NAME = "move_padding_right"
 _LEFT = 33
 """Padding of the probe: no multiple of the block that a model compresses."""
-_BY_POSITION = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids")
+_ROUNDED = 4
+"""Units of the dtype, or eight of float32 for rotary positions that are far apart, that the probe's logits may be off by."""
+_BY_POSITION = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _PLACED = ("position_ids", "past_key_values", "state", "pixel_values")
 """Arguments by which a caller says itself where tokens stand."""
+_IN_COLUMNS = ("use_cache", "output_attentions")
+"""What asks for results that are not moved back."""
 
 
 def move_padding_right(trainer_or_model: Any) -> Patch:
@@ -29,12 +33,13 @@ def move_padding_right(trainer_or_model: Any) -> Patch:
     first column (GPT-2, GPT-BigCode, BioGPT, XGLM), has a state that padding goes into (RecurrentGemma), or makes
     blocks from the first column on (DeepSeek-V4).
 
-    The backbone is given each row, (B, T), with its tokens from the first column on and padding behind them, which no
-    token of a causal model sees; hidden states, (B, T, H), and router logits, (B * T, E), go back to the caller's columns.
-    Calls with positions, a cache or images are left as they are: what `generate` draws is not repaired. Need is decided
-    on a probe, 36 tokens with and without padding, without gradient, in eval mode. Nothing is done where padding changes
-    the logits by no more than rounding, where moving it does not mend them, where the probe fails, or under ZeRO-3.
-    Accepts a trainer (its model and reference model) or a model.
+    The backbone is given each row, (B, T), with its tokens (virtual ones of prompt tuning too) from the first column on and
+    padding behind them, which no token of a causal model sees; hidden states, (B, T, H), and router logits, (B * T, E), go
+    back to the caller's columns. Calls with positions, images, a cache (prefix tuning) or for attention weights are left
+    as they are: what `generate` draws is not repaired. Need is decided on a probe, 36 tokens with and without padding,
+    without gradient, in eval mode. Nothing is done where padding changes the logits, less their mean, by no more than
+    rounding, where moving it does not mend them, where the probe fails, for encoder-decoders, for aLoRA, which counts from a
+    row's end, or under ZeRO-3. Accepts a trainer (its model and reference model) or a model.
     """
     changed: list[str] = []
     reasons: list[str] = []
@@ -64,47 +69,50 @@ def _models(trainer_or_model: Any) -> list[Any]:
 
 
 def _moved(backbone: nn.Module) -> Change:
-    """Gives `backbone` a forward that computes rows that are padded on the left from their first token."""
-
+    """Gives `backbone` a forward that computes the tokens of each row in a row of their own."""
     names = tuple(inspect.signature(backbone.forward).parameters)
+    uncached = {"use_cache": False} if "use_cache" in names else {}
 
     def forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs |= dict(zip(names, args, strict=False))
-        left = _left(kwargs)
-        if left is None:
+        order = _order(kwargs)
+        if order is None:
             return original(**kwargs)
-        found = original(**kwargs | {n: _rolled(kwargs[n], left) for n in _BY_POSITION if kwargs.get(n) is not None})
-        found.last_hidden_state = _rolled(found.last_hidden_state, -left)
+        given = {n: _taken(kwargs[n], order) for n in _BY_POSITION if kwargs.get(n) is not None}
+        found, back = original(**kwargs | given | uncached), order.argsort(1)
+        found.last_hidden_state = _taken(found.last_hidden_state, back)
         if found.get("hidden_states") is not None:
-            found.hidden_states = tuple(_rolled(x, -left) for x in found.hidden_states)
+            found.hidden_states = tuple(_taken(x, back) for x in found.hidden_states)
         if found.get("router_logits") is not None:
-            rows = (len(left), -1)
-            found.router_logits = tuple(_rolled(x.unflatten(0, rows), -left).flatten(0, 1) for x in found.router_logits)
+            rows = (len(back), -1)
+            found.router_logits = tuple(_taken(x.unflatten(0, rows), back).flatten(0, 1) for x in found.router_logits)
         return found
 
     return override(backbone, "forward", NAME, forward)
 
 
-def _left(kwargs: dict[str, Any]) -> Tensor | None:
-    """The padding before each row's first token, (B,); None where there is none, or the call is not to be moved."""
+def _order(kwargs: dict[str, Any]) -> Tensor | None:
+    """The columns of each row, those of tokens first, (B, T); None where they stand so, or the call is not to be moved."""
     mask = kwargs.get("attention_mask")
-    told = kwargs.get("return_dict") is False or any(kwargs.get(name) is not None for name in _PLACED)
-    if told or not isinstance(mask, Tensor) or mask.dim() != 2:
+    told = any(kwargs.get(name) is not None for name in _PLACED) or any(kwargs.get(name) for name in _IN_COLUMNS)
+    if told or kwargs.get("return_dict") is False or not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
-    left = (mask != 0).int().argmax(1)
-    return left if bool(left.any()) else None
+    padding = (mask == 0).int()
+    return padding.argsort(dim=1, stable=True) if bool((padding.diff(dim=1) < 0).any()) else None
 
 
-def _rolled(x: Tensor, left: Tensor) -> Tensor:
-    """Row b of (B, T, …) moved to the left by `left[b]`; what leaves it there enters at its end."""
-    columns = torch.arange(x.shape[1], device=x.device) + left.to(x.device).unsqueeze(1)
-    return x[torch.arange(x.shape[0], device=x.device).unsqueeze(1), columns % x.shape[1]]
+def _taken(x: Tensor, order: Tensor) -> Tensor:
+    """(B, T, …) with the columns of each row in this order."""
+    return x[torch.arange(len(x), device=x.device).unsqueeze(1), order.to(x.device)]
 
 
 def _fine(model: Any, backbone: Any) -> str | None:
     """Why padding need not be moved; None where it must be."""
-    if backbone is model:
-        return "it has no backbone"
+    if backbone is model or model.config.is_encoder_decoder:
+        return "it is no decoder with a backbone"
+    adapters = getattr(model, "peft_config", {}).values()
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
+        return "aLoRA counts from a row's end"
     if in_shards(model):
         return "ZeRO-3 holds it in shards, and no token can be tried"
     ids, mask = probe(model).values()
@@ -123,7 +131,8 @@ def _fine(model: Any, backbone: Any) -> str | None:
                 moved = logits(**padded)
     except Exception as error:
         return f"it could not be tried ({type(error).__name__}: {error})"
-    size, off, mended = (float(z.double().norm()) for z in (whole, beside - whole, moved - whole))
-    if off <= 16 * torch.finfo(whole.dtype).eps * size:
+    centre = whole.double().mean(-1, keepdim=True)
+    size, off, mended = (float(z.norm()) for z in (whole - centre, *(z.double() - whole for z in (beside, moved))))
+    if off <= _ROUNDED * max(torch.finfo(whole.dtype).eps, 8 * torch.finfo(torch.float32).eps) * size:
         return "padding on the left changes nothing"
-    return None if mended < off / 2 else "padding on the right changes it too"
+    return None if mended < off / 2 else "moving the padding does not change what it changes"

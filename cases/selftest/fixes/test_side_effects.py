@@ -4,8 +4,10 @@ import copy
 import pickle
 import types
 
+import peft
 import pytest
 import torch
+import transformers
 from trl.models import utils as model_utils
 from trl.trainer import utils as trl_utils
 
@@ -182,7 +184,28 @@ def test_padding_on_the_left_has_no_effect_on_a_row(name):
         for mine, right in zip(taken(padded, places), alone, strict=True):
             assert torch.allclose(mine, right, atol=1e-4)
         assert not own or torch.equal(given, model(**padded, **own).logits)
+        # a virtual token before the padding
+        behind = [torch.cat([x[:, 3:4], x[:, :3], x[:, 4:]], 1) for x in padded.values()]
+        found = model(**dict(zip(padded, behind, strict=True)), use_cache=False).logits
+        assert torch.allclose(torch.cat([found[:, :1], found[:, 4:]], 1), alone[0], atol=1e-4)
     assert torch.equal(given, model(**padded, **own).logits)
+
+
+def test_padding_is_moved_in_16_bits_and_not_where_something_else_counts_columns():
+    """A level that all logits share, which a softmax does not see, hides no change; an encoder's mask is no decoder's."""
+    model = models.model("gpt2").eval()
+    head = torch.nn.Linear(32, models.VOCABULARY)
+    head.weight.data.copy_(model.lm_head.weight.data)
+    head.bias.data.fill_(-100.0)
+    model.lm_head = head
+    assert patches.move_padding_right(model.bfloat16())
+    bart = transformers.BartForConditionalGeneration(
+        transformers.BartConfig(vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16)
+    )
+    assert "decoder" in patches.move_padding_right(bart).reason
+    counted = models.model("gpt2")
+    counted.peft_config = {"default": peft.LoraConfig(alora_invocation_tokens=[3], task_type="CAUSAL_LM")}
+    assert "aLoRA" in patches.move_padding_right(counted).reason
 
 
 def test_a_trainer_holds_its_patch_once():

@@ -723,10 +723,14 @@ CODE = {
     "cancels": (lambda x: 0.5 * x * (1 + torch.tanh(0.5 * x)), lambda x: x * torch.sigmoid(x), True),
     "overflows": (lambda x: x.float().mul(20).exp().log() / 20, lambda x: x, True),
     "narrow within": (lambda x: (x.float() / 3).bfloat16().float(), lambda x: x / 3, True),
-    "another formula": (lambda x: torch.nn.functional.gelu(x), lambda x: torch.nn.functional.gelu(x, approximate="tanh"), False),
+    "another formula": (F.gelu, functools.partial(F.gelu, approximate="tanh"), False),
     "another order": (lambda x: _decayed_last(x, x.flip(0)), lambda x: x * (1 - 0.01) - 0.1 * x.flip(0), False),
-    "float32 for sure": (lambda x: torch.from_numpy(x.detach().float().numpy().astype("float32") * np.float32(1.001)), lambda x: x, None),
-}  # fmt: skip
+    "float32 for sure": (
+        lambda x: torch.from_numpy(np.float32(x.detach().float()) * np.float32(1.001)),
+        lambda x: x,
+        None,
+    ),
+}
 """What a function does -> the function, its definition, and whether it is right in float64."""
 
 

@@ -218,7 +218,7 @@ def session(tmp_path, monkeypatch):
         rows: list = []
         profile = dataclasses.replace(PROFILES["pr"], **fields)
         note = lambda event: rows.append(event.row) if isinstance(event, Judged) else None  # noqa: E731
-        return Session(chosen, "pr", profile, DTYPES, "cpu", Ledger((), tmp_path), tmp_path, note), rows
+        return Session(chosen, "pr", profile, DTYPES, "cpu", Ledger((), tmp_path), note), rows
 
     return begun
 

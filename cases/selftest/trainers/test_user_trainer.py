@@ -193,9 +193,9 @@ class Halved(DPOTrainer):
 
 
 @pytest.fixture
-def session(tmp_path):
+def session():
     """A session with the ledger that ships; implementations are set by the test."""
-    return Session((), "quick", Profile({}), ("fp32",), "cpu", Ledger.load(data.ledger_file()), tmp_path, print)
+    return Session((), "quick", Profile({}), ("fp32",), "cpu", Ledger.load(data.ledger_file()), print)
 
 
 def known(session, case):
