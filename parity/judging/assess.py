@@ -18,7 +18,9 @@ from parity.case.layouts import elsewhere
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS, escalate, if_near
 from parity.judge.gates import Judgement, failed, judge
+from parity.judge.operations import as_definition, is_floating
 from parity.judge.oracle import Oracle, Quantities, gradient_name
+from parity.judge.problem import same
 from parity.judge.products import CutOperands
 from parity.judge.protocol import same_bits
 from parity.judge.recipe import DTYPES, EAGER, Recipe
@@ -155,6 +157,13 @@ class CaseOracle:
         inputs = dataclasses.replace(self.inputs, case=case, tensors=tensors, settings=settings)
         return CaseOracle(self.family, inputs, self.exact, self.most)
 
+    @property
+    def in_float64(self) -> Inputs:
+        """The inputs in float64."""
+        tensors = self.inputs.tensors.items()
+        wide = {k: elsewhere(v, dtype=torch.float64) if v is not None and is_floating(v) else v for k, v in tensors}
+        return dataclasses.replace(self.inputs, tensors=wide)
+
 
 def _on(inputs: Inputs, device: str) -> Inputs:
     return inputs.replace(**{k: None if v is None else elsewhere(v, device=device) for k, v in inputs.tensors.items()})
@@ -255,7 +264,8 @@ def confirmed(oracle: CaseOracle, implementation: Implementation, outcome: Outco
 
 
 def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequence[str]) -> dict[str, Class]:
-    """ "logic" for each quantity that float32 does not repair and no other float32 recipe explains, else "precision"."""
+    """ "logic" for each quantity that float32 does not repair and no other float32 recipe explains, else "precision"; that too
+    where a user's function gives the exact value in float64."""
     narrow = oracle.inputs.product_dtype != "fp32"
     precise = oracle.in_float32 if narrow else oracle
     outcome = execute(implementation, precise.inputs)
@@ -268,7 +278,16 @@ def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequen
     else:  # it has no float32: would the coarsest recipe of its dtype explain it?
         again = execute(implementation, oracle.inputs)
         found = judged(oracle, implementation, again, EAGER.resolve(oracle.inputs.case.dtype), failing)
-    return {name: "precision" if name in found and found[name].agrees else "logic" for name in failing}
+    right = {name for name in failing if name in found and found[name].agrees}
+    if implementation.is_function and not right.issuperset(failing):
+        with as_definition(DTYPES[precise.inputs.case.dtype]):
+            exactly = execute(implementation, precise.in_float64).quantities
+        right |= {n for n in failing if n in oracle.exact and _is(exactly.get(n), oracle.exact[n])}
+    return {name: "precision" if name in right else "logic" for name in failing}
+
+
+def _is(value: torch.Tensor | None, exact: torch.Tensor) -> bool:
+    return value is not None and same(value.to(exact.device), exact)
 
 
 def followed_variant(

@@ -112,6 +112,20 @@ def test_what_autocast_explains_is_precision():
     assert classify(of, wrong, ["logps"]) == {"logps": "logic"}
 
 
+def lifted(hidden, weight, ids):
+    """Logits that cancel: float32 loses their last digits."""
+    logits = (hidden.float() @ weight.float().T + 1e5) - 1e5
+    return torch.log_softmax(logits, -1).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
+
+
+def test_what_the_same_code_has_right_in_float64_is_precision():
+    of, own = oracle(), from_function(lifted, "my_kernel.py:lifted")
+    assert not confirmed(of, own, execute(own, of.inputs))["logps"].agrees
+    assert classify(of, own, ["logps"]) == {"logps": "precision"}
+    wrong = from_function(lambda hidden, weight, ids: 1.001 * lifted(hidden, weight, ids), "my_kernel.py:wrong")
+    assert classify(of, wrong, ["logps"]) == {"logps": "logic"}
+
+
 @pytest.mark.parametrize(
     ("what", "verdict", "says"),
     [
