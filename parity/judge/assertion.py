@@ -15,7 +15,7 @@ from parity.judge.calls import FunctionCalls, elsewhere, other_values, parts, to
 from parity.judge.escalation import CERTAIN, CONFIRMATION, HELD, LARGE, REPLICAS, TWICE, escalate
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
-from parity.judge.operations import is_floating
+from parity.judge.operations import is_floating, without_kernels
 from parity.judge.oracle import ALL_QUANTITIES, gradient_name
 from parity.judge.problem import Problem, call, same
 from parity.judge.protocol import same_bits
@@ -394,7 +394,7 @@ def _in_float64(
     if function is None:
         return None
     own = dataclasses.replace(problem, definition=function, also=(), given=problem.cotangents)
-    with contextlib.suppress(Exception):  # a kernel may know no float64
+    with contextlib.suppress(Exception), without_kernels():
         found, exact = own.exact, problem.oracle.exact
         if all(same(found[n], exact[n]) for n in wrong):
             return True

@@ -18,7 +18,7 @@ from parity.case.layouts import elsewhere
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS, escalate, if_near
 from parity.judge.gates import Judgement, failed, judge
-from parity.judge.operations import as_definition, is_floating
+from parity.judge.operations import as_definition, is_floating, without_kernels
 from parity.judge.oracle import Oracle, Quantities, gradient_name
 from parity.judge.problem import same
 from parity.judge.products import CutOperands
@@ -280,7 +280,7 @@ def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequen
         found = judged(oracle, implementation, again, EAGER.resolve(oracle.inputs.case.dtype), failing)
     right = {name for name in failing if name in found and found[name].agrees}
     if implementation.is_function and not right.issuperset(failing):
-        with as_definition(DTYPES[precise.inputs.case.dtype]):
+        with without_kernels(), as_definition(DTYPES[precise.inputs.case.dtype]):
             exactly = execute(implementation, precise.in_float64).quantities
         right |= {n for n in failing if n in oracle.exact and _is(exactly.get(n), oracle.exact[n])}
     return {name: "precision" if name in right else "logic" for name in failing}

@@ -752,3 +752,19 @@ def test_code_that_takes_products_in_tf32_whatever_it_is_given_is_not_called_wro
 
     parity = check_parity(kernel, lambda a, b: a @ b, drawn(torch.float32, a=(65, 300), b=(300, 70)), grad=())
     assert parity.in_float64 is None
+
+
+def test_a_triton_kernel_is_not_launched_on_float64():
+    """Its tensors would be float64, and tell it that they are of another dtype."""
+    from triton.runtime import jit
+
+    launched = []
+
+    class Kernel(jit.KernelInterface):
+        def run(self, x, **options):
+            launched.append(x.dtype)
+            return 1.01 * x
+
+    parity = check_parity(lambda x: Kernel()[(1,)](x), lambda x: x, {"x": torch.ones(5)}, grad=(), protocol="none")
+    assert not parity.agrees and parity.in_float64 is None
+    assert launched == [torch.float32]
