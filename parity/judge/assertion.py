@@ -1,6 +1,7 @@
 """`assert_parity`: a function against its definition in float64, forward and backward, with tolerances derived from rounding."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import warnings
@@ -17,7 +18,7 @@ from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
 from parity.judge.operations import is_floating, without_kernels
 from parity.judge.oracle import ALL_QUANTITIES, gradient_name
-from parity.judge.problem import Problem, call, same
+from parity.judge.problem import Problem, call, same_in_float64
 from parity.judge.protocol import same_bits
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 from parity.judge.record import Parity, ParityError
@@ -393,10 +394,11 @@ def _in_float64(
     gives others that are wrong even so. None where it does not compute so, or neither is clear."""
     if function is None:
         return None
-    own = dataclasses.replace(problem, definition=function, also=(), given=problem.cotangents)
     with contextlib.suppress(Exception), without_kernels():
+        kept = copy.deepcopy(function)  # what an object keeps of a call is float64
+        own = dataclasses.replace(problem, definition=kept, also=(), given=problem.cotangents)
         found, exact = own.exact, problem.oracle.exact
-        if all(same(found[n], exact[n]) for n in wrong):
+        if all(same_in_float64(found[n], exact[n]) for n in wrong):
             return True
         stored = {n: found[n].to(x.dtype) for n, x in wrong.items() if x is not None}
         agrees = all(j.agrees for j in _judged(problem, stored, recipe, wrong).values())
@@ -404,24 +406,33 @@ def _in_float64(
     return None
 
 
-def _computes_in_float64(own: Problem, names: Collection[str]) -> bool:
-    """Whether inputs that are off by 2⁻³⁶ move values by about as little: float32 or less within would not let them move, or move
-    them by a step of its own."""
-    generator = torch.Generator().manual_seed(own.seed)
+@dataclasses.dataclass(frozen=True)
+class _Moved(Problem):
+    """A problem in whose float64 run each entry of one tensor is off by 2⁻³⁶."""
 
-    def off(x: Any) -> Any:
-        if not is_floating(x):
-            return x
+    one: str = ""
+
+    def _double(self, stack: int | None) -> dict[str, torch.Tensor]:
+        found = super()._double(stack)
+        x = found[self.one]
+        generator = torch.Generator().manual_seed(self.seed)
         signs = torch.randint(2, x.shape, generator=generator).to(x.device, torch.float64) * 2 - 1
-        return x.double() * (1 + signs * 2.0**-36)
+        with torch.no_grad():
+            x.mul_(1 + signs * 2.0**-36)
+        return found
 
-    parameters = {name: off(x) for name, x in own.parameters.items()}
-    moved = dataclasses.replace(own, inputs=tree_map(off, dict(own.inputs)), parameters=parameters).exact
-    for name in names:
-        before, there = own.exact[name], own.exact[name] != 0
-        share = ((moved[name] - before).abs() / before.abs())[there]
-        if not (share.numel() and 0 < float(share.median()) < 2.0**-28):
-            return False
+
+def _computes_in_float64(own: Problem, names: Collection[str]) -> bool:
+    """Whether each input that is off by 2⁻³⁶ moves values by about as little: float32 or less within would not let them move, or
+    move them by a step of its own."""
+    fields = {f.name: getattr(own, f.name) for f in dataclasses.fields(own)}
+    for one in (n for n, x in own.tensors.items() if is_floating(x)):
+        moved = _Moved(**fields, one=one).exact
+        for name in names:
+            before, there = own.exact[name], own.exact[name] != 0
+            share = ((moved[name] - before).abs() / before.abs())[there]
+            if not (share.numel() and 0 < float(share.median()) < 2.0**-28):
+                return False
     return True
 
 

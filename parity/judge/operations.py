@@ -466,9 +466,11 @@ def _plain(x: Any) -> bool:
 def without_kernels() -> Iterator[None]:
     """A Triton kernel that is launched raises: its tensors would be float64 and say that they are of another dtype."""
     jit = sys.modules.get("triton.runtime.jit")
-    if jit is None:
-        yield
-        return
     refused = RuntimeError("a Triton kernel does not compute in float64")
-    with mock.patch.object(jit.KernelInterface, "__getitem__", side_effect=refused):
+    kinds = [jit.KernelInterface] if jit else []
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+            if "run" in vars(kind):
+                stack.enter_context(mock.patch.object(kind, "run", side_effect=refused))
         yield

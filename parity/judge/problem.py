@@ -72,6 +72,14 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, u, u * top, equal_nan=True)
 
 
+def same_in_float64(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two runs in float64 differ by no more than a formula that loses a third of its digits does."""
+    top = float(b.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if b.numel() else 0.0
+    return a.shape == b.shape and torch.allclose(
+        a.detach().double(), b.double(), 2.0**-32, 2.0**-44 * top, equal_nan=True
+    )
+
+
 def _moved(found: Quantities, exact: Quantities) -> bool:
     """Whether an entry is off by more than float32 can tell, and none by half of float32's digits, as beyond a jump."""
     u = UNIT_ROUNDOFF["fp32"]

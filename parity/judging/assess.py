@@ -20,7 +20,7 @@ from parity.judge.escalation import REPLICAS, escalate, if_near
 from parity.judge.gates import Judgement, failed, judge
 from parity.judge.operations import as_definition, is_floating, without_kernels
 from parity.judge.oracle import Oracle, Quantities, gradient_name
-from parity.judge.problem import same
+from parity.judge.problem import same_in_float64
 from parity.judge.products import CutOperands
 from parity.judge.protocol import same_bits
 from parity.judge.recipe import DTYPES, EAGER, Recipe
@@ -287,7 +287,7 @@ def classify(oracle: CaseOracle, implementation: Implementation, failing: Sequen
 
 
 def _is(value: torch.Tensor | None, exact: torch.Tensor) -> bool:
-    return value is not None and same(value.to(exact.device), exact)
+    return value is not None and same_in_float64(value.to(exact.device), exact)
 
 
 def followed_variant(

@@ -233,14 +233,14 @@ class Case:
         raise_unless(dataclasses.replace(explained(), case=str(smallest)))
 
     def _smallest(self, function: Any, definition: Any, more: Any, whole: Parity, why: Any) -> tuple[Case, Any]:
-        """A simpler case that fails as clearly in the same quantity, or in a part of the protocol, and what explains it."""
+        """A simpler case that fails as clearly in the worst quantity, or in a part of the protocol, and what explains it."""
         case, seen, others = self, {str(self)}, self._simpler()
         while (other := next(others, None)) is not None and len(seen) <= TRIES:
             if str(other) not in seen:
                 seen.add(str(other))
                 with contextlib.suppress(Exception):  # a crash is another failure
                     found, explained = other._verdict(function, definition, more)
-                    if any(as_clear(*sizes) for sizes in _of_both(found, whole)):
+                    if _stands_for(found, whole):
                         case, why, others = other, explained, other._simpler()
         return case, why
 
@@ -261,10 +261,12 @@ class Case:
                 yield dataclasses.replace(self, options={**self.options, name: self.description.options[name][0]})
 
 
-def _of_both(found: Parity, whole: Parity) -> Iterator[tuple[float, float]]:
-    """Error ÷ allowed of each quantity that fails in both; infinite for a part of the protocol."""
-    for name in found.failing & whole.failing:
-        yield (found.wrong[name].headroom, whole.wrong[name].headroom) if name in whole.wrong else (math.inf, math.inf)
+def _stands_for(found: Parity, whole: Parity) -> bool:
+    """Whether a verdict shows the worst quantity of another as clearly, or a part of the protocol that does not hold there."""
+    if not whole.wrong:
+        return not found.failing.isdisjoint(whole.failing)
+    worst = next(iter(whole.wrong))
+    return worst in found.wrong and as_clear(found.wrong[worst].headroom, whole.wrong[worst].headroom)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -200,9 +200,10 @@ def conversations(call: CheckCall) -> Iterator[Quantity]:
         except ValueError as error:
             raise Unsupported(f"refused: {error}") from error
     if turns in ("one", "prefilled", "texts"):
-        read = _read(run.built, run.tokenizer()) if turns == "texts" else []
+        rewarded = turns == "texts" and hasattr(run.built, "reward_funcs")
+        read = _read(run.built, run.tokenizer()) if rewarded else []
         yield run.all_there()
-        if read:
+        if rewarded:
             begun = sum(ids[0] == models.BOS for ids in read)
             yield holds("reward model", begun == len(read), f"{begun} of {len(read)} begin with <bos>")
             trained = recorder.sequences_of(run.steps.batches)
