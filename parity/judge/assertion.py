@@ -402,7 +402,7 @@ def _in_float64(
             return True
         stored = {n: found[n].to(x.dtype) for n, x in wrong.items() if x is not None}
         agrees = all(j.agrees for j in _judged(problem, stored, recipe, wrong).values())
-        return None if agrees or not _computes_in_float64(own, wrong) else False
+        return None if agrees or not _computes_in_float64(own, problem, wrong) else False
     return None
 
 
@@ -422,18 +422,19 @@ class _Moved(Problem):
         return found
 
 
-def _computes_in_float64(own: Problem, names: Collection[str]) -> bool:
-    """Whether each input that is off by 2⁻³⁶ moves values by about as little: float32 or less within would not let them move, or
-    move them by a step of its own."""
-    fields = {f.name: getattr(own, f.name) for f in dataclasses.fields(own)}
-    for one in (n for n, x in own.tensors.items() if is_floating(x)):
-        moved = _Moved(**fields, one=one).exact
-        for name in names:
-            before, there = own.exact[name], own.exact[name] != 0
-            share = ((moved[name] - before).abs() / before.abs())[there]
-            if not (share.numel() and 0 < float(share.median()) < 2.0**-28):
-                return False
-    return True
+def _computes_in_float64(own: Problem, problem: Problem, names: Collection[str]) -> bool:
+    """Whether each input that is off by 2⁻³⁶, and moves the definition, moves values by about as little: float32 or less within
+    would not let them move, or move them by a step of its own."""
+    moves = [(_movement(problem, n), _movement(own, n)) for n, x in problem.tensors.items() if is_floating(x)]
+    there = [of_own[name] for of_definition, of_own in moves for name in names if of_definition[name] > 0]
+    return bool(there) and all(0 < share < 2.0**-28 for share in there)
+
+
+def _movement(of: Problem, one: str) -> dict[str, float]:
+    """Quantity -> the median change of its entries that are not 0, as a share of them, where one tensor is off by 2⁻³⁶."""
+    moved = _Moved(**{f.name: getattr(of, f.name) for f in dataclasses.fields(of)}, one=one).exact
+    shares = {n: ((moved[n] - x).abs() / x.abs())[x != 0] for n, x in of.exact.items() if x.is_floating_point()}
+    return {n: float(share.median()) if share.numel() else 0.0 for n, share in shares.items()}
 
 
 def _in_float32(function: Any, problem: Problem, wrong: Collection[str], explained: str | None) -> bool:
