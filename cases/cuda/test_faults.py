@@ -32,8 +32,8 @@ ANSWER, FIRST = 15.0, 60.0
         ("hangs", "timed-out", r"no answer for .*fixtures/cuda_faults\.py:\d+ hangs"),
     ],
 )
-def test_a_fault_is_one_verdict_and_the_run_goes_on(name, verdict, said, tmp_path):
-    plan = plan_of(tmp_path, [f"fixtures/cuda_faults.py:{name}", "fixtures/kernels.py:right"]) | {"device": DEVICE}
+def test_a_fault_is_one_verdict_and_the_run_goes_on(name, verdict, said):
+    plan = plan_of([f"fixtures/cuda_faults.py:{name}", "fixtures/kernels.py:right"]) | {"device": DEVICE}
     excluded = ("trl.selective_log_softmax",)
     shard = Shard(family="logprobs", kind="drawn", count=CASES, of=CASES, seed=SEED, exclude=excluded)
     events = [event for _, event in supervisor.run([plan], ShardQueue([shard]), ANSWER, FIRST)]

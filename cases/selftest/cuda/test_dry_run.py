@@ -62,10 +62,10 @@ def test_sizes(monkeypatch):
         test_large.test_beyond_2_31_logits("trl.selective_log_softmax")
 
 
-def test_too_much_memory(tmp_path, monkeypatch):
+def test_too_much_memory(monkeypatch):
     """The body of the tests of faults, with the one fault that a CPU has."""
     monkeypatch.setattr(test_faults, "DEVICE", "cpu")
-    test_faults.test_a_fault_is_one_verdict_and_the_run_goes_on("takes_too_much", "out-of-memory", "memory", tmp_path)
+    test_faults.test_a_fault_is_one_verdict_and_the_run_goes_on("takes_too_much", "out-of-memory", "memory")
 
 
 @pytest.mark.parametrize(("triton", "late"), [("3.8.1", True), ("3.9.0", False), (None, False)])
