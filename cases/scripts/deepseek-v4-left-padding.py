@@ -2,6 +2,7 @@
 # DeepseekV4CSACompressor and DeepseekV4HCACompressor compress blocks of 4 and 128 tokens from the row's first column on, padding among them.
 import torch
 import transformers
+from setup_padded import log_probs, trained
 
 torch.manual_seed(0)
 SIZE = dict(
@@ -11,27 +12,14 @@ SIZE |= dict(q_lora_rank=8, moe_intermediate_size=16, n_routed_experts=4, num_ex
 KINDS = {"compressed_sparse_attention": 8, "heavily_compressed_attention": 128}
 ids = torch.randint(3, 32, (1, 24), generator=torch.Generator().manual_seed(0))
 
-
-def log_probs(model, left, positions):
-    padded = torch.nn.functional.pad(ids, (left, 0))
-    counted = torch.nn.functional.pad(torch.ones_like(ids), (left, 0))
-    more = dict(position_ids=(counted.cumsum(1) - 1).clamp(min=0)) if positions else {}
-    with torch.no_grad():
-        logits = model(input_ids=padded, attention_mask=counted, use_cache=False, **more).logits[:, left:-1]
-    return logits.double().log_softmax(-1).gather(-1, ids[:, 1:, None])[0, :, 0]
-
-
 print("| layers | padding tokens on the left | log-probs off by at most | with position_ids |\n|---|---:|---:|---:|")
 worst = 0.0
 for kind, furthest in KINDS.items():
     config = transformers.DeepseekV4Config(**SIZE, layer_types=[kind] * 2)
-    model = transformers.DeepseekV4ForCausalLM(config).eval()
-    for weight in model.parameters():
-        if weight.dim() >= 2:  # as large as a trained model's
-            weight.data.normal_(0.0, weight.shape[-1] ** -0.5)
+    model = trained(transformers.DeepseekV4ForCausalLM(config).eval())
     for left in (0, 1, 2, 3, 4, furthest):
-        right = log_probs(model, 0, False)
-        found = [float((log_probs(model, left, told) - right).abs().max()) for told in (False, True)]
+        right = log_probs(model, ids, 0)
+        found = [float((log_probs(model, ids, left, told) - right).abs().max()) for told in (False, True)]
         worst = max(worst, *found)
         print(f"| {kind} | {left} | {found[0]:.3g} | {found[1]:.3g} |")
 raise SystemExit(int(worst > 1e-4))

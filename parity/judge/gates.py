@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -353,3 +354,8 @@ def as_clear(simpler: float, whole: float) -> bool:
     if math.isinf(whole) or math.isinf(simpler):
         return simpler == whole
     return simpler >= min(whole / 10, CLEAR)
+
+
+def stands_for(simpler: Mapping[str, float], whole: Mapping[str, float]) -> bool:
+    """Whether a simpler case fails `as_clear` in all that the whole does; what fails -> error ÷ allowed."""
+    return all(name in simpler and as_clear(simpler[name], size) for name, size in whole.items())

@@ -65,19 +65,18 @@ def upstream(kind: str, name: str, like: torch.Tensor, seed: int, dtype: str) ->
     return random * (1 if kind == "random" else SCALED_FP16 if dtype == "fp16" else SCALED)
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two runs in float64 differ by less than float32 can tell, as sums in another order do."""
-    a, b, u = a.detach().double(), b.detach().double(), UNIT_ROUNDOFF["fp32"]
+def same(
+    a: torch.Tensor, b: torch.Tensor, rtol: float = UNIT_ROUNDOFF["fp32"], atol: float = UNIT_ROUNDOFF["fp32"]
+) -> bool:
+    """Whether two runs in float64 differ by less than float32 can tell, as sums in another order do; `atol` is a share of the
+    largest entry."""
+    a, b = a.detach().double(), b.detach().double()
     top = float(a.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if a.numel() else 0.0
-    return a.shape == b.shape and torch.allclose(a, b, u, u * top, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(a, b, rtol, atol * top, equal_nan=True)
 
 
-def same_in_float64(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two runs in float64 differ by no more than a formula that loses a third of its digits does."""
-    top = float(b.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if b.numel() else 0.0
-    return a.shape == b.shape and torch.allclose(
-        a.detach().double(), b.double(), 2.0**-32, 2.0**-44 * top, equal_nan=True
-    )
+same_in_float64 = functools.partial(same, rtol=2.0**-32, atol=2.0**-44)
+"""Whether they differ by no more than a formula that loses a third of float64's digits does."""
 
 
 def _moved(found: Quantities, exact: Quantities) -> bool:

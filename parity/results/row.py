@@ -1,6 +1,7 @@
 """The rows of a results file: the header, one for each judged quantity with its verdict, the shards that are done, the end."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -97,6 +98,15 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True, rename={"cls": "clas
     def subject(self) -> str:
         """The quantity; where there is none, the verdict."""
         return self.quantity or self.verdict
+
+
+def failures(rows: Iterable[Row]) -> dict[str, float]:
+    """What fails -> its largest error ÷ allowed, infinite where it has none."""
+    out: dict[str, float] = {}
+    for row in rows:
+        if row.failing:
+            out[row.subject] = max(out.get(row.subject, 0.0), math.inf if row.headroom is None else row.headroom)
+    return out
 
 
 def stopped_by(message: str) -> tuple[str, str]:

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -21,13 +20,13 @@ from parity.case.profiles import Profile, cases_drawn, dealt, streams
 from parity.compare.result_rows import empty_row
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import CERTAIN, CONFIRMATION, NEAR, REPLICAS
-from parity.judge.gates import as_clear
+from parity.judge.gates import stands_for
 from parity.protocol import process_state
 from parity.registry import facts, is_trainer, loss_family, run_case
 from parity.results import recorded
 from parity.results.ledger import Ledger, stale
 from parity.results.recorded import Recorded
-from parity.results.row import DECLINED, Row
+from parity.results.row import DECLINED, Row, failures
 from parity.running.plan import At, Confirmed, Event, Judged, Shard, Signature, Sought, Started, signature_of
 from parity.sampling.capabilities import Nearest, besides, left_out, refusal, repeated, second_pass, selected, smaller
 from parity.trainers import catalogue
@@ -246,18 +245,14 @@ class Session:
         def shown(one: Case) -> dict[str, float]:
             asked.add(one.id)
             failing = [row for row in self._again(one, sought, sought.gate in ("protocol", "relation")) if row.new]
-            sizes = {row.subject: math.inf if row.headroom is None else row.headroom for row in failing}
-            return sizes if sought.signature in map(signature_of, failing) else {}
-
-        def as_it(found: Mapping[str, float]) -> bool:
-            return all(name in found and as_clear(found[name], size) for name, size in whole.items())
+            return failures(failing) if sought.signature in map(signature_of, failing) else {}
 
         whole = shown(case)
         if not whole:  # it shows no more when asked again: its row stands as drawn
             return
         left = smaller(case)
         while time.monotonic() < until and (one := next(left, None)) is not None:
-            if one.id not in asked and as_it(shown(one)):
+            if one.id not in asked and stands_for(shown(one), whole):
                 case, left = one, smaller(one)
         chosen = [i for i in self._of(case) if i.id == sought.implementation or i.role == "reference"]
         for row in self._run(case, chosen, None, thorough=True):

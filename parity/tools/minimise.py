@@ -1,7 +1,7 @@
 """The smallest part of a stored batch that still disagrees: sequences, positions, vocabulary and hidden columns left out."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +12,9 @@ from parity.case.family import Family
 from parity.case.stored import read
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
+from parity.judge.gates import stands_for
 from parity.registry import loss_family, run_case
-from parity.results.row import DECLINED, Row
+from parity.results.row import DECLINED, failures
 from parity.tools.capture import stored
 
 AXES = ("B", "T", "V", "H")
@@ -21,14 +22,14 @@ IDS = ("ids", "previous_ids", "support_ids", "top1_ids")  # tensors whose entrie
 
 
 def minimise(case: Case, implementation: Implementation, to: Path, device: str = "cpu") -> Case:
-    """Write to `to` a part of the case that shows every quantity that fails on the whole. Each axis in turn is cut by delta
-    debugging (Zeller and Hildebrandt 2002): halves, quarters, … single entries are left out as long as all of it still
-    fails. Raises UsageError where nothing disagrees, or the tensors are generated."""
+    """Write to `to` a part of the case that shows as clearly every quantity that fails on the whole. Each axis in turn is cut
+    by delta debugging (Zeller and Hildebrandt 2002): halves, quarters, … single entries are left out as long as all of it
+    still fails. Raises UsageError where nothing disagrees, or the tensors are generated."""
     if not case.tensors:
         raise UsageError(f"case {case.id}: --minimise is for stored tensors; a drawn case is minimised by the run")
     of, whole = loss_family(case.family), read(case)
     rows = list(run_case(case, [implementation], device, thorough=False))
-    wanted = _failing(rows)
+    wanted = failures(rows)
     if not wanted:
         declined = [r.message for r in rows if r.implementation == implementation.id and r.verdict in DECLINED]
         why = f"is not judged: {declined[0]}" if declined else "agrees, so there is nothing to minimise"
@@ -40,7 +41,7 @@ def minimise(case: Case, implementation: Implementation, to: Path, device: str =
         def shows(trial: Mapping[str, Sequence[int]]) -> bool:
             try:
                 made = _part(of, case, whole, trial, Path(folder) / "case.json")
-                return wanted <= _failing(run_case(made, [implementation], device, thorough=False))
+                return stands_for(failures(run_case(made, [implementation], device, thorough=False)), wanted)
             except UsageError:  # no case any more: no token is decided, or an axis is empty
                 return False
 
@@ -64,10 +65,6 @@ def _smallest(items: list[int], shows: Callable[[list[int]], bool]) -> list[int]
                 at += size
         size = min(size, len(items)) // 2
     return items
-
-
-def _failing(rows: Iterable[Row]) -> set[str]:
-    return {row.subject for row in rows if row.failing}
 
 
 def _part(

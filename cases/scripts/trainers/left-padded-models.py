@@ -2,6 +2,7 @@
 # trl/trainer/grpo_trainer.py:_get_per_token_logps_and_entropies gives input_ids and attention_mask alone; rwkv has no mask
 import torch
 import transformers
+from setup_padded import log_probs, trained
 
 transformers.logging.set_verbosity_error()
 SIZE = dict(vocab_size=32, pad_token_id=0, eos_token_id=1, bos_token_id=2)
@@ -18,25 +19,12 @@ MODELS = {
 IDS = torch.randint(3, 32, (1, 24), generator=torch.Generator().manual_seed(0))
 
 
-def logps(model, left, positions):
-    """Log-probs of the tokens behind `left` of padding."""
-    ids = torch.nn.functional.pad(IDS, (left, 0))
-    mask = torch.nn.functional.pad(torch.ones_like(IDS), (left, 0))
-    more = dict(position_ids=(mask.cumsum(1) - 1).clamp(min=0)) if positions else {}
-    with torch.no_grad():
-        scores = model(input_ids=ids, attention_mask=mask, **more).logits[:, left:-1].float().log_softmax(-1)
-    return scores.gather(-1, IDS[:, 1:, None])
-
-
 def run(name, positions):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(name, **SIZE | MODELS[name])
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    for value in model.parameters():
-        if value.dim() > 1:  # as large as a trained model's
-            torch.nn.init.normal_(value, std=value.shape[-1] ** -0.5)
-    right = logps(model, 0, positions)
-    return max(float((logps(model, left, positions) - right).abs().max()) for left in (1, 2, 3, 4, 8))
+    model = trained(transformers.AutoModelForCausalLM.from_config(config).eval())
+    right = log_probs(model, IDS, 0, positions)
+    return max(float((log_probs(model, IDS, left, positions) - right).abs().max()) for left in (1, 2, 3, 4, 8))
 
 
 print("| model | padded on the left: log-probs off by, attention_mask alone | and position_ids |\n|---|---|---|")

@@ -768,3 +768,13 @@ def test_a_triton_kernel_is_not_launched_on_float64():
     parity = check_parity(lambda x: Kernel()[(1,)](x), lambda x: x, {"x": torch.ones(5)}, grad=(), protocol="none")
     assert not parity.agrees and parity.in_float64 is None
     assert launched == [torch.float32]
+
+
+def test_a_recipe_that_overflows_explains_nothing():
+    """Squares beyond the range of float16: in its replicas they are infinite, and allow any error."""
+    x = torch.linspace(1e3, 2e3, 81)
+    signs = torch.where(torch.arange(81) % 2 == 0, 1.0, -1.0)
+    found = check_parity(
+        definition=lambda x: x * x, inputs={"x": x}, actual={"output": x * x * (1 + 0.03 * signs)}, grad=()
+    )
+    assert found.kind == "logic" and found.explained_by is None
