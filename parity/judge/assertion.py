@@ -1,7 +1,6 @@
 """`assert_parity`: a function against its definition in float64, forward and backward, with tolerances derived from rounding."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import warnings
@@ -16,9 +15,10 @@ from parity.judge.calls import FunctionCalls, elsewhere, other_values, parts, to
 from parity.judge.escalation import CERTAIN, CONFIRMATION, HELD, LARGE, REPLICAS, TWICE, escalate
 from parity.judge.gates import MAX, WORST, Judgement, failed, judge
 from parity.judge.hints import hints
-from parity.judge.operations import is_floating, without_kernels
+from parity.judge.in_float64 import right_in_float64
+from parity.judge.operations import is_floating
 from parity.judge.oracle import ALL_QUANTITIES, gradient_name
-from parity.judge.problem import Problem, call, same_in_float64
+from parity.judge.problem import Problem, call
 from parity.judge.protocol import same_bits
 from parity.judge.recipe import DTYPES, HALF_SUBNORMAL, NAMES, UNIT_ROUNDOFF, Recipe
 from parity.judge.record import Parity, ParityError
@@ -160,7 +160,7 @@ def verdict(
     def explained() -> Parity:
         if not wrong:
             return parity
-        in_float64 = _in_float64(function, problem, recipe, wrong)
+        in_float64 = right_in_float64(function, problem, wrong, lambda values: _judged(problem, values, recipe, wrong))
         by = _explained(problem, values, recipe, quantities) if in_float64 is not False else None
         looks = {
             n: hints(v, problem.oracle.exact[n], problem.tensors, problem.inputs, quantities[n].place, in_float64)
@@ -385,56 +385,6 @@ def _explained(
         recipe, problem.dtype, judged, quantities, values, problem.outputs, casts, True, always, problem.oracle
     )
     return next(explaining.recipes(), None)
-
-
-def _in_float64(
-    function: Any, problem: Problem, recipe: Recipe, wrong: Mapping[str, torch.Tensor | None]
-) -> bool | None:
-    """Whether the function's own code gives the exact values where it computes in float64, casts within it too; False where it
-    gives others that are wrong even so. None where it does not compute so, or neither is clear."""
-    if function is None:
-        return None
-    with contextlib.suppress(Exception), without_kernels():
-        kept = copy.deepcopy(function)  # what an object keeps of a call is float64
-        own = dataclasses.replace(problem, definition=kept, also=(), given=problem.cotangents)
-        found, exact = own.exact, problem.oracle.exact
-        if all(same_in_float64(found[n], exact[n]) for n in wrong):
-            return True
-        stored = {n: found[n].to(x.dtype) for n, x in wrong.items() if x is not None}
-        agrees = all(j.agrees for j in _judged(problem, stored, recipe, wrong).values())
-        return None if agrees or not _computes_in_float64(own, problem, wrong) else False
-    return None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Moved(Problem):
-    """A problem in whose float64 run each entry of one tensor is off by 2⁻³⁶."""
-
-    one: str = ""
-
-    def _double(self, stack: int | None) -> dict[str, torch.Tensor]:
-        found = super()._double(stack)
-        x = found[self.one]
-        generator = torch.Generator().manual_seed(self.seed)
-        signs = torch.randint(2, x.shape, generator=generator).to(x.device, torch.float64) * 2 - 1
-        with torch.no_grad():
-            x.mul_(1 + signs * 2.0**-36)
-        return found
-
-
-def _computes_in_float64(own: Problem, problem: Problem, names: Collection[str]) -> bool:
-    """Whether each input that is off by 2⁻³⁶, and moves the definition, moves values by about as little: float32 or less within
-    would not let them move, or move them by a step of its own."""
-    moves = [(_movement(problem, n), _movement(own, n)) for n, x in problem.tensors.items() if is_floating(x)]
-    there = [of_own[name] for of_definition, of_own in moves for name in names if of_definition[name] > 0]
-    return bool(there) and all(0 < share < 2.0**-28 for share in there)
-
-
-def _movement(of: Problem, one: str) -> dict[str, float]:
-    """Quantity -> the median change of its entries that are not 0, as a share of them, where one tensor is off by 2⁻³⁶."""
-    moved = _Moved(**{f.name: getattr(of, f.name) for f in dataclasses.fields(of)}, one=one).exact
-    shares = {n: ((moved[n] - x).abs() / x.abs())[x != 0] for n, x in of.exact.items() if x.is_floating_point()}
-    return {n: float(share.median()) if share.numel() else 0.0 for n, share in shares.items()}
 
 
 def _in_float32(function: Any, problem: Problem, wrong: Collection[str], explained: str | None) -> bool:

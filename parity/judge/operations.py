@@ -5,7 +5,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -460,17 +459,3 @@ class OwnConstants(TorchFunctionMode):
 def _plain(x: Any) -> bool:
     """Whether it is a tensor of floating-point numbers that all replicas share."""
     return isinstance(x, torch.Tensor) and not torch._C._functorch.is_batchedtensor(x) and x.is_floating_point()
-
-
-@contextlib.contextmanager
-def without_kernels() -> Iterator[None]:
-    """A Triton kernel that is launched raises: its tensors would be float64 and say that they are of another dtype."""
-    jit = sys.modules.get("triton.runtime.jit")
-    refused = RuntimeError("a Triton kernel does not compute in float64")
-    kinds = [jit.KernelInterface] if jit else []
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            kinds += kind.__subclasses__()
-            if "run" in vars(kind):
-                stack.enter_context(mock.patch.object(kind, "run", side_effect=refused))
-        yield

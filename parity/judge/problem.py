@@ -75,10 +75,6 @@ def same(
     return a.shape == b.shape and torch.allclose(a, b, rtol, atol * top, equal_nan=True)
 
 
-same_in_float64 = functools.partial(same, rtol=2.0**-32, atol=2.0**-44)
-"""Whether they differ by no more than a formula that loses a third of float64's digits does."""
-
-
 def _moved(found: Quantities, exact: Quantities) -> bool:
     """Whether an entry is off by more than float32 can tell, and none by half of float32's digits, as beyond a jump."""
     u = UNIT_ROUNDOFF["fp32"]

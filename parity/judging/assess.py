@@ -18,9 +18,9 @@ from parity.case.layouts import elsewhere
 from parity.implementations.implementation import Implementation
 from parity.judge.escalation import REPLICAS, escalate, if_near
 from parity.judge.gates import Judgement, failed, judge
-from parity.judge.operations import as_definition, is_floating, without_kernels
+from parity.judge.in_float64 import same_in_float64, without_kernels
+from parity.judge.operations import as_definition, is_floating
 from parity.judge.oracle import Oracle, Quantities, gradient_name
-from parity.judge.problem import same_in_float64
 from parity.judge.products import CutOperands
 from parity.judge.protocol import same_bits
 from parity.judge.recipe import DTYPES, EAGER, Recipe
