@@ -124,8 +124,9 @@ class Sought(msgspec.Struct, frozen=True, kw_only=True):
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """`count` cases of a family, from number `start` on: frozen ones, those of a trainer's checks, or of the `of` that
     are drawn in stream `index`; what `implementations` get besides their draws, which counts as one case; or a
-    finding. `own`: the checks are those of a user's class too. `resume` cases at the start were done before a worker
-    died; `skip` names pairs (case, implementation) that killed it, `exclude` implementations left out."""
+    finding. `own`: the checks are those of a user's class too, what comes besides is a user's function's. `resume` cases
+    at the start were done before a worker died; `skip` names pairs (case, implementation) that killed it, `exclude`
+    implementations left out."""
 
     family: str
     kind: Literal["frozen", "checks", "drawn", "besides", "finding"]
@@ -253,7 +254,8 @@ def planned(options: Options, device: str, seed: int) -> Plan:
         if one.family in families:
             together.setdefault((one.family, one.library or one.id), []).append(one.id)
     for (name, _), ids in together.items():
-        shards.append(Shard(family=name, kind="besides", seed=seed, count=1, implementations=tuple(ids)))
+        of_user = any(".py:" in one for one in ids)
+        shards.append(Shard(family=name, kind="besides", seed=seed, count=1, implementations=tuple(ids), own=of_user))
     asked = bool(options.families or options.implementations)
     for name in checked if not options.only else ():
         count = len(catalogue.cases(name, options.profile, seed, asked, name in own))

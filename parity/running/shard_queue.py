@@ -22,22 +22,28 @@ def expected(shard: Shard) -> float:
 
 def by_yield(shards: Sequence[Shard]) -> list[Shard]:
     """Frozen cases, those that take least first, and between them the first drawn cases of every family: most mutants die in five
-    to eight (docs/measured/mutants.md). Then the first checks of every trainer, drawn cases by their number, what implementations
-    get besides, and the other checks, which are short: no worker is left with a long shard at the end.
+    to eight (docs/measured/mutants.md). Then the first checks of every trainer and what a user's function gets besides, drawn
+    cases by their number, what implementations get besides, and the other checks, which are short: no worker is left with a long
+    shard at the end.
     """
     first = [s for s in shards if s.kind == "drawn" and not s.start]
     frozen = sorted((s for s in shards if s.kind == "frozen"), key=lambda s: expected(s) / s.count)
     rest = [s for s in shards if s.kind != "frozen" and s not in first]
-    late = {"drawn": 1, "besides": 2, "checks": 3, "finding": 4}
-    rest.sort(key=lambda s: (late[s.kind] if s.kind != "checks" or s.start else 0, s.start))
+    late = {"drawn": 2, "besides": 3, "checks": 4, "finding": 5}
+    rest.sort(key=lambda s: (1 if _fitted(s) else late[s.kind] if s.kind != "checks" or s.start else 0, s.start))
     both = itertools.zip_longest(frozen, first)
     return [shard for pair in both for shard in pair if shard is not None] + rest
 
 
+def _fitted(shard: Shard) -> bool:
+    """Whether it is what a user's function gets besides, which is fitted to it."""
+    return shard.kind == "besides" and shard.own
+
+
 class ShardQueue:
     """Shards that nobody has yet. They are dealt `by_yield`. With a `deadline` frozen cases come first, for the ledger
-    rests on them, then every family gets as much time as another, its shards keep their order, and after it only frozen
-    cases are dealt. When all is done, `more` is asked once."""
+    rests on them, then every family gets as much time as another, its shards keep their order but for what a user's function
+    gets besides, which comes first, and after it only frozen cases are dealt. When all is done, `more` is asked once."""
 
     def __init__(
         self, shards: Sequence[Shard], deadline: float | None = None, more: Callable[[], Sequence[Shard]] = tuple
@@ -46,7 +52,8 @@ class ShardQueue:
         self.deadline, self._more = deadline, more
         self._spent = collections.defaultdict[str, float](float)
         self._losses = collections.Counter[str]()
-        self.left = by_yield(shards) if deadline is None else sorted(shards, key=lambda s: s.kind != "frozen")
+        limited = sorted(shards, key=lambda s: (s.kind != "frozen", not _fitted(s)))
+        self.left = by_yield(shards) if deadline is None else limited
 
     def take(self, has: Sequence[tuple[str, int]] = ()) -> Shard | None:
         """The next shard, or None: nothing is left, or not before others are done. `has`: (family, index) of the streams

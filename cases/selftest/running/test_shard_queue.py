@@ -20,13 +20,15 @@ def emptied(queue, seconds=lambda shard: None):
 
 
 def test_what_shows_a_mistake_soonest_is_first():
-    """Cheap frozen cases, between them the first draws; checks of every trainer, draws, what comes besides, further checks."""
+    """Cheap frozen cases, between them the first draws; checks of every trainer, what is fitted to a user's function, draws, what
+    comes besides, further checks."""
     order = [
         shard("policy", 0, 3, "frozen"),
         shard("policy", 0, 8),
         shard("logprobs", 0, 3, "frozen"),
         shard("logprobs", 0, 8),
         shard("dpo", 0, 4, "checks"),
+        shard("policy", 0, 1, "besides", implementations=("mine.py:loss",), own=True),
         shard("policy", 8),
         shard("logprobs", 8),
         shard("policy", 58),
@@ -35,7 +37,7 @@ def test_what_shows_a_mistake_soonest_is_first():
     ]
     for seed in range(20):
         dealt = ShardQueue(random.Random(seed).sample(order, len(order))).left
-        assert [s.kind for s in dealt] == [s.kind for s in order]
+        assert [(s.kind, s.own) for s in dealt] == [(s.kind, s.own) for s in order]
         assert [s.start for s in dealt] == [s.start for s in order]
         assert [s.family for s in dealt if s.kind == "frozen"] == ["policy", "logprobs"]
 
@@ -55,6 +57,17 @@ def test_limited_time_is_shared_out_and_nothing_starves():
     queue = ShardQueue(shards, deadline=time.time() + 60)
     first = [family for family, _ in emptied(queue, lambda s: {"policy": 200.0}.get(s.family, 10.0))][:12]
     assert first.count("dpo") > first.count("policy") == 1 < first.count("logprobs"), "it took longer than expected"
+
+
+def test_where_time_is_limited_what_is_fitted_to_a_user_s_function_comes_before_its_draws():
+    frozen, mine = (
+        shard("policy", 0, 3, "frozen"),
+        shard("policy", 0, 1, "besides", implementations=("mine.py:loss",), own=True),
+    )
+    other = shard("policy", 0, 1, "besides", implementations=("a",))
+    queue = ShardQueue([frozen, shard("policy", 0), shard("policy", 8), other, mine], deadline=time.time() + 60)
+    kinds = [queue.take().kind for _ in range(5)]
+    assert kinds == ["frozen", "besides", "drawn", "drawn", "besides"]
 
 
 def test_where_time_is_limited_a_family_keeps_the_order_that_it_was_given():
