@@ -41,8 +41,9 @@ OFFSETS = (-120.0, 120.0, -30.0, 30.0)
 """What is added far from 0: exp(-120 + 5) is 0 in float32, exp(30) is finite."""
 REPEATS = ("plain", "repeated", "edges")
 LAYOUTS = ("contiguous", "sliced", "offset", "transposed", "expanded", "odd")
-LARGEST, SMALL, WIDE = 1 << 16, 64, 2049
-"""Entries of a tensor at most; the largest size of a dimension, and of the last one of the first tensor."""
+LARGEST, SMALL, WIDE, TALL, WORK = 1 << 16, 64, 2049, 4097, 1 << 22
+"""Entries of a tensor at most; the largest size of a dimension, of the last one of the first tensor, and once of its first, over
+whose blocks a kernel sums a weight's gradient; the product of all sizes of such a case."""
 REPLAYED: list[str] = []
 """Ids that a parametrisation has instead of its own cases: those of `--parity-replay`."""
 TRIES = 60
@@ -280,6 +281,7 @@ class Description:
     dtypes: Sequence[str]
     seed: int = 0
     device: str | None = None
+    tall: str | None = None
 
     def labels(self, option: str) -> list[str]:
         """The values of an option as ids have them."""
@@ -289,19 +291,19 @@ class Description:
     def cases(self, count: int = 24) -> list[Case]:
         """`count` cases, the same each time; sizes, layouts, and values within each dtype, are dealt like cards."""
         cases: list[Case] = []
-        small = collections.Counter[str]()
+        edges = collections.Counter[str]()
         for i in range(count):
             pick = functools.partial(_in_turn, self.seed, i)
             dtype = pick("dtype", self.dtypes)
-            # the upstream gradient that a size of 0 or 1 would not show is the next case's
-            shown = functools.partial(_in_turn, self.seed, i - len(self.dtypes) * small[dtype])
+            # an edge has a random upstream gradient and all gradients; what it would have had is the next case's
+            shown = functools.partial(_in_turn, self.seed, i - len(self.dtypes) * edges[dtype])
             cases.append(self._dealt(i, pick, self.seed + i // 24, shown))
-            small[dtype] += self._small(cases[-1].sizes)
+            edges[dtype] += self._edge(cases[-1].sizes)
         return cases
 
-    def _small(self, sizes: Mapping[str, int]) -> bool:
-        """Whether a dimension that may be larger has a size of 0 or 1."""
-        return any(n < 2 <= self.sizes[name][1] for name, n in sizes.items())
+    def _edge(self, sizes: Mapping[str, int]) -> bool:
+        """Whether a dimension that may be larger has a size of 0 or 1, or one is larger than others ever are."""
+        return any(n < 2 <= self.sizes[name][1] or n > self.sizes[name][1] for name, n in sizes.items())
 
     def parametrize(self, count: int = 24, also: Sequence[str] = ()) -> Any:
         """A decorator for a pytest function with the argument `case`: cases by id, those of `also` first."""
@@ -351,15 +353,18 @@ class Description:
         except (KeyError, ValueError, IndexError) as error:
             raise ValueError(f"{id!r} is no id of this description: {error}") from error
 
+    def _large(self, sizes: Mapping[str, int]) -> bool:
+        return any(math.prod(t.shape(sizes)) > LARGEST for t in self.tensors.values())
+
     def _dealt(
         self, seed: int, pick: Callable[..., Any], turn: int | None = None, shown: Callable[..., Any] | None = None
     ) -> Case:
-        """`pick`: (name of a dimension, its choices, of how many cases in turn each has one) -> one of them; `shown`: of what a
-        size of 0 or 1 would not show."""
+        """`pick`: (name of a dimension, its choices, of how many cases in turn each has one) -> one of them; `shown`: of what an
+        edge would not show."""
         dtype, each = pick("dtype", self.dtypes), len(self.dtypes)
         ones = {n: 1 for n, (low, high) in self.sizes.items() if low <= 1 < high}
         edges = [ones, *({n: 1} for n in ones), *2 * [{n: 0} for n, (low, _) in self.sizes.items() if low == 0]]
-        most = [{n: high} for n, (low, high) in self.sizes.items() if low < high > 1]
+        most = [{n: TALL if n == self.tall else high} for n, (low, high) in self.sizes.items() if low < high > 1]
         if turn is None:
             edges += [{}, *most]
         else:  # of 24 cases two have a size of 0, two one of 1, once beside others above it, and in each dtype one the largest
@@ -375,13 +380,17 @@ class Description:
         for n, (low, high) in self.sizes.items():
             sizes[n] = edge.get(n, pick(n, [s for s in (low, *SIZES, high) if max(low, 2) <= s <= high] or [high]))
         for name in sorted(sizes, key=lambda n: (edge.get(n, 0) < 2, -sizes[n]))[1:]:  # the longest stays
-            while any(math.prod(t.shape(sizes)) > LARGEST for t in self.tensors.values()) and sizes[name] > 1:
+            while self._large(sizes) and sizes[name] > 1:
                 sizes[name] = max(1, sizes[name] // 2)
+        while (
+            self.tall in edge and sizes[self.tall] > SMALL and (self._large(sizes) or math.prod(sizes.values()) > WORK)
+        ):
+            sizes[self.tall] = max(SMALL, sizes[self.tall] // 2)
         floating = [n for n, t in self.tensors.items() if t.below is None]
         values = {n: pick(f"{n} values {dtype}", t.values, each) for n, t in self.tensors.items()}
         layouts = {n: pick(f"{n} layout", t.layouts) for n, t in self.tensors.items()}
         asked = [("random", n) for n in ("all", *floating)] + [(u, "all") for u in UPSTREAM] + [("ones", "none")]
-        upstream, grad = asked[0] if self._small(sizes) else (shown or pick)(f"upstream {dtype}", asked, each)
+        upstream, grad = asked[0] if self._edge(sizes) else (shown or pick)(f"upstream {dtype}", asked, each)
         return Case(
             self,
             dtype,
@@ -412,8 +421,8 @@ def draw(
 
     Args:
         sizes: dimension -> its largest size, or (smallest, largest). Default: up to 64, the last dimension of the first tensor
-            and of indices up to 2,049; from 1, the first dimension of the first tensor from 0 if it has another or is an
-            index, and bounds no index.
+            and of indices up to 2,049, the first of the first tensor once in each dtype up to 4,097 if it has another; from 1,
+            that one from 0 if it has another or is an index, and bounds no index.
         dtypes: those of the tensors that have none of their own.
         seed: of the cases.
         device: of the tensors; default: the GPU if there is one. The same id has the same values on each.
@@ -443,4 +452,6 @@ def draw(
         ranges[name] = (low, given) if isinstance(given, int) else (given[0], given[1])
     if unknown := set(sizes or ()) - set(ranges):
         raise ValueError(f"sizes={unknown}: the dimensions are {', '.join(ranges)}")
-    return Description(tensors, options, computed, ranges, tuple(dtypes), seed, device)
+    bounds = {t.below for t in indices} | wide | {*(sizes or {})}
+    tall = first[0] if len(first) > 1 and isinstance(first[0], str) and first[0] not in bounds else None
+    return Description(tensors, options, computed, ranges, tuple(dtypes), seed, device, tall)
