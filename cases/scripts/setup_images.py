@@ -1,0 +1,67 @@
+import datasets
+import tokenizers
+import torch
+import transformers
+from setup_tiny import options
+
+transformers.utils.logging.set_verbosity_error()
+datasets.disable_progress_bars()
+PAD, EOS, BOS, IMAGE, START, END, COUNT = 0, 1, 2, 60, 61, 62, 4
+words = {f"w{i}": i for i in range(3, 60)} | {"<pad>": PAD, "<eos>": EOS, "<bos>": BOS, "<image>": IMAGE}
+words = tokenizers.Tokenizer(tokenizers.models.WordLevel(words | {"<boi>": START, "<eoi>": END}, unk_token="<pad>"))
+words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+words.post_processor = tokenizers.processors.TemplateProcessing(
+    single="<bos> $A", pair="<bos> $A $B:1", special_tokens=[("<bos>", BOS)]
+)
+tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=words,
+    pad_token="<pad>",
+    eos_token="<eos>",
+    bos_token="<bos>",
+    padding_side="left",
+    model_input_names=["input_ids", "attention_mask"],
+    extra_special_tokens={"image_token": "<image>"},
+)
+tokenizer.chat_template = TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.content is string %} {{ m.content }}{% else %}{% for c in m.content %}"
+    "{% if c.type == 'text' %} {{ c.text }}{% else %} <boi>{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+class Gemma3Processor(transformers.ProcessorMixin):
+    """What transformers' Gemma3Processor does, without Pillow: an image is a number, from which its pixels are drawn."""
+
+    def __init__(self, tokenizer, chat_template=None, **_):
+        super().__init__(tokenizer, chat_template=chat_template)
+
+    def __call__(self, images=None, text=None, return_tensors=None, **more):
+        more = {k: v for k, v in more.items() if k in ("padding", "padding_side", "add_special_tokens")}
+        texts = [text] if isinstance(text, str) else text
+        picture = " ".join(["<boi>", *["<image>"] * COUNT, "<eoi>"])
+        out = dict(self.tokenizer([t.replace("<boi>", picture) for t in texts], **more))
+        out["token_type_ids"] = [[int(i == IMAGE) for i in row] for row in out["input_ids"]]
+        if images:
+            flat = [i for row in images for i in (row if isinstance(row, list) else [row])]
+            made = [torch.Generator().manual_seed(int(i)) for i in flat]
+            out["pixel_values"] = torch.stack([torch.randn(3, 8, 8, generator=g) for g in made])
+        return transformers.BatchFeature(out, tensor_type=return_tensors)
+
+
+processor = Gemma3Processor(tokenizer, chat_template=TEMPLATE)
+
+
+def gemma3(scale=4):
+    torch.manual_seed(0)
+    size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    text = dict(size, vocab_size=64, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16, sliding_window=64)
+    text |= dict(pad_token_id=PAD, eos_token_id=EOS, bos_token_id=BOS)
+    sight = dict(size, image_size=8, patch_size=4, model_type="siglip_vision_model", vision_use_head=False)
+    ids = dict(image_token_id=IMAGE, image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END)
+    more = dict(pad_token_id=PAD, eos_token_id=EOS, bos_token_id=BOS, mm_tokens_per_image=COUNT)
+    config = transformers.Gemma3Config(text_config=text, vision_config=sight, **ids, **more)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(scale)
+    return model
