@@ -64,4 +64,6 @@ def gemma3(scale=4):
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.mul_(scale)
+            if name.endswith("mm_input_projection_weight"):  # 0 where it is made
+                parameter.normal_()
     return model
