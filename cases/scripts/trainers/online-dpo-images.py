@@ -7,36 +7,9 @@ text's. Both generate so and are trained so. Images and processors are stand-ins
 import datasets
 import torch
 import transformers
-from setup_images import BOS, COUNT, EOS, IMAGE, PAD, Gemma3Processor, gemma3, processor, tokenizer
+from setup_images import IMAGE, gemma3, processor, qwen, qwen_processor
 from setup_tiny import options
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-
-
-class Qwen2_5_VLProcessor(Gemma3Processor):
-    def __call__(self, images=None, **given):
-        out = super().__call__(images=images, **given)
-        out["mm_token_type_ids"] = out.pop("token_type_ids")
-        if images:
-            out["pixel_values"] = out["pixel_values"].view(-1, 24).repeat_interleave(2, 0)
-            out["image_grid_thw"] = torch.tensor([[1, 4, 4]] * len(images))
-        return out
-
-
-def qwen():
-    torch.manual_seed(0)
-    size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
-    text = dict(size, vocab_size=64, rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3]})
-    text |= dict(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
-    sight = dict(hidden_size=32, intermediate_size=64, depth=2, num_heads=2, out_hidden_size=32, patch_size=2)
-    sight |= dict(temporal_patch_size=2, spatial_merge_size=2, window_size=8, fullatt_block_indexes=[1])
-    ids = dict(image_token_id=IMAGE, video_token_id=59, vision_start_token_id=61, vision_end_token_id=62)
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=sight, **ids)
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4)
-    return model
 
 
 def off(model, processor, name):
@@ -67,7 +40,7 @@ def off(model, processor, name):
 
 found = {
     "Gemma 3": off(gemma3(), processor, "token_type_ids"),
-    "Qwen2.5-VL": off(qwen(), Qwen2_5_VLProcessor(tokenizer, chat_template=processor.chat_template), "mm_token_type_ids"),
+    "Qwen2.5-VL": off(qwen(), qwen_processor, "mm_token_type_ids"),
 }
 print("| model | log-probs of completions off by up to, nats |\n|---|---|")
 for name, value in found.items():
