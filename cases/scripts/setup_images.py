@@ -75,7 +75,7 @@ class Qwen2_5_VLProcessor(Gemma3Processor):
         out["mm_token_type_ids"] = out.pop("token_type_ids")
         if images:
             out["pixel_values"] = out["pixel_values"].view(-1, 24).repeat_interleave(2, 0)
-            out["image_grid_thw"] = torch.tensor([[1, 4, 4]] * len(images))
+            out["image_grid_thw"] = torch.tensor([[1, 4, 4]] * (len(out["pixel_values"]) // 16))
         return out
 
 
