@@ -1,6 +1,6 @@
-"""transformers' Aya Vision, Command A Vision and Granite Vision (LLaVA-NeXT) leave out the scale of their text model's logits.
+"""transformers' Aya Vision, Command A Vision, Granite Vision (LLaVA-NeXT) and Granite Speech leave out their logits' scale.
 
-4.51 had a whole text model within (Cohere2ForCausalLM, GraniteForCausalLM), which has it; from 4.52 on there is a head alone.
+Older releases had a whole text model within (Cohere2ForCausalLM, GraniteForCausalLM), which has it; there is a head alone now.
 TRL's fused head takes it from the config, so that a trainer draws completions from another distribution than it trains.
 """
 
@@ -16,19 +16,23 @@ SIZE = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_atten
 IDS = dict(vocab_size=32, num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=2)
 SIGHT = dict(SIZE, image_size=8, patch_size=4, model_type="siglip_vision_model")
 COHERE, GRANITE = dict(model_type="cohere2"), dict(model_type="granite", logits_scaling=8.0)
+HEARING = dict(input_dim=8, num_layers=2, hidden_dim=16, feedforward_mult=2, num_heads=2, dim_head=8, output_dim=8)
+QUERIES = dict(SIZE, model_type="blip_2_qformer", encoder_hidden_size=16)
+EYES = dict(vision_config=SIGHT)
+EARS = dict(encoder_config=HEARING | dict(context_size=8, max_pos_emb=8), projector_config=QUERIES, has_lora_adapter=False)
 MODELS = {
-    "Gemma 3": ("Gemma3", dict(head_dim=8, query_pre_attn_scalar=8), {}),
-    "Aya Vision": ("AyaVision", COHERE, {}),
-    "Command A Vision": ("Cohere2Vision", COHERE, {}),
-    "Granite Vision": ("LlavaNext", GRANITE, {}),
+    "Gemma 3": ("Gemma3", dict(head_dim=8, query_pre_attn_scalar=8), EYES),
+    "Aya Vision": ("AyaVision", COHERE, EYES),
+    "Command A Vision": ("Cohere2Vision", COHERE, EYES),
+    "Granite Vision": ("LlavaNext", GRANITE, EYES),
+    "Granite Speech": ("GraniteSpeech", GRANITE, EARS),
 }
 ROWS = [" ".join(f"w{2 + (7 * i + 3 * j) % 30}" for j in range(4)) for i in range(4)]
 
 
 def made(family, text, more):
     torch.manual_seed(0)
-    sizes = dict(text_config=SIZE | IDS | text, vision_config=SIGHT)
-    config = getattr(transformers, f"{family}Config")(**sizes, **more)
+    config = getattr(transformers, f"{family}Config")(text_config=SIZE | IDS | text, **more)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
