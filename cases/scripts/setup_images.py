@@ -2,7 +2,6 @@ import datasets
 import tokenizers
 import torch
 import transformers
-from setup_tiny import options
 
 transformers.utils.logging.set_verbosity_error()
 datasets.disable_progress_bars()

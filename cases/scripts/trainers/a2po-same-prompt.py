@@ -1,8 +1,5 @@
-"""A2POTrainer, rows that share a prompt and not what they are scored by: V* is stored by the prompt's text, that of the last row stays.
-
-filter_all_incorrect drops every row of such a prompt where one has no reward.
-"""
-
+# TRL 1.16.0: A2POTrainer, rows that share a prompt and not what they are scored by: V* is that of the last such row; filter_all_incorrect drops all of them where one has no reward
+# trl/experimental/a2po/a2po_trainer.py:_estimate_optimal_values keys values by the prompt's text. Rewards are the column's here, so that V* is the reward
 import copy
 
 import datasets

@@ -1,8 +1,5 @@
-"""BEMACallback, the defaults, a run of fewer than update_freq (400) steps: the model that it saves at the end is the initial one.
-
-Of a longer run it is that of the last multiple of 400 steps.
-"""
-
+# TRL 1.16.0: BEMACallback, the defaults, fewer than update_freq (400) steps: the model that it saves is the initial one; of a longer run it is that of the last multiple of 400
+# trl/trainer/callbacks.py:BEMACallback.on_train_end saves without an update. How far the saved model is from the initial and the trained one
 import datasets
 import torch
 import transformers
@@ -14,7 +11,9 @@ datasets.disable_progress_bars()
 
 
 def distance(one, other):
-    return float(torch.stack([(a - b).abs().max() for a, b in zip(one.parameters(), other.parameters())]).max().detach())
+    return float(
+        torch.stack([(a - b).abs().max() for a, b in zip(one.parameters(), other.parameters())]).max().detach()
+    )
 
 
 def saved(steps):

@@ -1,9 +1,5 @@
-"""GOLD on images, lmbda above 0: the student generates without the token types that it is trained with.
-
-"generate recomputes them from input_ids": it does not. Gemma 3 masks an image causally, Qwen2.5-VL counts an image's positions
-as a text's, while it generates. Images and processors are stand-ins: what counts is where the images lie.
-"""
-
+# TRL 1.16.0, transformers 5.23.0: GOLDTrainer on images, lmbda above 0: the student generates without the token types that it is trained with
+# trl/experimental/gold/gold_trainer.py:generate_on_policy_outputs drops them: "generate recomputes them from `input_ids`", which it does not. What the first token is drawn from beside what the loss computes there
 import copy
 
 import datasets
@@ -36,7 +32,7 @@ def off(model, processor):
         return out
 
     def loss(policy, inputs, *given, **more):
-        handed = {k: v for k, v in trainer._get_model_forward_kwargs(inputs).items()}
+        handed = dict(trainer._get_model_forward_kwargs(inputs))
         with torch.no_grad():
             logits = policy(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **handed).logits
         seen["trained"] = logits[:, seen["place"]].log_softmax(-1)

@@ -1,9 +1,5 @@
-"""GRPO and RLOO with prompt tuning, P-tuning or prefix tuning, prompts of unequal lengths: log-probs depend on the padding.
-
-Virtual tokens stand before the padding on the left, and positions are counted from there: the further a prompt is filled up,
-the further away its virtual tokens are. LoRA has none.
-"""
-
+# TRL 1.16.0, peft 0.21.2: GRPO, RLOO, prompt tuning, P-tuning, prefix tuning, prompts of unequal lengths: log-probs depend on how far a prompt is padded on the left
+# peft/peft_model.py:PeftModelForCausalLM.forward puts virtual tokens before the padding and counts positions from there; trl/trainer/grpo_trainer.py hands over no position_ids. Each row beside itself alone; LoRA is right
 import datasets
 import peft
 import torch

@@ -1,9 +1,5 @@
-"""GRPO and RLOO, rows with images, Gemma 3: the log-probs are computed with a mask that is one token off from the images.
-
-Prompts are tokenized a second time for it, with a second <bos>: the token types that say which tokens see each other both
-ways come one later than the tokens. Images and processor are stand-ins: what counts is where the tokens of an image lie.
-"""
-
+# TRL 1.16.0, transformers 5.23.0: GRPO, RLOO, rows with images, Gemma 3: log-probs are computed with a mask that lies one token behind the images
+# trl/trainer/grpo_trainer.py:_generate_and_score_completions, rloo_trainer.py: processing_class(images, text=prompts_text) puts a second <bos> before the template's own, so that token_type_ids are one longer than prompt_ids. An image is a number here, whose pixels are drawn; the processor does what Gemma3Processor does
 import datasets
 import torch
 import transformers

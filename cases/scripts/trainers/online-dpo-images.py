@@ -1,9 +1,5 @@
-"""OnlineDPOTrainer, rows with images: the processor's token types, which say where the images lie, reach no forward pass.
-
-Without them Gemma 3 masks an image causally, and Qwen2.5-VL (Qwen2-VL, Qwen3-VL, GLM-4V) counts an image's positions as a
-text's. Both generate so and are trained so. Images and processors are stand-ins: what counts is where the images lie.
-"""
-
+# TRL 1.16.0, transformers 5.23.0: OnlineDPOTrainer, rows with images: token types reach neither generation nor loss: Gemma 3 masks an image causally, Qwen2.5-VL gives it a text's positions
+# trl/experimental/online_dpo/online_dpo_trainer.py:_generate, _forward list the keys that they hand on, without token_type_ids and mm_token_type_ids. Log-probs beside those of the same model with the types
 import datasets
 import torch
 import transformers
@@ -12,13 +8,16 @@ from setup_tiny import options
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 
+def rewarded(completions, **_):
+    return [float(i) for i in range(len(completions))]
+
+
 def off(model, processor, name):
     """How far the log-probs of the policy are from those of the model that knows where the images lie."""
     said = [[{"role": "user", "content": text}] for text in ("w7 w8", "w9 w10")]
     data = datasets.Dataset.from_list([{"prompt": p, "image": str(i)} for i, p in enumerate(said)])
     more = dict(per_device_train_batch_size=2, max_new_tokens=4, max_steps=1, max_length=64, disable_dropout=True)
     args = OnlineDPOConfig(**options(**more))
-    rewarded = lambda completions, **_: [float(i) for i in range(len(completions))]
     trainer = OnlineDPOTrainer(model, reward_funcs=rewarded, args=args, train_dataset=data, processing_class=processor)
     trainer.remove_callback(transformers.PrinterCallback)
     computed, found = trainer._forward, []

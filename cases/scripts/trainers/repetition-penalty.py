@@ -1,9 +1,5 @@
-"""GKD, GOLD, IW-OPD and A2PO draw completions with the repetition penalty of the model's generation config.
-
-They set temperature, top_k and top_p, to 1, 0 and 1 here, and no penalty: transformers fills in the model's own, 1.1 in
-Qwen2.5-Instruct's. Their configs have no such field. The loss, and GOLD's vLLM, have none; GRPO sets 1.0.
-"""
-
+# TRL 1.16.0: GKD, GOLD, IW-OPD, A2PO draw completions with the repetition penalty of the model's generation config (1.1 in Qwen2.5-Instruct's), which their configs cannot set
+# trl/experimental/gkd/gkd_trainer.py and others leave repetition_penalty out of their GenerationConfig: transformers fills it in. Penalty 1.1, temperature 1, top_p 1, top_k 0; GRPO sets 1.0 and is right
 import torch
 import transformers
 from setup_a2po import a2po

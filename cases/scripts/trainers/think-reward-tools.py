@@ -1,9 +1,5 @@
-"""GRPO with tools, or a tokenizer with a response template: think_format_reward is 0 for every answer.
-
-The trainer parses each answer and puts its reasoning in a field of its own; the reward, and reasoning_accuracy_reward, look for
-the tags in "content". Answers are given here, in the form that the reward asks for.
-"""
-
+# TRL 1.16.0: GRPO with tools, or a tokenizer with a response template: think_format_reward is 0 for every answer, and reasoning_accuracy_reward finds no reasoning
+# trl/trainer/grpo_trainer.py:_generate parses answers, which moves <think> into reasoning_content; trl/rewards/format_rewards.py looks for it in content. Answers are given here, in the form that the reward asks for
 import copy
 
 import datasets

@@ -1,8 +1,5 @@
-"""SFT, DPO and KTO on texts with images: <bos> is never added, as it is to the same texts without images, and by the processor.
-
-"to avoid adding the BOS twice" holds for conversations, whose template writes it; texts that are none have none.
-"""
-
+# TRL 1.16.0: SFT, DPO, KTO, texts with images that are no conversations: no <bos>, which the same texts have without images
+# trl/trainer/sft_trainer.py:DataCollatorForVisionLanguageModeling, and DPO's and KTO's: add_special_tokens=False, "to avoid adding the BOS twice"; only a chat template adds one. The first row of the dataloader
 import datasets
 import transformers
 from setup_images import BOS, EOS, PAD, gemma3, processor, tokenizer

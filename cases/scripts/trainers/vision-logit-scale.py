@@ -1,9 +1,5 @@
-"""transformers' Aya Vision, Command A Vision, Granite Vision (LLaVA-NeXT) and Granite Speech leave out their logits' scale.
-
-Older releases had a whole text model within (Cohere2ForCausalLM, GraniteForCausalLM), which has it; there is a head alone now.
-TRL's fused head takes it from the config, so that a trainer draws completions from another distribution than it trains.
-"""
-
+# transformers 5.23.0: Aya Vision, Command A Vision, Granite Vision (LLaVA-NeXT), Granite Speech leave out the scale of their text model's logits; TRL 1.16.0's loss has it, so that GRPO draws from another distribution than it trains
+# transformers/models/aya_vision/modeling_aya_vision.py and others: logits = self.lm_head(hidden_states), where 4.51 called Cohere2ForCausalLM. Beside the text model alone with the same weights; Gemma 3 is right
 import datasets
 import torch
 import transformers
@@ -19,7 +15,9 @@ COHERE, GRANITE = dict(model_type="cohere2"), dict(model_type="granite", logits_
 HEARING = dict(input_dim=8, num_layers=2, hidden_dim=16, feedforward_mult=2, num_heads=2, dim_head=8, output_dim=8)
 QUERIES = dict(SIZE, model_type="blip_2_qformer", encoder_hidden_size=16)
 EYES = dict(vision_config=SIGHT)
-EARS = dict(encoder_config=HEARING | dict(context_size=8, max_pos_emb=8), projector_config=QUERIES, has_lora_adapter=False)
+EARS = dict(
+    encoder_config=HEARING | dict(context_size=8, max_pos_emb=8), projector_config=QUERIES, has_lora_adapter=False
+)
 MODELS = {
     "Gemma 3": ("Gemma3", dict(head_dim=8, query_pre_attn_scalar=8), EYES),
     "Aya Vision": ("AyaVision", COHERE, EYES),
@@ -69,11 +67,14 @@ def sft(model):
     return quiet(SFTTrainer(model, args=args, train_dataset=data, processing_class=tokenizer))["loss"]
 
 
+def rewarded(completions, **_):
+    return [float(i) for i in range(len(completions))]
+
+
 def drawn(model):
     """How far the log-probs that completions are drawn from are from those that are trained."""
     more = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=1, max_steps=1)
     args = GRPOConfig(**options(**more, gradient_checkpointing=False, logging_strategy="steps", logging_steps=1))
-    rewarded = lambda completions, **_: [float(i) for i in range(len(completions))]
     data = datasets.Dataset.from_list([{"prompt": row} for row in ROWS])
     trainer = GRPOTrainer(model, rewarded, args=args, train_dataset=data, processing_class=tokenizer)
     made, computed, seen = model.generate, trainer._get_per_token_logps_and_entropies, {}
@@ -96,7 +97,9 @@ def drawn(model):
 
 
 bad = False
-print("| model | its logits by its text model's | loss of both | SFT | GRPO, log-probs drawn from and trained differ by |")
+print(
+    "| model | its logits by its text model's | loss of both | SFT | GRPO, log-probs drawn from and trained differ by |"
+)
 print("|---|---|---|---|---|")
 for name, given in MODELS.items():
     model = made(*given)
