@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from parity.fixes.logits import in_shards, modules_of, probe, undisturbed
+from parity.fixes.logits import in_shards, language_models, modules_of, probe, undisturbed
 from parity.fixes.override import overridden, override
 from parity.fixes.patch import ALREADY, Change, Patch
 
@@ -30,8 +30,8 @@ def move_padding_right(trainer_or_model: Any) -> Patch:
 
     GRPO, RLOO and online DPO (up to trl 1.16.0) pad prompts on the left and give the model `input_ids` and `attention_mask`
     alone. Log-probs of policy and reference depend on the padding then where a model counts learned positions from the
-    first column (GPT-2, GPT-BigCode, BioGPT, XGLM), has a state that padding goes into (RecurrentGemma), or makes
-    blocks from the first column on (DeepSeek-V4).
+    first column (GPT-2, GPT-BigCode, BioGPT, XGLM), has a state that padding goes into (RecurrentGemma), makes blocks
+    from the first column on (DeepSeek-V4), or has virtual tokens before the padding (prompt tuning, P-tuning).
 
     The backbone is given each row, (B, T), with its tokens (virtual ones of prompt tuning too) from the first column on and
     padding behind them, which no token of a causal model sees; hidden states, (B, T, H), and router logits, (B * T, E), go
@@ -44,12 +44,12 @@ def move_padding_right(trainer_or_model: Any) -> Patch:
     changed: list[str] = []
     reasons: list[str] = []
     undo: list[Callable[[], object]] = []
-    for model in _models(trainer_or_model):
+    for model in language_models(trainer_or_model):
         backbone, kind = model.base_model, type(model).__name__
         change = overridden(backbone, "forward", NAME)
         if change is not None:
             reasons.append(ALREADY)
-        elif (why := _fine(model, backbone)) is not None:
+        elif (why := _fine(model, backbone, _tried(trainer_or_model, model))) is not None:
             reasons.append(f"{kind}: {why}")
             continue
         else:
@@ -58,14 +58,6 @@ def move_padding_right(trainer_or_model: Any) -> Patch:
         undo += change.hold(trainer_or_model)
     reason = None if changed else "; ".join(dict.fromkeys(reasons)) or "there is no transformers model"
     return Patch(NAME, tuple(changed), reason=reason, _undo=undo)
-
-
-def _models(trainer_or_model: Any) -> list[Any]:
-    """The language models, of a trainer policy and reference, whatever has wrapped them."""
-    from transformers import PreTrainedModel
-
-    inside = modules_of(trainer_or_model)
-    return [m for m in inside if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
 
 
 def _moved(backbone: nn.Module) -> Change:
@@ -106,7 +98,18 @@ def _taken(x: Tensor, order: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device).unsqueeze(1), order.to(x.device)]
 
 
-def _fine(model: Any, backbone: Any) -> str | None:
+def _tried(trainer_or_model: Any, model: Any) -> Any:
+    """The model on which need is decided: with the virtual tokens of prompt tuning, which stand before the padding."""
+    for outer in modules_of(trainer_or_model):
+        if (
+            getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False)
+            and model in outer.modules()
+        ):
+            return outer
+    return model
+
+
+def _fine(model: Any, backbone: Any, tried: Any) -> str | None:
     """Why padding need not be moved; None where it must be."""
     if backbone is model or model.config.is_encoder_decoder:
         return "it is no decoder with a backbone"
@@ -119,11 +122,11 @@ def _fine(model: Any, backbone: Any) -> str | None:
     padded = {"input_ids": pad(ids, (_LEFT, 0), value=int(ids[0, 0])), "attention_mask": pad(mask, (_LEFT, 0))}
 
     def logits(**given: Tensor) -> Tensor:
-        return model(**given, use_cache=False).logits[:, -ids.shape[1] :]
+        return tried(**given, use_cache=False).logits[:, -ids.shape[1] :]
 
     try:
-        with undisturbed(model), torch.no_grad():
-            model.eval()
+        with undisturbed(tried), torch.no_grad():
+            tried.eval()
             whole, beside = logits(input_ids=ids, attention_mask=mask), logits(**padded)
             with contextlib.ExitStack() as trial:
                 for back in _moved(backbone).hold():

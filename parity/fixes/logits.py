@@ -99,6 +99,14 @@ def modules_of(trainer_or_model: Any) -> list[nn.Module]:
     return list({id(m): m for m in inside}.values())
 
 
+def language_models(trainer_or_model: Any) -> list[Any]:
+    """The language models, of a trainer policy and reference, whatever has wrapped them."""
+    from transformers import PreTrainedModel
+
+    inside = modules_of(trainer_or_model)
+    return [m for m in inside if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
+
+
 def in_shards(model: Any) -> bool:
     """Whether ZeRO-3 has partitioned parameters of the model: an empty tensor stands for each."""
     return any(hasattr(p, "ds_id") for p in model.parameters())

@@ -18,6 +18,7 @@ from parity.fixes.merging import merge_into_copies
 from parity.fixes.padding import mask_padded_log_probs
 from parity.fixes.patch import Patch
 from parity.fixes.preference import exchange_alpha
+from parity.fixes.scale import scale_logits
 
 __all__ = [
     "Patch",
@@ -29,5 +30,6 @@ __all__ = [
     "merge_into_copies",
     "move_padding_right",
     "require_input_grads",
+    "scale_logits",
     "use_model_logits",
 ]

@@ -59,6 +59,7 @@ def apply(trainer: Any) -> Applied:
         patches.average_over_window,
         patches.exchange_alpha,
         patches.mask_padded_log_probs,
+        patches.scale_logits,
         patches.move_padding_right,
         patches.merge_into_copies,
         _keep_checkpointing,

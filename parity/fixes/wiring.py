@@ -13,6 +13,7 @@ from torch import Tensor
 from parity.fixes.grpo import FusedLinearGRPOLoss
 from parity.fixes.override import already, override
 from parity.fixes.patch import Patch
+from parity.fixes.scale import logit_scale
 
 NAME = "use_fused_policy_loss"
 
@@ -106,20 +107,3 @@ class _TrainerLoss:
             if name != "kl":
                 logged[name].append(value.item())
         return self.loss, metrics
-
-
-def logit_scale(config: Any) -> float:
-    """The factor between LM head and softcap that a model's config asks for, 1 where it names none.
-
-    `logit_scale` (Cohere), `output_multiplier`, `lm_head_multiplier` (Falcon-H1) multiply; `logits_scaling` divides
-    (Granite, MiniCPM3), except in HyperCLOVA X.
-    """
-    text = config.get_text_config()
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        value = getattr(text, name, None)
-        if value is not None:
-            return float(value)
-    divisor = getattr(text, "logits_scaling", None)
-    if divisor is None:
-        return 1.0
-    return float(divisor) if text.model_type == "hyperclovax" else 1 / float(divisor)

@@ -66,7 +66,7 @@ def test_it_runs(file, place, code, capsys, taken_back):
     for name in re.findall(r"patches\.(\w+)\(", code):
         assert any(patch.name == name for patch in taken_back)
     if "apply(" in code:
-        assert said.count("\n") == 11 == len(taken_back) - code.count("patches.")
+        assert said.count("\n") == 12 == len(taken_back) - code.count("patches.")
     if re.search(r"^ *trainer\.train\(\)", code, re.MULTILINE):
         assert made.state.global_step == 1
     for name in {"logps", "entropies"} & set(names):

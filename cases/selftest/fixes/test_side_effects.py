@@ -13,6 +13,7 @@ from trl.trainer import utils as trl_utils
 
 from cases.selftest.fixes.test_logits import IDS, halved
 from parity.fixes import apply, patches
+from parity.trainers.definitions import decoder
 from parity.trainers.rig import drive, models, stored_window
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -108,7 +109,7 @@ def padded_on_the_left(ids):
 
 def shared(name):
     """How each of two owners asks for a patch of what they share, and how to see that it is in force."""
-    kinds = {"use_model_logits": "recurrent_gemma", "move_padding_right": "gpt2"}
+    kinds = {"use_model_logits": "recurrent_gemma", "move_padding_right": "gpt2", "scale_logits": "granite_vision"}
     model = frozen_inputs() if name == "require_input_grads" else models.model(kinds.get(name, "llama"))
     if name == "merge_into_copies":
         model = stored_window.adapted(model, stored_window.TRAINED)
@@ -123,6 +124,9 @@ def shared(name):
     if name == "move_padding_right":
         alone, padded = model(input_ids=IDS).logits, padded_on_the_left(IDS)
         return takes, lambda: torch.allclose(model(**padded).logits[:, 3:], alone, atol=1e-4)
+    if name == "scale_logits":
+        raw = model(input_ids=IDS).logits
+        return takes, lambda: torch.equal(model(input_ids=IDS).logits, raw / 4)
     if name == "merge_into_copies":
         return takes, lambda: "merge_adapter" in vars(model)
     if name == "divide_by_accumulation":
@@ -189,6 +193,39 @@ def test_padding_on_the_left_has_no_effect_on_a_row(name):
         found = model(**dict(zip(padded, behind, strict=True)), use_cache=False).logits
         assert torch.allclose(torch.cat([found[:, :1], found[:, 4:]], 1), alone[0], atol=1e-4)
     assert torch.equal(given, model(**padded, **own).logits)
+
+
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PromptEncoderConfig])
+def test_virtual_tokens_stand_at_one_distance_whatever_the_padding(kind):
+    """Rotary positions count the padding between them and the prompt; without virtual tokens they do not matter."""
+    model = peft.get_peft_model(models.model("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    padded, alone = padded_on_the_left(IDS), model(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits
+    assert not torch.allclose(model(**padded).logits[:, 6:], alone[:, 3:], atol=1e-2)
+    with patches.move_padding_right(model) as patch:
+        assert patch and torch.allclose(model(**padded).logits[:, 6:], alone[:, 3:], atol=1e-4)
+    prefix = peft.get_peft_model(
+        models.model("llama"), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+    assert "does not change" in patches.move_padding_right(prefix).reason
+
+
+@pytest.mark.parametrize("name", models.VISION)
+def test_a_model_of_images_scales_its_logits(name):
+    """As its text model's config asks; TRL's fused head, which reads the weight and the config, gives the same then."""
+    model = models.model(name).eval()
+    row = IDS[0].tolist()
+    (right,) = decoder.logits(models.model(name, torch.float64), name, [row])
+    trl_utils.add_fused_lm_head(model)
+    assert patches.use_model_logits(copy.deepcopy(model)), "the two differ"
+    with patches.scale_logits(model) as patch:
+        assert patch and torch.allclose(model(input_ids=IDS[:1]).logits[0].double(), right, atol=1e-4)
+        assert not patches.use_model_logits(model)
+    assert not torch.allclose(model(input_ids=IDS[:1]).logits[0].double(), right, atol=1e-1)
+
+
+def test_logits_that_a_forward_scales_are_scaled_once():
+    for name, reason in {"granite": "itself", "cohere": "itself", "gemma3": "no logits", "llama": "no logits"}.items():
+        assert reason in patches.scale_logits(models.model(name)).reason
 
 
 def test_padding_is_moved_in_16_bits_and_not_where_something_else_counts_columns():

@@ -30,7 +30,7 @@ ENDS = (models.EOS, *range(40, models.VOCABULARY))
 """So many that some completion ends before the limit."""
 KWARGS = "generation_kwargs"
 SETTINGS = {
-    "model": Setting("llama", "tiny model", tuple(models.ARCHITECTURES)),
+    "model": Setting("llama", "tiny model", (*models.ARCHITECTURES, *models.VISION)),
     "even": Setting(False, f"prompts of {EVEN} tokens each: none is padded", (False, True)),
     "temperature": Setting(1.0, "divides the logits", (1.0, 1.4)),
     "top_k": Setting(0, "the likeliest k, 0 for all", (0, 7)),

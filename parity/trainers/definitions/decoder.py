@@ -24,7 +24,9 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "granite": ("multipliers",),
     "gemma2": GEMMA,
     "gemma3": (*GEMMA, "head norms"),
+    "granite_vision": ("multipliers",),
     "cohere": ("parallel", "centred", "interleaved"),
+    "cohere2_vision": ("parallel", "centred", "interleaved", "windows", "turned in windows"),
     "phi": ("parallel", "centred", "one projection", "tanh GELU"),
     "gpt_oss": ("windows", "sinks", "clipped experts"),
 }
@@ -95,7 +97,8 @@ class _Decoder:
         q, k, v = (y.view(count, -1, dim).transpose(0, 1) for y in projected)
         if "head norms" in self.has:
             q, k = self.norm(q, at + "q_norm"), self.norm(k, at + "k_norm")
-        q, k = self.turned(q, kind), self.turned(k, kind)
+        if kind == SLIDING or "turned in windows" not in self.has:  # the others know no positions (arXiv 2504.00698)
+            q, k = self.turned(q, kind), self.turned(k, kind)
         k, v = (y.repeat_interleave(len(q) // len(y), 0) for y in (k, v))
         scale = 1 / math.sqrt(c.query_pre_attn_scalar if "four norms" in self.has else dim)
         scale = c.attention_multiplier if "multipliers" in self.has else scale

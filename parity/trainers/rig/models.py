@@ -220,7 +220,33 @@ MORE = {
     "classifier": _classes("Qwen2", 3),
 }
 """Models that only transformers' own trainer is given."""
-_EVERY = {**ARCHITECTURES, **MORE, GROUPED: _text("Llama", num_attention_heads=4, num_key_value_heads=2)}
+VISION = {
+    "granite_vision": Architecture(
+        "LlavaNextForConditionalGeneration",
+        "LlavaNextConfig",
+        {"text_config": {**_SIZES, "model_type": "granite", "logits_scaling": 4.0}, "vision_config": _CLIP}
+        | {"image_token_index": 60, "image_grid_pinpoints": [[8, 8]]},
+    ),
+    "cohere2_vision": Architecture(
+        "Cohere2VisionForConditionalGeneration",
+        "Cohere2VisionConfig",
+        {
+            "text_config": {
+                **_SIZES,
+                "model_type": "cohere2",
+                "logit_scale": LOGIT_SCALE,
+                "head_dim": 16,
+                "sliding_window": 64,
+            }
+            | {"layer_types": _LAYERS, **_TIED},
+            "vision_config": _CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "image_token_id": 60,
+            **_TIED,
+        },
+    ),
+}
+"""Models of images whose text models scale their logits."""
+_EVERY = {**ARCHITECTURES, **MORE, **VISION, GROUPED: _text("Llama", num_attention_heads=4, num_key_value_heads=2)}
 _EVERY |= {"llama_scores": _classes("Llama", 1), "qwen2_scores": _classes("Qwen2", 1, **_TIED)}
 
 
