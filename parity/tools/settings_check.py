@@ -113,12 +113,13 @@ def holds(run: Run, name: str, wanted: Any) -> bool | Unknown:
         version = installed(name)
         return version is not None and version in SpecifierSet(wanted, prereleases=True)
     if name == "uses":
-        return bool({*run.uses} & {*wanted})
+        unsaid = "use_peft" in wanted and not run.models and "use_peft" not in run.args
+        return bool({*run.uses} & {*wanted}) or (Unknown("use_peft is not set") if unsaid else False)
     if name == "model":
         names = [one.lower().replace("-", "").replace("_", "") for one in run.models if isinstance(one, str)]
         if any(word.replace("-", "").replace("_", "") in one for word in wanted for one in names):
             return True
-        return next((one for one in run.models if isinstance(one, Unknown)), not names and Unknown("no model is named"))
+        return next((one for one in run.models if isinstance(one, Unknown)), not names and Unknown("no model_name_or_path is set"))
     if name == "liger":
         both = [_within(one, run.value(one), True) for one in ("use_liger_kernel", "use_liger_loss")]
         return True in both or next((one for one in both if isinstance(one, Unknown)), False)
@@ -129,7 +130,8 @@ def _within(name: str, value: Any, wanted: Any) -> bool | Unknown:
     value = getattr(value, "value", value)  # of an enumeration
     if value is None or isinstance(value, Unknown):
         return value or False
-    if isinstance(wanted, list):
+    if isinstance(wanted, list | str):
+        wanted = [wanted] if isinstance(wanted, str) else wanted
         return any(one in wanted for one in (value if isinstance(value, list | tuple) else [value]))
     if isinstance(value, str):  # words, as transformers' parser takes them
         value = {"yes": True, "true": True, "no": False, "false": False}.get(value.lower(), value)

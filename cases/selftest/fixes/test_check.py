@@ -159,6 +159,18 @@ def test_a_value_that_is_no_number_is_not_taken_for_a_match_or_for_none(tmp_path
     assert id not in found(config(tmp_path, text.format("maybe", "0.7")), trainer="GRPOTrainer")
 
 
+def test_arguments_do_not_say_whether_a_lora_is_trained(tmp_path):
+    """TrainingArguments have neither a model nor a `peft_config`; a file for `trl grpo --config` names the model."""
+    server = "use_vllm: true\nvllm_mode: server\n"
+    peft = found(config(tmp_path, server), "GRPOTrainer")["vllm-server-unmerged"]
+    assert peft == "cannot tell: use_peft is not set"
+    named = server + "model_name_or_path: Qwen/Qwen3-0.6B\n"
+    assert "vllm-server-unmerged" not in found(config(tmp_path, named), "GRPOTrainer")
+    lora = named + "use_peft: true\n"
+    assert found(config(tmp_path, lora), "GRPOTrainer")["vllm-server-unmerged"] == ""
+    assert "vllm-server-unmerged" not in found(config(tmp_path, lora.replace("server", "colocate")), "GRPOTrainer")
+
+
 @pytest.mark.parametrize("trainer", ["OnlineDPOTrainer", "GRPOTrainer", "DPOTrainer", "KTOTrainer"])
 def test_the_arguments_that_a_trainer_saves(tmp_path, trainer):
     args = trl.configured(drive.config(trainer), "cpu", {"gradient_accumulation_steps": 4})
