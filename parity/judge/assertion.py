@@ -161,13 +161,13 @@ def verdict(
         if not wrong:
             return parity
         in_float64 = right_in_float64(function, problem, wrong, lambda values: _judged(problem, values, recipe, wrong))
-        by = _explained(problem, values, recipe, quantities) if in_float64 is not False else None
         looks = {
             n: hints(v, problem.oracle.exact[n], problem.tensors, problem.inputs, quantities[n].place, in_float64)
             for n, v in wrong.items()
         }
-        if any(looks.values()):
-            by = None  # coarser rounding is spread over all entries, is no factor, and is more than float32's
+        # coarser rounding is spread over all entries, is no factor, and is more than float32's
+        sought = in_float64 is not False and not any(looks.values())
+        by = _explained(problem, values, recipe, quantities) if sought else None
         right = in_float64 if in_float64 is not None else _in_float32(function, problem, wrong, by)
         kind = "precision" if right else "logic"
         return dataclasses.replace(parity, kind=kind, explained_by=by, in_float64=in_float64, hints=looks)
