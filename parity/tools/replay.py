@@ -66,7 +66,7 @@ def replay(
         mine = [i for i in chosen if i.role != "reference"]
     if issue:
         return _issue(case, mine, rows, console, name)
-    for implementation in chosen:
+    for implementation in sorted(chosen, key=lambda i: i not in mine):  # what was asked for is read first
         its_rows = [r for r in rows if r.implementation == implementation.id]
         render.render_case(its_rows, console)
         if unknown := [name for row in its_rows for name in row.unjudged]:

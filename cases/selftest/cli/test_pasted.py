@@ -78,6 +78,11 @@ def test_a_file_is_replayed_by_the_line_that_replay_prints(repository):
     assert "mine.json" in line and done(*shlex.split(line)[1:]).exit_code == 1
 
 
+def test_what_was_asked_for_is_told_before_its_reference(repository):
+    said = done(*REPLAY).stdout
+    assert said.index("off.py:off") < said.index("trl.selective_log_softmax"), said
+
+
 def test_a_kept_test_fails_until_the_loss_is_mended_and_is_written_over_nothing(repository):
     assert done("replay", "mine.json", "--test", "tests/test_kept.py").exit_code == 125, "which implementation?"
     said = done(*REPLAY, "--test", "tests/test_kept.py").stdout
