@@ -6,9 +6,14 @@ _PACKAGE = Path(__file__).parent
 _CHECKOUT = _PACKAGE.parent / "cases"
 
 
+def in_checkout() -> bool:
+    """Whether this is a checkout, whose files may be changed."""
+    return (_CHECKOUT / "ledger.toml").exists()
+
+
 def cases_dir() -> Path:
     """The folder that holds ledger.toml, regressions/ and history/."""
-    return _CHECKOUT if (_CHECKOUT / "ledger.toml").exists() else _PACKAGE / "_cases"
+    return _CHECKOUT if in_checkout() else _PACKAGE / "_cases"
 
 
 def ledger_file() -> Path:

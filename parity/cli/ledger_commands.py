@@ -79,7 +79,10 @@ def add_command(
     now = datetime.datetime.now(datetime.UTC)
     until = None if expires is None else (now + datetime.timedelta(seconds=expires)).date()
     libraries = {i.id: i.library for i in load().values()}
-    entries, asked = [], header.header.asked.ledger if header.header.asked else None
+    asked = header.header.asked.ledger if header.header.asked else None
+    file, entries = ledger or (Path(asked) if asked else data.ledger_file()), []
+    if not (ledger or asked or data.in_checkout()):
+        raise UsageError(f"ledger add: {file} belongs to the installation: name a ledger of your own, --ledger FILE")
     for finding in (f for f in found if f.lead.settings):  # one about the whole run has no case
         of, _ = find(finding.lead.case, run.parent)
         about, library = family(of.family), libraries.get(finding.implementation, "")
@@ -95,7 +98,6 @@ def add_command(
     if not entries:
         click.echo(f"{run}: its new findings are about the whole run; none has a case to be entered with")
         return
-    file = ledger or (Path(asked) if asked else data.ledger_file())
     ids = append(file, entries, again=every)
     for id in ids:
         click.echo(f"entered {id} in {file}")

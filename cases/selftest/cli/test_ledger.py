@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec import structs
 
+from parity import data
 from parity.case.case import Frozen
 from parity.cli.commands import main
 from parity.compare.result_rows import empty_row
@@ -74,6 +75,20 @@ def test_add_writes_one_narrow_entry(red, tmp_path):
     assert (tmp_path / "mine" / entry.case).exists() and "B" not in entry.settings
     again = ledger(red, "add", case, "--reason", "x", "--link", "y", into=tmp_path)
     assert again.exit_code == 2 and "is there already" in again.output and "line" in again.output
+
+
+def test_an_installed_ledger_is_not_written(red, tmp_path, monkeypatch):
+    """The next installation would lose the entry."""
+    (shipped := tmp_path / "ledger.toml").touch()
+    monkeypatch.setattr(data, "_CHECKOUT", tmp_path / "none")
+    monkeypatch.setattr(data, "ledger_file", lambda: shipped)
+    header, rows = read(red / "reports/results.ndjson")
+    rewrite(tmp_path / "results.ndjson", structs.replace(header, header=About()), rows)
+    case = next(r.case for r in rows if r.new and r.settings)
+    words = ["ledger", "add", case, "--reason", "x", "--link", "y", "--run", str(tmp_path / "results.ndjson")]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 2 and "name a ledger of your own, --ledger FILE" in done.output, done.output
+    assert not shipped.read_text()
 
 
 def test_of_two_that_fail_on_a_case_one_is_entered(red, tmp_path):
