@@ -300,7 +300,9 @@ def _judge(
     """`beside`: the quantities whose replicas are asked for with its own (None: all)."""
     value, exact = values.get(name), problem.oracle.exact[name]
     if value is None:
-        return failed("no gradient" if name.startswith("grad_") else f"missing; returned: {', '.join(values)}")
+        if name.startswith("grad_"):
+            return failed("no gradient; grad=(…) names the inputs that have one")
+        return failed(f"missing; returned: {', '.join(values)}")
     if not exact.is_floating_point():
         return _judge_exact(problem, name, value, recipe, max(count, REPLICAS))
     if name.startswith("grad_"):

@@ -778,3 +778,10 @@ def test_a_recipe_that_overflows_explains_nothing():
         definition=lambda x: x * x, inputs={"x": x}, actual={"output": x * x * (1 + 0.03 * signs)}, grad=()
     )
     assert found.kind == "logic" and found.explained_by is None
+
+
+def test_an_input_without_a_gradient_tells_how_to_leave_it_out():
+    inputs = {"x": torch.ones(3), "teacher": torch.ones(3)}
+    found = check_parity(lambda x, teacher: x * teacher.detach(), lambda x, teacher: x * teacher, inputs)
+    assert "no gradient; grad=(…) names" in found.message
+    assert_parity(lambda x, teacher: x * teacher.detach(), lambda x, teacher: x * teacher, inputs, grad=("x",))
