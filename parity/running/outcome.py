@@ -66,8 +66,8 @@ def stale_entries(ledger: Ledger, rows: Sequence[Row], device: str) -> Iterator[
         its = of_case[Path(entry.case).name]
         agrees = stale(entry, its, device)
         if agrees:
-            line = f"{ledger.line_of(entry.id)}; if it is mended, delete the entry"
-            yield f"ledger entry {entry.id} no longer reproduces, its case agrees: {line}"
+            what = "no longer reproduces, its case agrees; delete the entry if that is mended"
+            yield f"ledger entry {entry.id} {what}: {ledger.line_of(entry.id)}"
         elif agrees is False and not any(entry.covers(row, facts(case)) for row in its):
             yield f"ledger entry {entry.id} covers nothing of what fails in its case: {ledger.line_of(entry.id)}"
 

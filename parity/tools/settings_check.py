@@ -114,12 +114,14 @@ def holds(run: Run, name: str, wanted: Any) -> bool | Unknown:
         return version is not None and version in SpecifierSet(wanted, prereleases=True)
     if name == "uses":
         unsaid = "use_peft" in wanted and not run.models and "use_peft" not in run.args
-        return bool({*run.uses} & {*wanted}) or (Unknown("use_peft is not set") if unsaid else False)
+        return bool({*run.uses} & {*wanted}) or (Unknown("no use_peft") if unsaid else False)
     if name == "model":
         names = [one.lower().replace("-", "").replace("_", "") for one in run.models if isinstance(one, str)]
         if any(word.replace("-", "").replace("_", "") in one for word in wanted for one in names):
             return True
-        return next((one for one in run.models if isinstance(one, Unknown)), not names and Unknown("no model_name_or_path is set"))
+        return next(
+            (one for one in run.models if isinstance(one, Unknown)), not names and Unknown("no model_name_or_path")
+        )
     if name == "liger":
         both = [_within(one, run.value(one), True) for one in ("use_liger_kernel", "use_liger_loss")]
         return True in both or next((one for one in both if isinstance(one, Unknown)), False)

@@ -163,7 +163,7 @@ def test_arguments_do_not_say_whether_a_lora_is_trained(tmp_path):
     """TrainingArguments have neither a model nor a `peft_config`; a file for `trl grpo --config` names the model."""
     server = "use_vllm: true\nvllm_mode: server\n"
     peft = found(config(tmp_path, server), "GRPOTrainer")["vllm-server-unmerged"]
-    assert peft == "cannot tell: use_peft is not set"
+    assert peft == "cannot tell: no use_peft"
     named = server + "model_name_or_path: Qwen/Qwen3-0.6B\n"
     assert "vllm-server-unmerged" not in found(config(tmp_path, named), "GRPOTrainer")
     lora = named + "use_peft: true\n"

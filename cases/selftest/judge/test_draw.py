@@ -219,7 +219,9 @@ def test_a_failure_is_explained_once(monkeypatch):
     asked = []
     exact = assertion.right_in_float64
     monkeypatch.setattr(assertion, "right_in_float64", lambda *a: asked.append(a) or exact(*a))
-    monkeypatch.setattr(assertion, "_explained", lambda *a: pytest.fail("a hint says what is wrong: no recipe is sought"))
+    monkeypatch.setattr(
+        assertion, "_explained", lambda *a: pytest.fail("a hint says what is wrong: no recipe is sought")
+    )
     case = RMS.case("bf16/N:7/H:17/eps:1e-06/x:plain+sliced/upstream:random/grad:all/seed:3")
     with pytest.raises(ParityError) as failure:
         case.assert_parity(loses_a_tail, D.rms_norm)

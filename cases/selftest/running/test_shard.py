@@ -305,7 +305,7 @@ SCOPES = {
     "its scope": ({}, True, ""),
     "a typing error": ({"settings": {"bais": "banned"}}, True, "covers nothing of what fails in its case"),
     "another quantity": ({"quantities": ["logps"]}, True, "covers nothing of what fails in its case"),
-    "a case that agrees": ({}, False, "no longer reproduces, its case agrees"),
+    "a case that agrees": ({}, False, "no longer reproduces, its case agrees; delete the entry if that is mended"),
 }
 
 
