@@ -382,10 +382,9 @@ class Description:
         for name in sorted(sizes, key=lambda n: (edge.get(n, 0) < 2, -sizes[n]))[1:]:  # the longest stays
             while self._large(sizes) and sizes[name] > 1:
                 sizes[name] = max(1, sizes[name] // 2)
-        while (
-            self.tall in edge and sizes[self.tall] > SMALL and (self._large(sizes) or math.prod(sizes.values()) > WORK)
-        ):
-            sizes[self.tall] = max(SMALL, sizes[self.tall] // 2)
+        if (tall := self.tall) is not None and tall in edge:
+            while sizes[tall] > SMALL and (self._large(sizes) or math.prod(sizes.values()) > WORK):
+                sizes[tall] = max(SMALL, sizes[tall] // 2)
         floating = [n for n, t in self.tensors.items() if t.below is None]
         values = {n: pick(f"{n} values {dtype}", t.values, each) for n, t in self.tensors.items()}
         layouts = {n: pick(f"{n} layout", t.layouts) for n, t in self.tensors.items()}
