@@ -45,6 +45,9 @@ LEAST = 1 / 32
 """Error ÷ allowed below which an error is not the rounding that is tried: a replica's own is about a third, code that rounds at
 one of six places of a recipe is off by half as much. Where replicas overflow 16 bits all is allowed."""
 
+WHOLE: tuple[Stages, ...] = ((*EAGER, "log_sum_exp"), (*LOGITS, *SUMS[-1]), (*DLOGITS[0], *SUMS[-1]))
+"""Where one of these explains nothing, nor does a part of it."""
+
 Judge = Callable[[Recipe, Collection[str]], Mapping[str, Judgement]]
 """(resolved recipe, quantities) -> their judgements under it, by few replicas."""
 
@@ -105,11 +108,18 @@ class Explaining:
         """Stages and the 16-bit dtype they round to -> how little that allows."""
         head = self.dtype == "fp32" and any(name.startswith("grad_") for name in self.agreeing)
         narrow = ("bf16",) if self.dtype == "bf16" else ("fp16", "bf16")
-        if all(self._tightness(self._fields(LARGEST, dtype)) is None for dtype in narrow):
-            return {}
+        nothing: dict[tuple[Stages, str], bool] = {}  # whether what rounds as much and more explains nothing either
+
+        def hopeless(whole: Stages, dtype: str) -> bool:
+            if (whole, dtype) not in nothing:
+                nothing[whole, dtype] = self._tightness(self._fields(whole, dtype)) is None
+            return nothing[whole, dtype]
+
         tight: dict[tuple[Stages, str], float] = {}
         for stages in self._steps():
             for dtype in narrow:
+                if any(hopeless(whole, dtype) for whole in (LARGEST, *WHOLE) if _within(stages, whole)):
+                    continue
                 cast = dtype == self.dtype and not self.casts and stages[-1] == "inputs" and stages != EAGER
                 if cast or ("accumulate" in stages and dtype not in ("bf16", self.dtype)):
                     continue
@@ -165,3 +175,9 @@ class Explaining:
 
     def _text(self, fields: dict[str, Any]) -> str:
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in (self.always | fields).items())})"
+
+
+def _within(stages: Stages, whole: Stages) -> bool:
+    """Whether another recipe rounds more than these stages, in no fewer partial sums."""
+    more = {*whole, *(f"partials={n}" for n in PARTIALS if whole[-1] == f"partials={PARTIALS[-1]}")}
+    return {*stages} < more and stages != whole
