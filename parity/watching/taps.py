@@ -23,6 +23,7 @@ class Taken:
     trained: bool  # whether gradients were on
     model: Any  # that was given
     slopes: Tensor | None = None  # what the backward pass brought to the log-probs, (B, T)
+    positions: Tensor | None = None  # (B, P + T), where the trainer says so
 
 
 class Taps:
@@ -124,7 +125,10 @@ def _fused(
     logps = getattr(out, "log_probs", None)
     if logps is None or labels is None or input_ids is None or logps.shape[1] != input_ids.shape[1] - 1:
         return None
-    if kw.get("pixel_values") is not None or kw.get("position_ids") is not None:
-        return None  # images; sequences packed into one row
+    positions = kw.get("position_ids")
+    packed = positions is not None if attention_mask is None else attention_mask.shape != input_ids.shape
+    if kw.get("pixel_values") is not None or packed:  # a 2-dim mask lets all tokens of a row attend to those before
+        return None
     attention = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    return _taken(model, logps, ids=input_ids, attention=attention, entropies=None, mask=labels[:, 1:] != -100)
+    fields = {"attention": attention, "mask": labels[:, 1:] != -100, "positions": positions}
+    return _taken(model, logps, ids=input_ids, entropies=None, **fields)

@@ -19,7 +19,7 @@ from parity.results.watched import Finding
 from parity.rollouts import causes
 from parity.rollouts.scoring import Difference, agrees, drops, farthest, innermost, mismatch, rms, rows_of
 from parity.trainers.definitions.micro_batch import defined, known, loss_mask
-from parity.watching import definition
+from parity.watching import batch, definition
 from parity.watching.look import Look, checkpointing
 from parity.watching.step import Step, at_top, first, rates
 from parity.watching.taps import Taken, Taps
@@ -392,6 +392,9 @@ class Watch(TrainerCallback):
         lost = at.mask.bool() & (absent[:, 1:] & absent[:, :-1])[:, -at.mask.shape[1] :]  # predicted from padding, too
         if bool(lost.any()):
             self._wrong(("tokens of the loss are padding", [f"{int(lost.sum())} of {int(at.mask.sum())}"]))
+        tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
+        self._wrong(batch.unended(at.taken, at.mask, getattr(tokenizer, "eos_token_id", None)))
+        self._wrong(batch.seen_padding(at.taken, getattr(tokenizer, "pad_token_id", None)))
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         slopes = slopes / (1.0 if scaler is None else scaler.get_scale())
         if at.taken.mask is not None:  # log-probs of other tokens are the constant 0

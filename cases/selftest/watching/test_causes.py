@@ -126,6 +126,50 @@ def test_logits_that_are_not_shifted(tmp_path):
     assert [(f.what, f.causes) for f in watch.findings] == [("trainer", (cause,))]
 
 
+def without_eos(trainer, batch):
+    return {"labels": batch["labels"].masked_fill(batch["input_ids"] == trainer.processing_class.eos_token_id, -100)}
+
+
+def at_the_left(batch):
+    """The same sequences, padding moved to their left."""
+    order = batch["attention_mask"].argsort(dim=1, stable=True)
+    return {name: values.gather(1, order) for name, values in batch.items()}
+
+
+def seen(trainer, batch):
+    moved = at_the_left(batch)
+    return moved | {"attention_mask": torch.ones_like(moved["attention_mask"])}
+
+
+def placed(trainer, batch):
+    """By twice their places."""
+    moved = at_the_left(batch)
+    return moved | {"position_ids": (moved["attention_mask"].cumsum(1) - 1).clamp(min=0) * 2}
+
+
+def counted(trainer, batch):
+    """From 1 on, which a rotary embedding does not see."""
+    moved = at_the_left(batch)
+    return moved | {"position_ids": moved["attention_mask"].cumsum(1)}
+
+
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        (without_eos, "the EOS token follows in 4 of 4 rows"),
+        (seen, "10 tokens before a sequence, in 3 of 4 rows"),
+        (placed, "position_ids are not the places in the sequence"),
+        (counted, None),
+    ],
+)
+def test_what_a_collator_makes_of_sequences(tmp_path, change, what):
+    trainer = of("sft-trainer", max_steps=1)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: (batch := collate(rows)) | change(trainer, batch)
+    watch, lines = watched(trainer, tmp_path)
+    assert lines and {cause for f in watch.findings for cause in f.causes} == {what} - {None}
+
+
 def test_padding_that_is_trained_on(tmp_path):
     trainer = of("sft-trainer", max_steps=1)
     collate = trainer.data_collator

@@ -1,0 +1,34 @@
+"""What a collator made of sequences, held against the sequences themselves: where their loss ends, and what attention sees."""
+
+from torch import Tensor
+
+from parity.watching.taps import Taken
+
+Fault = tuple[str, list[str]]
+
+
+def unended(taken: Taken, mask: Tensor, eos: int | None) -> Fault | None:
+    """Where no `eos` is in the loss, `mask` (B, T), though it follows the last token that is: a model never learns to stop."""
+    if eos is None:
+        return None
+    inside, width = mask.bool(), mask.shape[1]
+    ends, there = taken.ids[:, -width:] == eos, taken.attention[:, -width:].bool()
+    last = inside & (inside.flip(1).cumsum(1).flip(1) == 1)
+    lost = last[:, :-1] & (there & ends)[:, 1:]
+    if bool((inside & ends).any()) or not bool(lost.any()):
+        return None
+    return "the loss ends before the sequence does", [f"the EOS token follows in {int(lost.sum())} of {len(mask)} rows"]
+
+
+def seen_padding(taken: Taken, pad: int | None) -> Fault | None:
+    """Where rows that attention sees begin with `pad` tokens, two or more beyond those of the row that has fewest, if any."""
+    if pad is None:
+        return None
+    there = taken.attention.bool()
+    begun = (~there | (taken.ids == pad)).int().cumprod(1).bool()
+    runs = (begun & there).sum(1)
+    runs = runs - runs.amin()
+    if int(runs.amax()) < 2:
+        return None
+    text = f"{int(runs.amax())} tokens before a sequence, in {int((runs > 0).sum())} of {len(runs)} rows"
+    return "attention sees padding", [text]
