@@ -18,6 +18,7 @@ from parity.results.ledger import Ledger
 from parity.running.shard import Session
 from parity.sampling.find import find
 from parity.trainers import catalogue
+from parity.trainers.checks import update
 
 FILE = "fixtures/trainers.py"
 GRPO = family("grpo-trainer")
@@ -153,6 +154,14 @@ def test_an_update_of_its_own_is_judged_where_a_user_s_class_is_asked_for(tmp_pa
     found = of_own("Decayed", tmp_path, **first.settings)
     wrong = {q for q, r in found.items() if r.verdict != "agree"}
     assert wrong == {"parameters behind step 1", "parameters behind step 2"}
+
+
+@pytest.mark.parametrize(("trainer", "settings"), update.OF_USER, ids=str)
+def test_an_update_as_released_agrees_with_its_definition_and_tests_something(trainer, settings):
+    """A user's class is held against the same cases."""
+    case = family(trainer).case(0, "fp32", {"check": "update", **settings})
+    (released,) = (i for i in select(()) if i.id == f"{trainer}.released")
+    assert {r.verdict for r in run_case(case, [released])} == {"agree"}
 
 
 def test_a_reference_in_training_mode_shows(tmp_path):

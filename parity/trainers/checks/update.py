@@ -91,7 +91,7 @@ def update(call: CheckCall) -> Iterator[Quantity]:
         share = 1.0
         if s.clip:
             share = min(1.0, s.clip / (norm + 1e-6))  # torch's own 1e-6
-            yield tells("clipped", share < 0.5, f"gradients of norm {norm:.3g} are clipped at {s.clip}", norm)
+            yield tells("clipped", share < 0.9, f"gradients of norm {norm:.3g} are clipped at {s.clip}", norm)
             exact = exact_step(policy, functools.partial(_times, share, loss))
         yield gradients(exact, steps.gradients[i], f"gradient {step}")
         taken.append({n: torch.zeros_like(before[n]) if g is None else g for n, g in steps.gradients[i].items()})
