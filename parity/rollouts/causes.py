@@ -16,7 +16,7 @@ SUPPORTS = (
     *((1.0, k, 0.0) for k in (1, 5, 10, 20, 40, 50, 64, 100)),
     *((1.0, 0, m) for m in (0.01, 0.02, 0.05, 0.1, 0.2)),
 )
-"""Top-p, top-k and min-p that are tried besides those of the run and of the model's generation config."""
+"""Top-p, top-k and min-p that are tried besides those of the run and of the model's generation config, before any is fitted."""
 KEPT = "the sampler's are of the tokens that it kept, the trainer's of all"
 BOUNDARY = 2.0
 """Units within which rounding decides which tokens top-p or min-p keeps."""
@@ -180,15 +180,49 @@ def _candidates(
     whole = own.of_sample(own.logits, ids, tau)[own.sample]
     tables = (own.logits.double() / tau).log_softmax(-1)
     yield "those of the likeliest token", "", own.spread(tables.amax(-1))
-    for top_p, top_k, min_p in dict.fromkeys((*sampling, *SUPPORTS)):
-        named = {"top-p": top_p * (top_p < 1), "top-k": top_k, "min-p": min_p}
-        kept = [kept_mass(tables, ids[own.sample], *near) for near in _near(top_p, top_k, min_p, own.noise)]
-        # a mass of 0: the token is cut
-        each = torch.stack([torch.where(mass > 0, whole - mass.log(), -math.inf) for mass in kept])
-        best = each.gather(0, (each - values).abs().nan_to_num(math.inf).argmin(0, keepdim=True))[0]
-        if any(named.values()) and bool(best.isfinite().all()):
-            size = " ".join(f"{name} {value:g}" for name, value in named.items() if value)
-            yield KEPT, f"{size}: {float((whole - best).exp().mean()):.2f} of the mass", own.spread(best)
+    fits = False
+    for fitted in (False, True):
+        listed = dict.fromkeys((*sampling, *SUPPORTS))
+        for top_p, top_k, min_p in _supports(tables, (whole - values).exp(), own.noise) if fitted else listed:
+            named = {"top-p": top_p * (top_p < 1), "top-k": top_k, "min-p": min_p}
+            kept = [kept_mass(tables, ids[own.sample], *near) for near in _near(top_p, top_k, min_p, own.noise)]
+            # a mass of 0: the token is cut
+            each = torch.stack([torch.where(mass > 0, whole - mass.log(), -math.inf) for mass in kept])
+            best = each.gather(0, (each - values).abs().nan_to_num(math.inf).argmin(0, keepdim=True))[0]
+            if any(named.values()) and bool(best.isfinite().all()):
+                size = " ".join(f"{name} {value:g}" for name, value in named.items() if value)
+                yield KEPT, f"{size}: {float((whole - best).exp().mean()):.2f} of the mass", (made := own.spread(best))
+                fits = fits or agrees(found.units(made))
+        if fits:
+            return
+
+
+def _supports(tables: Tensor, mass: Tensor, noise: float) -> Iterator[tuple[float, int, float]]:
+    """Top-p, top-k and min-p, each alone, that keep what most tokens say was kept: of log-probs (m, V) a `mass` (m,)."""
+    probs = tables.sort(-1, descending=True).values.exp()
+    sums, near = probs.cumsum(-1), LIMIT * max(noise, ROUNDING)
+    least, most = (
+        (sums >= (mass * (1 - near))[:, None]).int().argmax(-1),
+        (sums <= (mass * (1 + near))[:, None]).sum(-1),
+    )
+    told = (least < most) & (mass < 1)  # of the likeliest, this many: more than `least`, at most `most`
+    probs, sums, least, most = probs[told], sums[told], least[told, None], most[told, None]
+    if not len(probs):
+        return
+    before = torch.nn.functional.pad(sums, (1, 0)).gather(-1, least)[:, 0], sums.gather(-1, most - 1)[:, 0]
+    ratios = torch.nn.functional.pad(probs / probs[:, :1], (0, 1))
+    yield _common(*before), 0, 0.0
+    yield 1.0, round(_common(least[:, 0].double(), most[:, 0].double())), 0.0
+    yield 1.0, 0, _common(ratios.gather(-1, most)[:, 0], ratios.gather(-1, least)[:, 0])
+
+
+def _common(above: Tensor, upto: Tensor) -> float:
+    """The roundest number in most of the intervals (above, upto]."""
+    inside = (above < upto[:, None]) & (upto[:, None] <= upto)
+    best = inside[inside.sum(1).argmax()]
+    low, high = float(above[best].amax()), float(upto[best].amin())
+    rounded = (math.floor(high * 10**digits) / 10**digits for digits in range(5))
+    return next((x for x in rounded if low < x), high)
 
 
 Change = Callable[[Tensor, Tensor, float], Tensor]

@@ -85,6 +85,9 @@ def test_a_long_clean_run_is_silent(tmp_path, dtype, settings):
         (torch.bfloat16, {"top_p": 0.8}, "(top-p 0.8: 0."),
         (torch.float32, {"top_k": 20}, "(top-k 20: "),  # a kept mass of 0.999 is within the noise of bf16
         (torch.float32, {"min_p": 0.1}, "min-p 0.1: 0."),
+        (torch.float32, {"min_p": 0.07}, "min-p 0.07: 0."),  # no support that is listed
+        (torch.float32, {"top_p": 0.62}, "(top-p 0.6"),
+        (torch.float32, {"top_k": 7}, "(top-k 7: "),
         (torch.bfloat16, {"change": early}, "each log-prob belongs to the token after it"),
         (torch.float32, {"change": filled}, "log-probs are 0: missing ones were filled"),
         (torch.float32, {"change": torch.neg}, "their sign is turned"),
