@@ -9,7 +9,7 @@ Fault = tuple[str, list[str]]
 
 def unended(taken: Taken, mask: Tensor, eos: int | None) -> Fault | None:
     """Where no `eos` is in the loss, `mask` (B, T), though it follows the last token that is: a model never learns to stop."""
-    if eos is None:
+    if eos is None or taken.labels is not None:
         return None
     inside, width = mask.bool(), mask.shape[1]
     ends, there = taken.ids[:, -width:] == eos, taken.attention[:, -width:].bool()
@@ -18,6 +18,18 @@ def unended(taken: Taken, mask: Tensor, eos: int | None) -> Fault | None:
     if bool((inside & ends).any()) or not bool(lost.any()):
         return None
     return "the loss ends before the sequence does", [f"the EOS token follows in {int(lost.sum())} of {len(mask)} rows"]
+
+
+def beyond(taken: Taken, mask: Tensor, eos: int | None, pad: int | None) -> Fault | None:
+    """Where padding that attention sees too is in the loss, `mask` (B, T): a `pad` token next to an `eos` that is in it."""
+    if eos is None or pad is None:
+        return None
+    ids, there = (x[:, -mask.shape[1] :] for x in (taken.ids, taken.attention))
+    inside = mask.bool() & there.bool()
+    over = inside[:, 1:] & inside[:, :-1] & (ids[:, 1:] == pad) & (ids[:, :-1] == eos)
+    if not bool(over.any()):
+        return None
+    return "the loss goes on behind the EOS token", [f"in {int(over.any(1).sum())} of {len(ids)} rows"]
 
 
 def seen_padding(taken: Taken, pad: int | None) -> Fault | None:

@@ -199,9 +199,10 @@ class Look:
             return None
         return torch.cat([self.inputs[n] for n in names]) if all(n in self.inputs for n in names) else None
 
-    def _padded(self, late: int = 0, positions: Tensor | None = None) -> Tensor:
+    def _padded(self, late: int = 0, positions: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Log-probs by the model with the trainer's own padding, by the logits of places that are `late` by 0 or 1."""
         rows, taken, width = self.rows, self.taken, self.mask.shape[1]
+        told = taken.ids if labels is None else labels.clamp(min=0)
         out = torch.full(rows.picked.shape, math.nan, device=taken.ids.device)
         with undisturbed(self.model), self.trainer.accelerator.autocast():
             for i in rows.picked.any(1).nonzero()[:, :1]:
@@ -209,7 +210,7 @@ class Look:
                 logits = self.model(input_ids=taken.ids[i], attention_mask=taken.attention[i], **more).logits[0]
                 z = logits[: late - 1 or None][-width:].float()
                 logps = (z / self.temperature).log_softmax(-1)
-                out[i] = logps.gather(-1, taken.ids[i, -width:].T)[:, 0]
+                out[i] = logps.gather(-1, told[i, -width:].T)[:, 0]
         return rows.of(out)
 
     @property
@@ -296,6 +297,9 @@ class Look:
             if what == "trainer":
                 how = f" (activations checkpointed by {name})" if (name := checkpointing(self.model)) else ""
                 others[f"in training the model computes something else{how}"] = functools.partial(by, training=True)
+                if (labels := self.taken.labels) is not None:
+                    text = "labels are not the input_ids at their places, where they belong unshifted"
+                    others[text] = functools.partial(self._padded, labels=labels)
                 if (given := self.taken.positions) is not None:
                     others["position_ids are not the places in the sequence"] = functools.partial(
                         self._padded, 0, given

@@ -24,6 +24,7 @@ class Taken:
     model: Any  # that was given
     slopes: Tensor | None = None  # what the backward pass brought to the log-probs, (B, T)
     positions: Tensor | None = None  # (B, P + T), where the trainer says so
+    labels: Tensor | None = None  # (B, P + T), where those in the loss are not the ids
 
 
 class Taps:
@@ -130,5 +131,7 @@ def _fused(
     if kw.get("pixel_values") is not None or packed:  # a 2-dim mask lets all tokens of a row attend to those before
         return None
     attention = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    fields = {"attention": attention, "mask": labels[:, 1:] != -100, "positions": positions}
+    mask = labels[:, 1:] != -100
+    other = labels if bool(((labels != input_ids)[:, 1:] & mask).any()) else None
+    fields = {"attention": attention, "mask": mask, "positions": positions, "labels": other}
     return _taken(model, logps, ids=input_ids, entropies=None, **fields)

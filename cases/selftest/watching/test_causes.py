@@ -147,6 +147,20 @@ def placed(trainer, batch):
     return moved | {"position_ids": (moved["attention_mask"].cumsum(1) - 1).clamp(min=0) * 2}
 
 
+def shifted(trainer, batch):
+    """As the model's own loss shifts them once more."""
+    return {"labels": torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)}
+
+
+def lengthened(trainer, batch):
+    """Padding next to a sequence counts."""
+    more = torch.nn.functional.pad(batch["attention_mask"], (1, 0), value=1)[:, :-1]
+    return {
+        "attention_mask": more,
+        "labels": batch["labels"].where(more == batch["attention_mask"], batch["input_ids"]),
+    }
+
+
 def counted(trainer, batch):
     """From 1 on, which a rotary embedding does not see."""
     moved = at_the_left(batch)
@@ -159,6 +173,8 @@ def counted(trainer, batch):
         (without_eos, "the EOS token follows in 4 of 4 rows"),
         (seen, "10 tokens before a sequence, in 3 of 4 rows"),
         (placed, "position_ids are not the places in the sequence"),
+        (shifted, "labels are not the input_ids at their places, where they belong unshifted"),
+        (lengthened, "in 3 of 4 rows"),
         (counted, None),
     ],
 )
