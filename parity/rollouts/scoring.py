@@ -296,13 +296,16 @@ def undisturbed(model: Any, training: bool = False) -> Iterator[None]:
                     module.reshard()
 
 
-def drops(model: Any) -> bool:
-    """Whether dropout makes the log-probs of the model in its present mode random."""
-    if any(isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.training and m.p > 0 for m in model.modules()):
+def drops(model: Any, training: bool = False) -> bool:
+    """Whether dropout makes the log-probs of the model in its present mode random, or would in `training`."""
+    droppers = (m for m in model.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0)
+    if any(m.training or training for m in droppers):
         return True
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return bool(model.training and (getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0)))
+    return bool(
+        (model.training or training) and (getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0))
+    )
 
 
 def kept_mass(logps: Tensor, ids: Tensor, top_p: float, top_k: int, min_p: float = 0.0) -> Tensor:

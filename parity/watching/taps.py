@@ -22,6 +22,7 @@ class Taken:
     mask: Tensor | None  # (B, T), the tokens in the loss, where the scoring says so
     trained: bool  # whether gradients were on
     model: Any  # that was given
+    still: bool = False  # whether that was in evaluation mode
     slopes: Tensor | None = None  # what the backward pass brought to the log-probs, (B, T)
     positions: Tensor | None = None  # (B, P + T), where the trainer says so
     labels: Tensor | None = None  # (B, P + T), where those in the loss are not the ids
@@ -97,7 +98,8 @@ def _called(seen: Any, read: Any, original: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _taken(model: Any, logps: Tensor, **fields: Any) -> Taken:
-    taken = Taken(logps=logps.detach(), trained=logps.requires_grad, model=model, **fields)
+    still = not getattr(model, "training", True)
+    taken = Taken(logps=logps.detach(), trained=logps.requires_grad, model=model, still=still, **fields)
     if logps.requires_grad:
         logps.register_hook(functools.partial(setattr, taken, "slopes"))
     return taken

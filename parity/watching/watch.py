@@ -335,6 +335,8 @@ class Watch(TrainerCallback):
         if at.other and not self._looked:
             text = "at step 1 the reference has other weights than the policy: the two are not compared"
             self._say(("other",), f"watch: {text}")
+        if at.taken.still and drops(self._model, training=True):
+            self._say(("still",), "watch: the model trains in evaluation mode: its dropout drops nothing")
         if "trainer" not in at.sides:
             why = "dropout or other noise makes log-probs in training random"
             self._say(("random",), f"watch: {why}: those of the trainer are not compared")

@@ -147,6 +147,17 @@ def test_a_loss_that_shows_no_log_probs_is_said_not_to_be_watched_and_why(tmp_pa
     )
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_model_that_trains_in_evaluation_mode_is_said_where_it_has_dropout(tmp_path, said, dropout):
+    trainer = of("sft-trainer", peft=trl.lora(lora_dropout=dropout))
+    trainer.model.train = lambda mode=True: trainer.model
+    trainer.model.eval = functools.partial(type(trainer.model).train, trainer.model, False)
+    trainer.model.eval()
+    watch, _ = watched(trainer, tmp_path)
+    assert not watch.findings
+    assert said == ["watch: the model trains in evaluation mode: its dropout drops nothing"] * (dropout > 0)
+
+
 def by_rows(self, model, inputs, order):
     rows = range(len(inputs["prompt_ids"]))[::order]
     each = [{n: x[i : i + 1] if torch.is_tensor(x) and x.ndim else x for n, x in inputs.items()} for i in rows]
