@@ -180,6 +180,10 @@ def _candidates(
     whole = own.of_sample(own.logits, ids, tau)[own.sample]
     tables = (own.logits.double() / tau).log_softmax(-1)
     yield "those of the likeliest token", "", own.spread(tables.amax(-1))
+    if (biased := _one_logit(found, tables, whole, ids[own.sample])) is not None:
+        token, by, logps = biased
+        does = f"adds {by * tau:.4g} to the logit of" if math.isfinite(by) else "bans"
+        yield f"the sampler {does} token {token}", "", own.spread(logps)
     fits = False
     for fitted in (False, True):
         listed = dict.fromkeys((*sampling, *SUPPORTS))
@@ -223,6 +227,33 @@ def _common(above: Tensor, upto: Tensor) -> float:
     low, high = float(above[best].amax()), float(upto[best].amin())
     rounded = (math.floor(high * 10**digits) / 10**digits for digits in range(5))
     return next((x for x in rounded if low < x), high)
+
+
+def _one_logit(found: Difference, tables: Tensor, whole: Tensor, ids: Tensor) -> tuple[int, float, Tensor] | None:
+    """The token, and by how much the sampler's logit of it is another, -inf where it is never sampled; log-probs (m,) that make.
+
+    Where another token was sampled, exp(own - found) - 1 = (exp b - 1)·p of its probability p: least squares."""
+    own = found.own
+    values, units = found.values[own.sample], found.unit[own.sample]
+    there = values.isfinite()
+    weight = torch.where(there, units**-2, 0.0)
+    y = ((whole - values).nan_to_num().clamp(-30, 30)).expm1()
+    probs = tables.exp()
+    seen = torch.zeros_like(probs).scatter_(1, ids[:, None], 1.0)
+    others = probs * (1 - seen)
+    by = ((weight * y) @ others / (weight @ others.square()).clamp(min=1e-300)).clamp(min=-1.0)
+    left = weight @ y.square() - by * (2 * (weight * y) @ others - by * (weight @ others.square()))
+    left -= (weight * y.square()) @ seen  # of these tokens y is another number
+    often = (there & ((values - whole).abs() > LIMIT * units)).double() @ seen
+    banned = (by < -0.99) & (seen.sum(0) == 0)
+    left = left.masked_fill(~(banned | (often >= ENOUGH)), math.inf)
+    token = int(left.argmin())
+    if not math.isfinite(float(left[token])):
+        return None
+    a = -1.0 if bool(banned[token]) else max(float(by[token]), -0.999999)
+    b = -math.inf if bool(banned[token]) else math.log1p(a)
+    shift = torch.where(ids == token, 0.0 if math.isinf(b) else b, 0.0)
+    return token, b, whole + shift - torch.log1p(a * probs[:, token]).clamp(min=-700)
 
 
 Change = Callable[[Tensor, Tensor, float], Tensor]
