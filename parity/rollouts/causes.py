@@ -237,23 +237,24 @@ def _one_logit(found: Difference, tables: Tensor, whole: Tensor, ids: Tensor) ->
     values, units = found.values[own.sample], found.unit[own.sample]
     there = values.isfinite()
     weight = torch.where(there, units**-2, 0.0)
-    y = ((whole - values).nan_to_num().clamp(-30, 30)).expm1()
-    probs = tables.exp()
-    seen = torch.zeros_like(probs).scatter_(1, ids[:, None], 1.0)
-    others = probs * (1 - seen)
-    by = ((weight * y) @ others / (weight @ others.square()).clamp(min=1e-300)).clamp(min=-1.0)
-    left = weight @ y.square() - by * (2 * (weight * y) @ others - by * (weight @ others.square()))
-    left -= (weight * y.square()) @ seen  # of these tokens y is another number
-    often = (there & ((values - whole).abs() > LIMIT * units)).double() @ seen
-    banned = (by < -0.99) & (seen.sum(0) == 0)
+    y = (whole - values).nan_to_num().clamp(-30, 30).expm1()
+    others, of_each = tables.exp().scatter_(1, ids[:, None], 0.0), torch.zeros(tables.shape[1]).to(tables)
+    product, size = (weight * y) @ others, weight @ others.square()
+    by = (product / size.clamp(min=1e-300)).clamp(min=-1.0)
+    left = weight @ y.square() - by * (2 * product - by * size)
+    left -= of_each.index_add(0, ids, weight * y.square())  # of these tokens y is another number
+    often = of_each.index_add(0, ids, (there & ((values - whole).abs() > LIMIT * units)).double())
+    banned = (by < -0.99) & (ids.bincount(minlength=len(by)) == 0)
     left = left.masked_fill(~(banned | (often >= ENOUGH)), math.inf)
     token = int(left.argmin())
     if not math.isfinite(float(left[token])):
         return None
-    a = -1.0 if bool(banned[token]) else max(float(by[token]), -0.999999)
-    b = -math.inf if bool(banned[token]) else math.log1p(a)
-    shift = torch.where(ids == token, 0.0 if math.isinf(b) else b, 0.0)
-    return token, b, whole + shift - torch.log1p(a * probs[:, token]).clamp(min=-700)
+    if bool(banned[token]):
+        return token, -math.inf, whole - torch.log1p(-tables[:, token].exp()).clamp(min=-700)
+    a = max(float(by[token]), -0.999999)
+    b = math.log1p(a)
+    shift = torch.where(ids == token, b, 0.0)
+    return token, b, whole + shift - torch.log1p(a * tables[:, token].exp()).clamp(min=-700)
 
 
 Change = Callable[[Tensor, Tensor, float], Tensor]

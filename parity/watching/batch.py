@@ -27,14 +27,17 @@ def beyond(taken: Taken, mask: Tensor, eos: int | None, pad: int | None) -> Faul
     ids, there = (x[:, -mask.shape[1] :] for x in (taken.ids, taken.attention))
     inside = mask.bool() & there.bool()
     over = inside[:, 1:] & inside[:, :-1] & (ids[:, 1:] == pad) & (ids[:, :-1] == eos)
+    if pad == eos:  # a text may end with two
+        over = over[:, 1:] & over[:, :-1]
     if not bool(over.any()):
         return None
     return "the loss goes on behind the EOS token", [f"in {int(over.any(1).sum())} of {len(ids)} rows"]
 
 
-def seen_padding(taken: Taken, pad: int | None) -> Fault | None:
-    """Where rows that attention sees begin with `pad` tokens, two or more beyond those of the row that has fewest, if any."""
-    if pad is None:
+def seen_padding(taken: Taken, pad: int | None, unknown: int | None) -> Fault | None:
+    """Where rows that attention sees begin with `pad` tokens, two or more beyond those of the row that has fewest, if any. An
+    `unknown` word may be the first."""
+    if pad in (None, unknown):
         return None
     there = taken.attention.bool()
     begun = (~there | (taken.ids == pad)).int().cumprod(1).bool()

@@ -395,10 +395,10 @@ class Watch(TrainerCallback):
         if bool(lost.any()):
             self._wrong(("tokens of the loss are padding", [f"{int(lost.sum())} of {int(at.mask.sum())}"]))
         tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-        eos, pad = (getattr(tokenizer, f"{name}_token_id", None) for name in ("eos", "pad"))
+        eos, pad, unknown = (getattr(tokenizer, f"{name}_token_id", None) for name in ("eos", "pad", "unk"))
         self._wrong(batch.unended(at.taken, at.mask, eos))
         self._wrong(batch.beyond(at.taken, at.mask, eos, pad))
-        self._wrong(batch.seen_padding(at.taken, pad))
+        self._wrong(batch.seen_padding(at.taken, pad, unknown))
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         slopes = slopes / (1.0 if scaler is None else scaler.get_scale())
         if at.taken.mask is not None:  # log-probs of other tokens are the constant 0
