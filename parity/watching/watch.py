@@ -121,6 +121,14 @@ class Watch(TrainerCallback):
         self._guarded(lambda: self._after_update(kwargs.get("optimizer")))
         self._settle()  # also on a rank where nothing is to be compared: the others wait
 
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """That nothing was found is said too."""
+        if self._looked and self.trainer.is_world_process_zero():
+            steps = [str(look["step"]) for look in self._looked]
+            shown = ", ".join(steps if len(steps) < 8 else [*steps[:3], "…", steps[-1]])
+            found, took = len(self.findings) or "no", f"{self.seconds:.1f} s"
+            logger.warning("watch: looked at step %s in %s: %s finding%s", shown, took, found, "s" * (found != 1))
+
     def undo(self) -> None:
         """Takes every hook away; a second call does nothing."""
         self._taps.undo()
@@ -316,7 +324,7 @@ class Watch(TrainerCallback):
         if not found or not torch.is_tensor(ids) or len(ids) == len(found[0].ids):
             slopes = [t.slopes for t in found if t.slopes is not None and torch.equal(t.ids, found[0].ids)]
             return dataclasses.replace(found[0], slopes=sum(slopes) if slopes else None) if found else None
-        names = "ids", "attention", "logps", "entropies", "slopes"
+        names = "ids", "attention", "logps", "entropies", "slopes", "positions", "labels"
         parts = {n: [x for t in found if torch.is_tensor(x := getattr(t, n))] for n in names}
         alike = len({t.ids.shape[1:] for t in found}) == len({t.logps.shape[1:] for t in found}) == 1
         if not alike or not torch.equal(torch.cat(parts["ids"])[:, -ids.shape[1] :], ids):

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import logging
+import re
 import subprocess
 import sys
 
@@ -41,6 +43,14 @@ def test_a_clean_run_is_silent(tmp_path, dtype, wanted, said):
     watch, lines = watched(grpo(sampler, dtype=dtype, **wanted), tmp_path)
     assert not watch.findings and all("round away in bfloat16" in line for line in said)
     assert lines[0]["watch/trainer_units"] <= 3 and lines[0]["watch/sampler_units"] <= 3 and lines[0]["tokens"] > 20
+
+
+@pytest.mark.parametrize("change, found", [(torch.clone, "no findings"), (torch.neg, "2 findings")])
+def test_a_run_ends_with_where_it_was_looked_at_and_how_much_was_found(tmp_path, monkeypatch, change, found):
+    lines = []
+    monkeypatch.setattr(logging.getLogger("parity.watch"), "warning", lambda text, *given: lines.append(text % given))
+    watched(grpo(functools.partial(sampler, change=change)), tmp_path)
+    assert re.fullmatch(rf"watch: looked at step 1, 2 in [0-9.]+ s: {found}", lines[-1])
 
 
 STEPS = number("CASES", 40)
