@@ -61,12 +61,11 @@ def explanations(
             if alike and confirmed(name):
                 return [f"no cause that was tried; by size alone as far apart as the arithmetic of {name}"]
         return []
-    if not all(size for *_, size in fits):  # a support that keeps nearly all is no cause beside one of one size
-        fits = [fit for fit in fits if not fit[2]]
     least, out = min(left for left, *_ in fits), dict[str, list[str]]()
-    for left, text, detail in sorted(fits):
-        if left <= 2 * max(least, 0.5):
-            out.setdefault(text, []).append(detail)
+    near = [fit for fit in sorted(fits) if fit[0] <= 2 * max(least, 0.5)]
+    alone = [fit for fit in near if not fit[2]]  # a support that keeps nearly all is no cause beside one of one size
+    for _, text, detail in alone or near:
+        out.setdefault(text, []).append(detail)
     return [f"{text} ({' or '.join(details)})" if details[0] else text for text, details in out.items()]
 
 

@@ -98,6 +98,7 @@ def test_a_long_clean_run_is_silent(tmp_path, dtype, settings):
         (torch.float32, {"min_p": 0.07}, "min-p 0.07: 0."),  # no support that is listed
         (torch.float32, {"top_p": 0.62}, "(top-p 0.6"),
         (torch.float32, {"top_k": 7}, "(top-k 7: "),
+        *((torch.bfloat16, kept, "of the tokens that it kept") for kept in ({"top_p": 0.62}, {"min_p": 0.07})),
         (torch.float32, {"sequence_bias": {(9,): 6.0}}, "the sampler adds 6 to the logit of token 9"),
         (torch.float32, {"suppress_tokens": [28]}, "the sampler bans token 28"),
         (torch.bfloat16, {"change": early}, "each log-prob belongs to the token after it"),
