@@ -159,6 +159,8 @@ def findings_command(config: Path | None, trainer: str | None, ledger: Path | No
         options.say(f"{config}: no settings of {run.trainers[0]}: {', '.join(run.unread)}")
     found = advice(run, known)
     findings(found.title, found.stack, found.conditions)
+    for name, ids in found.absent.items():
+        options.say(f"{config} has no {name}: add it to be told of {', '.join(ids)}")
     sys.exit(int(bool(found)))
 
 

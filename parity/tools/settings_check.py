@@ -1,10 +1,11 @@
 """`parity findings --config`: the ledger's findings, filtered by a training run's settings."""
 
+import collections
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ MODELS = ("model", "model_name", "model_name_or_path")
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """A value that cannot be told, and why."""
+    """A value that cannot be told, and why; `absent`: the name that a file would tell it by."""
 
     why: str
+    absent: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +57,13 @@ class Run:
 @dataclasses.dataclass(frozen=True)
 class Advice:
     """What is wrong for one run, most severe first. `conditions`: id of an entry that it meets -> what besides the settings
-    decides whether that applies, nothing where they decide. Truth value: whether anything is for certain, conventions apart."""
+    decides whether that applies, nothing where they decide; `absent`: name that its file lacks -> the entries that depend on
+    it. Truth value: whether anything is for certain, conventions apart."""
 
     run: Run
     stack: Stack
     conditions: Mapping[str, str]
+    absent: Mapping[str, Sequence[str]]
 
     def __bool__(self) -> bool:
         return any(self._certain)
@@ -87,14 +91,16 @@ def known_of(trainer: Any, model: str, quantities: Collection[str]) -> list[Entr
 
 def advice(run: Run, ledger: Ledger) -> Advice:
     """The known findings that a run on this stack meets."""
-    here, conditions = Stack.here(ledger), dict[str, str]()
+    here, conditions, absent = Stack.here(ledger), dict[str, str](), collections.defaultdict[str, list[str]](list)
     for e in here.entries:
         applies = _applies(run, e)
-        if isinstance(applies, Unknown):
+        if isinstance(applies, Unknown) and applies.absent:
+            absent[applies.absent].append(e.id)
+        elif isinstance(applies, Unknown):
             conditions[e.id] = f"cannot tell: {applies.why}"
         elif applies:
             conditions[e.id] = f"if {e.user.only_if}" if e.user.only_if else ""
-    return Advice(run, Stack(here.versions, [e for e in here.entries if e.id in conditions]), conditions)
+    return Advice(run, Stack(here.versions, [e for e in here.entries if e.id in conditions]), conditions, absent)
 
 
 def _applies(run: Run, entry: Entry) -> bool | Unknown:
@@ -114,14 +120,13 @@ def holds(run: Run, name: str, wanted: Any) -> bool | Unknown:
         return version is not None and version in SpecifierSet(wanted, prereleases=True)
     if name == "uses":
         unsaid = "use_peft" in wanted and not run.models and "use_peft" not in run.args
-        return bool({*run.uses} & {*wanted}) or (Unknown("no use_peft") if unsaid else False)
+        return bool({*run.uses} & {*wanted}) or (Unknown("no use_peft", "use_peft") if unsaid else False)
     if name == "model":
         names = [one.lower().replace("-", "").replace("_", "") for one in run.models if isinstance(one, str)]
         if any(word.replace("-", "").replace("_", "") in one for word in wanted for one in names):
             return True
-        return next(
-            (one for one in run.models if isinstance(one, Unknown)), not names and Unknown("no model_name_or_path")
-        )
+        none = Unknown("no model_name_or_path", MODELS[-1])
+        return next((one for one in run.models if isinstance(one, Unknown)), not names and none)
     if name == "liger":
         both = [_within(one, run.value(one), True) for one in ("use_liger_kernel", "use_liger_loss")]
         return True in both or next((one for one in both if isinstance(one, Unknown)), False)

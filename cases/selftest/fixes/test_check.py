@@ -51,7 +51,7 @@ def test_of_no_known_defects_none_is_counted_as_certain(tmp_path):
     one = checked(config(tmp_path, "learning_rate: 1.0e-6\n"), "GRPOTrainer")
     counted = sum(e.severity != "convention" for e in one.stack.entries)
     assert ("for certain" in one.title) is bool(counted)
-    assert not settings_check.Advice(one.run, Stack({}, ()), {}).title.endswith("for certain")
+    assert not settings_check.Advice(one.run, Stack({}, ()), {}, {}).title.endswith("for certain")
 
 
 def test_settings_with_nothing_wrong(tmp_path):
@@ -162,8 +162,8 @@ def test_a_value_that_is_no_number_is_not_taken_for_a_match_or_for_none(tmp_path
 def test_arguments_do_not_say_whether_a_lora_is_trained(tmp_path):
     """TrainingArguments have neither a model nor a `peft_config`; a file for `trl grpo --config` names the model."""
     server = "use_vllm: true\nvllm_mode: server\n"
-    peft = found(config(tmp_path, server), "GRPOTrainer")["vllm-server-unmerged"]
-    assert peft == "cannot tell: no use_peft"
+    absent = checked(config(tmp_path, server), "GRPOTrainer").absent
+    assert "vllm-server-unmerged" in absent["use_peft"] and "softcap-names" in absent["model_name_or_path"]
     named = server + "model_name_or_path: Qwen/Qwen3-0.6B\n"
     assert "vllm-server-unmerged" not in found(config(tmp_path, named), "GRPOTrainer")
     lora = named + "use_peft: true\n"

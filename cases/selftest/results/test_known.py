@@ -101,7 +101,8 @@ def test_findings_shows_what_is_wrong_in_the_installed_libraries(tmp_path, monke
     words = ["findings", "--config", str(tmp_path / "grpo.yaml")]  # GMPO, made of GRPO, has its settings too
     printed = CliRunner().invoke(main, words).output
     assert "trl-grpo-quantile-minus-inf" in printed and "trl-online-dpo-accumulation" not in printed
-    assert "softcap-names" in printed and "(cannot tell: no" in printed
+    (line,) = (line for line in printed.splitlines() if "has no model_name_or_path: add it" in line)
+    assert "softcap-names" in line and "has no use_peft: add it" in printed
 
 
 def test_findings_imports_no_torch():

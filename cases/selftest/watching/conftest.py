@@ -4,7 +4,6 @@ import logging
 
 import pytest
 
-
 END = "watch: looked at step"
 
 
