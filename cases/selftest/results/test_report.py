@@ -140,6 +140,15 @@ def test_a_run_of_ones_own_losses_names_each_that_fails_and_no_defects_of_librar
     assert sorted(re.findall(r"^new \d+ · (\S+) ·", text, re.M)) == sorted(f"mine.py:f{i}" for i in range(24))
 
 
+def test_each_of_a_few_of_ones_own_has_its_verdict_at_the_top():
+    found = [
+        row(f"policy-{i}", implementation=f"mine.py:f{i % 2}", verdict="disagree" if i % 2 else "agree")
+        for i in range(5)
+    ]
+    lines = shown(summary(*found, row())).splitlines()[:5]
+    assert "mine.py:f0: 3 compared · 3 agree" in lines and "mine.py:f1: 2 compared · 0 agree · 2 disagree" in lines
+
+
 def test_a_run_of_named_families_names_their_defects_and_those_that_it_met():
     header = Header(
         run="r1", header=About(**ABOUT | {"asked": Asked(ledger=ABOUT["asked"].ledger, families=("logprobs",))})

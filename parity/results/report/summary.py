@@ -89,6 +89,15 @@ class Summary:
             out[line.device] += line.counts["compared"]
         return out
 
+    @property
+    def own(self) -> Mapping[str, Counts]:
+        """The same for each of a user's functions and trainers."""
+        out = collections.defaultdict[str, Counts](Counts)
+        for line in self.lines:
+            if ".py:" in line.implementation:
+                out[line.implementation] += line.counts
+        return out
+
 
 def summarise(header: Header, rows: Iterable[Row]) -> Summary:
     """Count a run; `header` is the file's first row, `rows` all others (`rows.read` returns the two)."""
