@@ -12,7 +12,7 @@ def main() -> None:
     """The command, or one line that says how to install it, and exit code 2."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        command = "pip install 'llm-parity[harness]' (without TRL and its kind: 'llm-parity[cli]')"
+        command = "pip install 'llm-parity[cli]' (with TRL and its kind: 'llm-parity[harness]')"
         print(
             f"parity: {', '.join(missing)} not installed; the command needs more than the judge: {command}",
             file=sys.stderr,

@@ -126,8 +126,8 @@ class Verdict:
             + ", ".join(f"{WORDS.get(n, n)} {j.headroom:.2f}" for n, j in self.judgements.items()),
         ]
         if not self.agrees:
-            cause = self.explanation or "nothing that was tried: other weights, or another computation"
-            lines += [f"  {self.fails_by}; what fits better: {cause}", *([f"  {self.off}"] if self.off else [])]
+            cause = f"what fits better: {self.explanation}" if self.explanation else "no known cause"
+            lines += [f"  {self.fails_by}; {cause}", *([f"  {self.off}"] if self.off else [])]
         d = self.log_ratios[self.log_ratios.isfinite()]
         cut, unscored = int(self.log_ratios.isinf().sum()), int(self.log_ratios.isnan().sum())
         lines.append(f"  {len(d)} tokens, {unscored} not scored, {cut} that the trainer's top-p or top-k excludes")

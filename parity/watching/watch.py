@@ -18,7 +18,7 @@ from parity.results import watched
 from parity.results.watched import Finding
 from parity.rollouts import causes
 from parity.rollouts.scoring import Difference, agrees, drops, farthest, innermost, mismatch, rms, rows_of
-from parity.trainers.definitions.micro_batch import defined, known, loss_mask
+from parity.trainers.definitions.micro_batch import defined, known, loss_mask, nearest
 from parity.watching import batch, definition
 from parity.watching.look import Look, checkpointing
 from parity.watching.step import Step, at_top, first, rates
@@ -199,6 +199,9 @@ class Watch(TrainerCallback):
             self._guarded(lambda: self._taken.extend(filter(None, [read()])) if self._taken is not None else None)
 
     def _logged(self, original: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if nearest(self.trainer) == "kto" and isinstance(kl := logs.get("kl"), float) and kl < 0:
+            text = ("the logged kl is below 0", ["it is not clamped at 0"])
+            self._guarded(lambda: self._wrong(text, own=not known(self.trainer)))
         if not any(name.startswith("eval_") for name in logs):
             logs.update(self._metrics)
             self._metrics = {}

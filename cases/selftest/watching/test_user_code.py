@@ -447,3 +447,13 @@ def test_modes_and_what_a_forward_as_in_training_moves_are_put_back():
         assert not any(m.training for m in model.modules())
     assert [m.training for m in model.modules()] == [True, True, False]
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "name, kl, found", [("kto-trainer", -0.02, 1), ("kto-trainer", 0.0, 0), ("rloo-trainer", -0.02, 0)]
+)
+def test_a_kl_that_ktos_clamp_would_not_let_through_is_found_whenever_it_is_logged(tmp_path, name, kl, found):
+    trainer = of(name)
+    watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
+    trainer.log({"loss": 1.0, "kl": kl})
+    assert [f.causes for f in watch.findings] == [("it is not clamped at 0",)] * found
