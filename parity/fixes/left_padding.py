@@ -49,7 +49,7 @@ def move_padding_right(trainer_or_model: Any) -> Patch:
         change = overridden(backbone, "forward", NAME)
         if change is not None:
             reasons.append(ALREADY)
-        elif (why := _fine(model, backbone, _tried(trainer_or_model, model))) is not None:
+        elif (why := _fine_in_all(trainer_or_model, model)) is not None:
             reasons.append(f"{kind}: {why}")
             continue
         else:
@@ -98,15 +98,16 @@ def _taken(x: Tensor, order: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device).unsqueeze(1), order.to(x.device)]
 
 
-def _tried(trainer_or_model: Any, model: Any) -> Any:
-    """The model on which need is decided: with the virtual tokens of prompt tuning, which stand before the padding."""
-    for outer in modules_of(trainer_or_model):
-        if (
-            getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False)
-            and model in outer.modules()
-        ):
-            return outer
-    return model
+def _fine_in_all(trainer_or_model: Any, model: Any) -> str | None:
+    """Why padding need not be moved, neither without the virtual tokens of prompt tuning nor with them, before the padding."""
+    outer = (m for m in modules_of(trainer_or_model) if getattr(m, "active_peft_config", None) is not None)
+    learning = [m for m in outer if m.active_peft_config.is_prompt_learning and any(x is model for x in m.modules())]
+    why = None
+    for tried in (model, *learning):
+        why = _fine(model, model.base_model, tried)
+        if why is None:
+            return None
+    return why
 
 
 def _fine(model: Any, backbone: Any, tried: Any) -> str | None:

@@ -41,7 +41,7 @@ OFFSETS = (-120.0, 120.0, -30.0, 30.0)
 """What is added far from 0: exp(-120 + 5) is 0 in float32, exp(30) is finite."""
 REPEATS = ("plain", "repeated", "edges")
 LAYOUTS = ("contiguous", "sliced", "offset", "transposed", "expanded", "odd")
-LARGEST, SMALL, WIDE, TALL, WORK = 1 << 16, 64, 2049, 4097, 1 << 22
+LARGEST, SMALL, WIDE, TALL, WORK = 1 << 16, 64, 2049, 1025, 1 << 22
 """Entries of a tensor at most; the largest size of a dimension, of the last one of the first tensor, and once of its first, over
 whose blocks a kernel sums a weight's gradient; the product of all sizes of such a case."""
 REPLAYED: list[str] = []
@@ -379,12 +379,16 @@ class Description:
         sizes = {}
         for n, (low, high) in self.sizes.items():
             sizes[n] = edge.get(n, pick(n, [s for s in (low, *SIZES, high) if max(low, 2) <= s <= high] or [high]))
+        tall = self.tall if self.tall in edge else None
+        while (
+            tall is not None and sizes[tall] > SMALL and self._large({n: 1 if n != tall else sizes[n] for n in sizes})
+        ):
+            sizes[tall] = max(SMALL, sizes[tall] // 2)
         for name in sorted(sizes, key=lambda n: (edge.get(n, 0) < 2, -sizes[n]))[1:]:  # the longest stays
             while self._large(sizes) and sizes[name] > 1:
                 sizes[name] = max(1, sizes[name] // 2)
-        if (tall := self.tall) is not None and tall in edge:
-            while sizes[tall] > SMALL and (self._large(sizes) or math.prod(sizes.values()) > WORK):
-                sizes[tall] = max(SMALL, sizes[tall] // 2)
+        while tall is not None and sizes[tall] > SMALL and math.prod(sizes.values()) > WORK:
+            sizes[tall] = max(SMALL, sizes[tall] // 2)
         floating = [n for n, t in self.tensors.items() if t.below is None]
         values = {n: pick(f"{n} values {dtype}", t.values, each) for n, t in self.tensors.items()}
         layouts = {n: pick(f"{n} layout", t.layouts) for n, t in self.tensors.items()}
@@ -420,8 +424,8 @@ def draw(
 
     Args:
         sizes: dimension -> its largest size, or (smallest, largest). Default: up to 64, the last dimension of the first tensor
-            and of indices up to 2,049, the first of the first tensor once in each dtype up to 4,097 if it has another; from 1,
-            that one from 0 if it has another or is an index, and bounds no index.
+            and of indices up to 2,049, the first of the first tensor once in each dtype up to 1,025 if a tensor lacks it, whose
+            gradient is then a sum over it; from 1, that one from 0 if it has another or is an index, and bounds no index.
         dtypes: those of the tensors that have none of their own.
         seed: of the cases.
         device: of the tensors; default: the GPU if there is one. The same id has the same values on each.
@@ -452,5 +456,6 @@ def draw(
     if unknown := set(sizes or ()) - set(ranges):
         raise ValueError(f"sizes={unknown}: the dimensions are {', '.join(ranges)}")
     bounds = {t.below for t in indices} | wide | {*(sizes or {})}
-    tall = first[0] if len(first) > 1 and isinstance(first[0], str) and first[0] not in bounds else None
+    summed = len(first) > 1 and any(first[0] not in t.dims for t in tensors.values() if t.below is None)
+    tall = first[0] if summed and isinstance(first[0], str) and first[0] not in bounds else None
     return Description(tensors, options, computed, ranges, tuple(dtypes), seed, device, tall)

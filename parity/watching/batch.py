@@ -1,5 +1,7 @@
 """What a collator made of sequences, held against the sequences themselves: where their loss ends, and what attention sees."""
 
+from collections.abc import Collection
+
 from torch import Tensor
 
 from parity.watching.taps import Taken
@@ -20,15 +22,18 @@ def unended(taken: Taken, mask: Tensor, eos: int | None) -> Fault | None:
     return "the loss ends before the sequence does", [f"the EOS token follows in {int(lost.sum())} of {len(mask)} rows"]
 
 
-def beyond(taken: Taken, mask: Tensor, eos: int | None, pad: int | None) -> Fault | None:
-    """Where padding that attention sees too is in the loss, `mask` (B, T): a `pad` token next to an `eos` that is in it."""
+def beyond(
+    taken: Taken, mask: Tensor, eos: int | None, pad: int | None, others: Collection[int | None]
+) -> Fault | None:
+    """Where padding that attention sees too is in the loss, `mask` (B, T): from a token behind an `eos` on a row has nothing but
+    `pad`; where that is a token of texts too, `eos` or one of the `others`, more than one."""
     if eos is None or pad is None:
         return None
-    ids, there = (x[:, -mask.shape[1] :] for x in (taken.ids, taken.attention))
-    inside = mask.bool() & there.bool()
-    over = inside[:, 1:] & inside[:, :-1] & (ids[:, 1:] == pad) & (ids[:, :-1] == eos)
-    if pad == eos:  # a text may end with two
-        over = over[:, 1:] & over[:, :-1]
+    ids, there = (x[:, -mask.shape[1] :] for x in (taken.ids, taken.attention.bool()))
+    inside, padded = mask.bool() & there, ((ids == pad) | ~there).int().flip(1).cumprod(1).flip(1).bool()
+    over = inside[:, 1:] & inside[:, :-1] & padded[:, 1:] & (ids[:, :-1] == eos)
+    if pad == eos or pad in others:
+        over = over[:, :-1] & inside[:, 2:]
     if not bool(over.any()):
         return None
     return "the loss goes on behind the EOS token", [f"in {int(over.any(1).sum())} of {len(ids)} rows"]

@@ -406,9 +406,9 @@ class Watch(TrainerCallback):
         if bool(lost.any()):
             self._wrong(("tokens of the loss are padding", [f"{int(lost.sum())} of {int(at.mask.sum())}"]))
         tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-        eos, pad, unknown = (getattr(tokenizer, f"{name}_token_id", None) for name in ("eos", "pad", "unk"))
+        eos, pad, unknown, bos = (getattr(tokenizer, f"{n}_token_id", None) for n in ("eos", "pad", "unk", "bos"))
         self._wrong(batch.unended(at.taken, at.mask, eos))
-        self._wrong(batch.beyond(at.taken, at.mask, eos, pad))
+        self._wrong(batch.beyond(at.taken, at.mask, eos, pad, (bos, unknown)))
         self._wrong(batch.seen_padding(at.taken, pad, unknown))
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         slopes = slopes / (1.0 if scaler is None else scaler.get_scale())

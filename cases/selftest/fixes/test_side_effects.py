@@ -13,6 +13,7 @@ from trl.trainer import utils as trl_utils
 
 from cases.selftest.fixes.test_logits import IDS, halved
 from parity.fixes import apply, patches
+from parity.fixes.logits import head_in_float32
 from parity.trainers.definitions import decoder
 from parity.trainers.rig import drive, models, stored_window
 
@@ -224,8 +225,50 @@ def test_a_model_of_images_scales_its_logits(name):
 
 
 def test_logits_that_a_forward_scales_are_scaled_once():
-    for name, reason in {"granite": "itself", "cohere": "itself", "gemma3": "no logits", "llama": "no logits"}.items():
+    for name, reason in {"granite": "text model", "cohere": "text model", "gemma3": "no logits"}.items():
         assert reason in patches.scale_logits(models.model(name)).reason
+    model = models.model("granite_vision")
+    patches.scale_logits(model)
+    assert "already" in patches.scale_logits(model).reason
+    mended = models.model("granite_vision")
+    mended.lm_head.register_forward_hook(lambda head, args, out: out / 4)
+    assert "are its text model's" in patches.scale_logits(mended).reason
+    other = models.model("granite_vision")
+    other.lm_head.register_forward_hook(lambda head, args, out: out.tanh())
+    assert "more than a scale" in patches.scale_logits(other).reason
+
+
+def test_what_a_config_scales_besides_logits_is_left_alone():
+    """MiniCPM3 divides the hidden states, so that its head gives the logits; MPT ignores its scale, which may be a word."""
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    small = transformers.MiniCPM3Config(**sizes, **latent, num_key_value_heads=2, dim_model_base=2)
+    words = transformers.MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=64, logit_scale="inv_sqrt_d_model")
+    for config in (small, words):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        assert not patches.scale_logits(model)
+        trl_utils.add_fused_lm_head(model)
+        apply(types.SimpleNamespace(model=model)).undo()
+
+
+def test_a_scaled_head_multiplies_in_float32_where_the_trainer_asks_for_it():
+    model = models.model("granite_vision", torch.bfloat16)
+    with patches.scale_logits(model) as patch, head_in_float32(model):
+        assert patch and model(input_ids=IDS[:1]).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_whose_logits_are_scaled_scales_them_too(way):
+    model = models.model("granite_vision").eval()
+    raw = model(input_ids=IDS).logits
+    with patches.scale_logits(model):
+        assert torch.equal(way(model)(input_ids=IDS).logits, raw / 4)
 
 
 def test_padding_is_moved_in_16_bits_and_not_where_something_else_counts_columns():

@@ -16,8 +16,9 @@ from parity.trainers.definitions.micro_batch import Loss
 from parity.trainers.rig import checkpointing, models, stored_window
 from parity.trainers.rig.stored_window import Sample
 from parity.upstream import trl
-from parity.watching import definition
+from parity.watching import batch, definition
 from parity.watching.step import Step
+from parity.watching.taps import Taken
 
 
 def found(watch):
@@ -184,6 +185,24 @@ def test_what_a_collator_makes_of_sequences(tmp_path, change, what):
     trainer.data_collator = lambda rows: (batch := collate(rows)) | change(trainer, batch)
     watch, lines = watched(trainer, tmp_path)
     assert lines and {cause for f in watch.findings for cause in f.causes} == {what} - {None}
+
+
+@pytest.mark.parametrize(
+    "row, pad, others, found",
+    [
+        ([5, 1, 0, 0], 0, (2,), True),
+        ([5, 1, 6, 0], 0, (2,), False),
+        ([5, 1, 2, 6], 2, (2,), False),  # <bos>, with which a turn begins, is the padding token
+        ([5, 6, 1, 2], 2, (2,), False),  # and is cut behind it
+        ([5, 1, 2, 2], 2, (2,), True),
+        ([5, 6, 1, 1], 1, (2,), False),  # a text that ends with two
+        ([5, 1, 1, 1], 1, (2,), True),
+    ],
+)
+def test_padding_that_counts_is_nothing_but_padding_to_the_end(row, pad, others, found):
+    ids = torch.tensor([row])
+    taken = Taken(ids, torch.ones_like(ids), torch.zeros(1, 3), None, None, True, None)
+    assert (batch.beyond(taken, torch.ones(1, 3), 1, pad, others) is not None) == found
 
 
 def test_padding_that_is_trained_on(tmp_path):
