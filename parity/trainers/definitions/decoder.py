@@ -51,6 +51,8 @@ class _Decoder:
         named = dict(model.named_parameters(remove_duplicate=False))
         prefix = next(n for n in named if n.endswith("embed_tokens.weight")).removesuffix("embed_tokens.weight")
         self.p = {n.removeprefix(prefix): x for n, x in named.items()}
+        # older releases have the head of a model of images beside its text model
+        self.p |= {n[n.index("lm_head.") :]: x for n, x in named.items() if "lm_head." in n}
 
     def __call__(self, ids: Tensor) -> Tensor:
         c, p = self.config, self.p
