@@ -126,6 +126,10 @@ def replay_command(case: str, **options: Any) -> None:
     """
     from parity.tools.replay import replay
 
+    if any(".py:" in one for one in options["implementations"]):
+        from parity.watching.replayed import said
+
+        options["explained"] = said
     sys.exit(replay(case, console=console(), **options))
 
 

@@ -48,6 +48,9 @@ REQUIRED = {
 Importing = Callable[[str], AbstractContextManager[None]]
 DEFAULT_RECIPE = Recipe(output="any")
 
+MODULE = "parity_user_"
+"""With this the name of a user's file begins, as a module."""
+
 
 def recipe_of(function: Callable[..., Any]) -> Callable[[Inputs], Recipe]:
     """What a function declares, float32 if nothing; autocast's dtype in what it makes of its logits. Every operation of plain
@@ -97,7 +100,7 @@ def _module(file: Path, importing: Importing) -> ModuleType:
     for folder in (str(file.parent), str(Path.cwd())):  # its neighbours are found, behind what is installed
         if folder not in sys.path:
             sys.path.append(folder)
-    spec = importlib.util.spec_from_file_location(f"parity_user_{file.stem}", file)
+    spec = importlib.util.spec_from_file_location(MODULE + file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -1,7 +1,7 @@
 """`parity replay`: run one case again. 0 agrees, 1 disagrees (known or not), 125 could not be judged."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -32,10 +32,12 @@ def replay(
     reports: Path = Path("reports"),
     test: Path | None = None,
     families: tuple[str, ...] = (),
+    explained: Callable[[Callable[[], object]], Sequence[str]] | None = None,
 ) -> int:
     """Run the case through the named implementations (else the one it was found with, else all) and print the findings.
     `minimise`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked
-    for by id; `test`: a file for a pytest that runs this again; `families`: FILE.py:NAME of a user's own."""
+    for by id; `test`: a file for a pytest that runs this again; `families`: FILE.py:NAME of a user's own; `explained`:
+    what is said of a run of those that disagree."""
     device = resolve_device(device)
     prepare(device)  # before an implementation is looked for, which may import Triton
     own = Options(families=tuple(resolved(name) and name for name in families)).own
@@ -71,6 +73,9 @@ def replay(
         render.render_case(its_rows, console)
         if unknown := [name for row in its_rows for name in row.unjudged]:
             render.show(f"note {not_judged(implementation.id, unknown)}", console)
+    wrong = [i for i in mine if any(r.implementation == i.id and r.verdict == "disagree" for r in rows)]
+    for line in explained(lambda: list(run_case(case, wrong, device))) if explained and wrong else ():
+        render.show(line, console)
     wanted = {i.id for i in mine}
     return exit_code([r for r in rows if r.implementation in wanted])
 

@@ -2,15 +2,18 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from parity import data
 from parity.case.case import Case
 from parity.case.profiles import Profile
+from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.implementations.user import loaded
 from parity.registry import family, from_file, run_case, select
@@ -228,3 +231,18 @@ def test_what_the_class_it_extends_does_right_on_the_same_case_is_new(session):
     session.implementations = [released, *from_file(f"{FILE}:Scaled")]
     found = known(session, case)
     assert found == {"gradient": None}, "the entry's scope covers it, but the class it extends agrees here"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("Scaled", "1.001 times the definition's; Scaled has a loss of its own"), ("Same", "")]
+)
+def test_a_replay_says_what_the_watch_says_of_its_loss(tmp_path, name, said):
+    case = {"schema": 1, "family": "grpo-trainer", "seed": 0, "dtype": "fp32", "settings": {"check": "twins"}}
+    (file := tmp_path / "case.json").write_text(json.dumps({"case": case}))
+    done = CliRunner().invoke(main, ["replay", str(file), "--implementation", f"{FILE}:{name}"])
+    assert done.exit_code == bool(said), done.output
+    lines = [line for line in done.output.splitlines() if line.startswith("watch")]
+    assert len(lines) == bool(said) and all(
+        "watch, step 1: gradients of the log-probs are not those" in x for x in lines
+    )
+    assert said in " ".join(done.output.split())
