@@ -18,4 +18,4 @@ def test_the_command_names_the_line_that_installs_it():
     done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("parity: click, hypothesis not installed")
-    assert "pip install 'llm-parity[harness]'" in done.stderr and not done.stdout
+    assert "pip install 'llm-parity[cli]' (with TRL" in done.stderr and not done.stdout
