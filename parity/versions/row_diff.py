@@ -141,6 +141,8 @@ def table(found: Sequence[Difference], each: bool = False) -> str:
         values = [None if whole or r is None else r.value for r in both]
         ratio = f"{values[1] / values[0]:.4g}" if values[0] and values[1] is not None else ""
         cells = [_cell(r, whole) for r in both]
+        if not whole and cells[0] == cells[1]:  # a norm that is the same of two gradients
+            cells = [f"{cell}, {amount(r.dist)} off" for cell, r in zip(cells, both, strict=True) if r is not None]
         exact = "" if whole else next(amount(r.value_oracle) for r in both if r is not None)
         count = f"{len(more):,}" if more else ""
         lines.append((m.mark, m.case, m.implementation, m.quantity or "", *cells, ratio, exact, m.nearer, count))

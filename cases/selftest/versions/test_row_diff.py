@@ -118,3 +118,11 @@ def test_a_comparison_shows_what_moved_and_which_defaults_did(monkeypatch):
     looks[1] = Look([], {})
     with pytest.raises(compare.EnvironmentUnusable, match="1 and 0 judged quantities"):
         compare.compare((["trl==1"], ["trl==2"]))
+
+
+def test_two_values_that_read_alike_have_their_errors_beside_them():
+    """A gradient may be another one of the same norm."""
+    found = differences([row(dist=1e-9, headroom=0.6)], [row(dist=3e-6, headroom=60.0, verdict="disagree")])
+    assert "1!" in row_diff.table(found) and "off" not in row_diff.table(found)
+    found = differences([row(dist=1e-9, headroom=0.01)], [row(dist=3e-6, headroom=0.9)])
+    assert "1, 1e-09 off  1, 3e-06 off" in row_diff.table(found)
