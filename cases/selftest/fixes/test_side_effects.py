@@ -204,10 +204,13 @@ def test_virtual_tokens_stand_at_one_distance_whatever_the_padding(kind):
     assert not torch.allclose(model(**padded).logits[:, 6:], alone[:, 3:], atol=1e-2)
     with patches.move_padding_right(model) as patch:
         assert patch and torch.allclose(model(**padded).logits[:, 6:], alone[:, 3:], atol=1e-4)
-    prefix = peft.get_peft_model(
-        models.model("llama"), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    )
-    assert "does not change" in patches.move_padding_right(prefix).reason
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    found = patches.move_padding_right(peft.get_peft_model(models.model("llama"), prefix))
+    assert "does not change" in found.reason, "keys and values are a cache, which is not moved"
+    model = peft.get_peft_model(models.model("gpt2"), prefix).eval()
+    with patches.move_padding_right(model), model.disable_adapter():  # the reference
+        alone = model(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits
+        assert torch.allclose(model(**padded).logits[:, 3:], alone, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", models.VISION)
