@@ -2,6 +2,7 @@
 
 import collections
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +127,12 @@ def replay_command(case: str, **options: Any) -> None:
     """
     from parity.tools.replay import replay
 
-    if any(".py:" in one for one in options["implementations"]):
-        from parity.watching.replayed import said
+    def explained(run: Callable[[], object]) -> Sequence[str]:
+        from parity.watching.replayed import said  # transformers
 
-        options["explained"] = said
-    sys.exit(replay(case, console=console(), **options))
+        return said(run)
+
+    sys.exit(replay(case, console=console(), explained=explained, **options))
 
 
 @main.command("findings", epilog="Example: parity findings --config grpo.yaml")

@@ -20,6 +20,7 @@ from parity.results.row import Row
 from parity.running.plan import Options
 from parity.running.provenance import resolve_device
 from parity.sampling.find import find, followed
+from parity.trainers import catalogue
 
 
 def replay(
@@ -37,7 +38,7 @@ def replay(
     """Run the case through the named implementations (else the one it was found with, else all) and print the findings.
     `minimise`: a file for the smallest part of a stored case that still disagrees; `reports`: where a case is looked
     for by id; `test`: a file for a pytest that runs this again; `families`: FILE.py:NAME of a user's own; `explained`:
-    what is said of a run of those that disagree."""
+    what is said of a run of a user's trainers that disagree."""
     device = resolve_device(device)
     prepare(device)  # before an implementation is looked for, which may import Triton
     own = Options(families=tuple(resolved(name) and name for name in families)).own
@@ -73,7 +74,8 @@ def replay(
         render.render_case(its_rows, console)
         if unknown := [name for row in its_rows for name in row.unjudged]:
             render.show(f"note {not_judged(implementation.id, unknown)}", console)
-    wrong = [i for i in mine if any(r.implementation == i.id and r.verdict == "disagree" for r in rows)]
+    theirs = [i for i in mine if ".py:" in i.id and catalogue.is_trainer(case.family)]
+    wrong = [i for i in theirs if any(r.implementation == i.id and r.verdict == "disagree" for r in rows)]
     for line in explained(lambda: list(run_case(case, wrong, device))) if explained and wrong else ():
         render.show(line, console)
     wanted = {i.id for i in mine}
