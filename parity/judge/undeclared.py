@@ -1,6 +1,7 @@
 """Which rounding that a function does not declare explains what is wrong: recipes, each tried on the function's own inputs."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -108,12 +109,10 @@ class Explaining:
         """Stages and the 16-bit dtype they round to -> how little that allows."""
         head = self.dtype == "fp32" and any(name.startswith("grad_") for name in self.agreeing)
         narrow = ("bf16",) if self.dtype == "bf16" else ("fp16", "bf16")
-        nothing: dict[tuple[Stages, str], bool] = {}  # whether what rounds as much and more explains nothing either
 
+        @functools.cache
         def hopeless(whole: Stages, dtype: str) -> bool:
-            if (whole, dtype) not in nothing:
-                nothing[whole, dtype] = self._tightness(self._fields(whole, dtype)) is None
-            return nothing[whole, dtype]
+            return self._tightness(self._fields(whole, dtype)) is None
 
         tight: dict[tuple[Stages, str], float] = {}
         for stages in self._steps():

@@ -183,10 +183,9 @@ def _candidates(
         token, by, logps = biased
         does = f"adds {by * tau:.4g} to the logit of" if math.isfinite(by) else "bans"
         yield f"the sampler {does} token {token}", "", own.spread(logps)
-    fits = False
-    for fitted in (False, True):
-        listed = dict.fromkeys((*sampling, *SUPPORTS))
-        for top_p, top_k, min_p in _supports(tables, (whole - values).exp(), own.noise) if fitted else listed:
+
+    def kept_by(supports: Iterable[tuple[float, int, float]]) -> Iterator[tuple[str, str, Tensor]]:
+        for top_p, top_k, min_p in supports:
             named = {"top-p": top_p * (top_p < 1), "top-k": top_k, "min-p": min_p}
             kept = [kept_mass(tables, ids[own.sample], *near) for near in _near(top_p, top_k, min_p, own.noise)]
             # a mass of 0: the token is cut
@@ -194,10 +193,12 @@ def _candidates(
             best = each.gather(0, (each - values).abs().nan_to_num(math.inf).argmin(0, keepdim=True))[0]
             if any(named.values()) and bool(best.isfinite().all()):
                 size = " ".join(f"{name} {value:g}" for name, value in named.items() if value)
-                yield KEPT, f"{size}: {float((whole - best).exp().mean()):.2f} of the mass", (made := own.spread(best))
-                fits = fits or agrees(found.units(made))
-        if fits:
-            return
+                yield KEPT, f"{size}: {float((whole - best).exp().mean()):.2f} of the mass", own.spread(best)
+
+    listed = list(kept_by(dict.fromkeys((*sampling, *SUPPORTS))))
+    yield from listed
+    if not any(agrees(found.units(logps)) for *_, logps in listed):
+        yield from kept_by(_supports(tables, (whole - values).exp(), own.noise))
 
 
 def _supports(tables: Tensor, mass: Tensor, noise: float) -> Iterator[tuple[float, int, float]]:

@@ -30,7 +30,12 @@ def by_yield(shards: Sequence[Shard]) -> list[Shard]:
     frozen = sorted((s for s in shards if s.kind == "frozen"), key=lambda s: expected(s) / s.count)
     rest = [s for s in shards if s.kind != "frozen" and s not in first]
     late = {"drawn": 2, "besides": 3, "checks": 4, "finding": 5}
-    rest.sort(key=lambda s: (1 if _fitted(s) else late[s.kind] if s.kind != "checks" or s.start else 0, s.start))
+
+    def turn(s: Shard) -> tuple[int, int]:
+        early = 1 if _fitted(s) else 0 if s.kind == "checks" and not s.start else None
+        return (late[s.kind] if early is None else early), s.start
+
+    rest.sort(key=turn)
     both = itertools.zip_longest(frozen, first)
     return [shard for pair in both for shard in pair if shard is not None] + rest
 
@@ -52,8 +57,10 @@ class ShardQueue:
         self.deadline, self._more = deadline, more
         self._spent = collections.defaultdict[str, float](float)
         self._losses = collections.Counter[str]()
-        limited = sorted(shards, key=lambda s: (s.kind != "frozen", not _fitted(s)))
-        self.left = by_yield(shards) if deadline is None else limited
+        if deadline is None:
+            self.left = by_yield(shards)
+        else:
+            self.left = sorted(shards, key=lambda s: (s.kind != "frozen", not _fitted(s)))
 
     def take(self, has: Sequence[tuple[str, int]] = ()) -> Shard | None:
         """The next shard, or None: nothing is left, or not before others are done. `has`: (family, index) of the streams

@@ -1,12 +1,20 @@
 """What a collator made of sequences, held against the sequences themselves: where their loss ends, and what attention sees."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from torch import Tensor
 
 from parity.watching.taps import Taken
 
 Fault = tuple[str, list[str]]
+
+
+def faults(taken: Taken, mask: Tensor, tokenizer: Any) -> Iterator[Fault]:
+    """All of one micro-batch whose loss is over `mask`, (B, T)."""
+    eos, pad, unknown, bos = (getattr(tokenizer, f"{n}_token_id", None) for n in ("eos", "pad", "unk", "bos"))
+    found = unended(taken, mask, eos), beyond(taken, mask, eos, pad, (bos, unknown)), seen_padding(taken, pad, unknown)
+    yield from filter(None, found)
 
 
 def unended(taken: Taken, mask: Tensor, eos: int | None) -> Fault | None:

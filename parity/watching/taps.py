@@ -130,8 +130,8 @@ def _fused(
         return None
     positions = kw.get("position_ids")
     packed = positions is not None if attention_mask is None else attention_mask.shape != input_ids.shape
-    other = positions is not None and positions.dim() != 2  # of images
-    if kw.get("pixel_values") is not None or packed or other:  # a 2-dim mask lets all tokens of a row see those before
+    images = kw.get("pixel_values") is not None or (positions is not None and positions.dim() != 2)
+    if images or packed:  # a 2-dim mask lets all tokens of a row see those before
         return None
     attention = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     mask = labels[:, 1:] != -100

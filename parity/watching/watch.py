@@ -294,6 +294,10 @@ class Watch(TrainerCallback):
         return self._generated not in (-1, self._now)
 
     @property
+    def _tokenizer(self) -> Any:
+        return getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
+
+    @property
     def _model(self) -> Any:
         return getattr(self.trainer.model, "_orig_mod", self.trainer.model)
 
@@ -405,11 +409,8 @@ class Watch(TrainerCallback):
         lost = at.mask.bool() & (absent[:, 1:] & absent[:, :-1])[:, -at.mask.shape[1] :]  # predicted from padding, too
         if bool(lost.any()):
             self._wrong(("tokens of the loss are padding", [f"{int(lost.sum())} of {int(at.mask.sum())}"]))
-        tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-        eos, pad, unknown, bos = (getattr(tokenizer, f"{n}_token_id", None) for n in ("eos", "pad", "unk", "bos"))
-        self._wrong(batch.unended(at.taken, at.mask, eos))
-        self._wrong(batch.beyond(at.taken, at.mask, eos, pad, (bos, unknown)))
-        self._wrong(batch.seen_padding(at.taken, pad, unknown))
+        for fault in batch.faults(at.taken, at.mask, self._tokenizer):
+            self._wrong(fault)
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         slopes = slopes / (1.0 if scaler is None else scaler.get_scale())
         if at.taken.mask is not None:  # log-probs of other tokens are the constant 0
@@ -455,8 +456,7 @@ class Watch(TrainerCallback):
             logger.warning(text)
 
     def _decoded(self, token: int) -> str:
-        tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-        return str(tokenizer.decode([token])) if hasattr(tokenizer, "decode") else str(token)
+        return str(self._tokenizer.decode([token])) if hasattr(self._tokenizer, "decode") else str(token)
 
     def _write(self, found: list[Finding]) -> None:
         """One line of what was measured and found, and a page of all findings; a file that takes none ends nothing."""
