@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from parity.fixes.logits import fused_models, in_shards, scored_by_its_own_logits
+from parity.fixes.language_models import in_shards
+from parity.fixes.logits import fused_models, scored_by_its_own_logits
 from parity.fixes.logprobs import selective_log_probs
 from parity.fixes.override import chain, closed_over, overridden, override, rebind
 from parity.fixes.patch import ALREADY, ORIGINAL, Change, Patch

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from parity.fixes.logits import in_shards, language_models, modules_of, probe, undisturbed
+from parity.fixes.language_models import change_each, in_shards, modules_of, probe, undisturbed
 from parity.fixes.override import overridden, override
-from parity.fixes.patch import ALREADY, Change, Patch
+from parity.fixes.patch import Change, Patch
 
 NAME = "move_padding_right"
 _LEFT = 33
@@ -41,23 +41,13 @@ def move_padding_right(trainer_or_model: Any) -> Patch:
     rounding, where moving it does not mend them, where the probe fails, for encoder-decoders, for aLoRA, which counts from a
     row's end, or under ZeRO-3. Accepts a trainer (its model and reference model) or a model.
     """
-    changed: list[str] = []
-    reasons: list[str] = []
-    undo: list[Callable[[], object]] = []
-    for model in language_models(trainer_or_model):
-        backbone, kind = model.base_model, type(model).__name__
-        change = overridden(backbone, "forward", NAME)
-        if change is not None:
-            reasons.append(ALREADY)
-        elif (why := _fine_in_all(trainer_or_model, model)) is not None:
-            reasons.append(f"{kind}: {why}")
-            continue
-        else:
-            change = _moved(backbone)
-            changed.append(f"{kind} (padding behind the tokens)")
-        undo += change.hold(trainer_or_model)
-    reason = None if changed else "; ".join(dict.fromkeys(reasons)) or "there is no transformers model"
-    return Patch(NAME, tuple(changed), reason=reason, _undo=undo)
+    return change_each(
+        NAME,
+        trainer_or_model,
+        lambda model: overridden(model.base_model, "forward", NAME),
+        lambda model: _fine_in_all(trainer_or_model, model),
+        lambda model: (_moved(model.base_model), "padding behind the tokens"),
+    )
 
 
 def _moved(backbone: nn.Module) -> Change:

@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import inspect
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parity.fixes.language_models import in_shards, modules_of, probe, undisturbed
 from parity.fixes.override import chain, closed_over, overridden, override
 from parity.fixes.patch import ALREADY, ORIGINAL, Change, Patch
 
 NAME = "use_model_logits"
 _KERNEL = "_ChunkedLogProbFunction"
-_ROWS, _LENGTH = 4, 9
 _TOKEN_BLOCK, _VOCAB_BLOCK = 1024, 8192
 
 
@@ -88,28 +87,6 @@ def use_model_logits(trainer_or_model: Any) -> Patch:
 def fused_models(trainer_or_model: Any) -> list[nn.Module]:
     """The models, of a trainer policy and reference, whose forward TRL has given a fused LM head."""
     return [m for m in modules_of(trainer_or_model) if _fused_forward(vars(m).get("forward")) is not None]
-
-
-def modules_of(trainer_or_model: Any) -> list[nn.Module]:
-    """All modules of a model, or of a trainer's policy and reference, once each."""
-    models = [trainer_or_model]
-    if not isinstance(trainer_or_model, nn.Module):
-        models = [getattr(trainer_or_model, name, None) for name in ("model", "ref_model")]
-    inside = [m for model in models if isinstance(model, nn.Module) for m in model.modules()]
-    return list({id(m): m for m in inside}.values())
-
-
-def language_models(trainer_or_model: Any) -> list[Any]:
-    """The language models, of a trainer policy and reference, whatever has wrapped them."""
-    from transformers import PreTrainedModel
-
-    inside = modules_of(trainer_or_model)
-    return [m for m in inside if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
-
-
-def in_shards(model: Any) -> bool:
-    """Whether ZeRO-3 has partitioned parameters of the model: an empty tensor stands for each."""
-    return any(hasattr(p, "ds_id") for p in model.parameters())
 
 
 def scored_by_its_own_logits(model: Any) -> bool:
@@ -214,34 +191,6 @@ def _difference(logits: Tensor, call: _Call) -> str | None:
     if error**0.5 <= 2 * u * size**0.5 + summed:
         return None
     return f"the fused LM head's logits are {100 * (error / size) ** 0.5 if size else 100:.2g} % off"
-
-
-def probe(model: Any) -> dict[str, Tensor]:
-    """Rows of unlike tokens, none of them a placeholder of an image or a sound."""
-    config = model.config.get_text_config()
-    nested = [vars(c) for c in (model.config, config)]
-    placeholders = {v for c in nested for k, v in c.items() if k.endswith(("_token_id", "_token_index"))}
-    free = [i for i in range(min(config.vocab_size, 512)) if i not in {v for v in placeholders if isinstance(v, int)}]
-    places = torch.arange(_ROWS * _LENGTH).mul(7).remainder(len(free)).view(_ROWS, _LENGTH)
-    ids = torch.tensor(free)[places].to(model.get_input_embeddings().weight.device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-@contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Every module's mode, every buffer (observers move when they look) and random numbers as before afterwards."""
-    training = [(m, m.training) for m in model.modules()]
-    kept = [(b, b.clone()) for b in model.buffers()]
-    with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            for module, mode in training:
-                module.training = mode
-            for buffer, value in kept:
-                if buffer.shape == value.shape:
-                    buffer.data.copy_(value)
 
 
 def _replace(model: Any, call: _Call, in_float32: bool) -> Change:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.fixes.logits import in_shards
+from parity.fixes.language_models import in_shards
 from parity.fixes.override import replaced
 from parity.fixes.patch import Patch
 

@@ -1,13 +1,12 @@
 """`scale_logits`: a composite model's logits have the scale that its text model's config asks for."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from parity.fixes.logits import in_shards, language_models, probe, undisturbed
-from parity.fixes.patch import ALREADY, Change, Patch
+from parity.fixes.language_models import change_each, in_shards, probe, undisturbed
+from parity.fixes.patch import Change, Patch
 
 NAME = "scale_logits"
 _ROUNDED = 4
@@ -28,26 +27,18 @@ def scale_logits(trainer_or_model: Any) -> Patch:
     the weight, which is not touched. After a head's adapter is merged, apply again. Accepts a trainer (its model and
     reference model) or a model.
     """
-    changed: list[str] = []
-    reasons: list[str] = []
-    undo: list[Callable[[], object]] = []
-    for model in language_models(trainer_or_model):
-        head, kind = model.get_output_embeddings(), type(model).__name__
-        there = [hook for hook in head._forward_hooks.values() if isinstance(hook, _Scaled) and hook.change.active]
-        if there:
-            reasons.append(ALREADY)
-            change = there[0].change
-        elif (why := _fine(model, head)) is not None:
-            reasons.append(f"{kind}: {why}")
-            continue
-        else:
-            hook = _Scaled(logit_scale(model.config))
-            change = hook.change
-            change.back.append(head.register_forward_hook(hook).remove)
-            changed.append(f"{kind} (logits times {hook.scale:g})")
-        undo += change.hold(trainer_or_model)
-    reason = None if changed else "; ".join(dict.fromkeys(reasons)) or "there is no transformers model"
-    return Patch(NAME, tuple(changed), reason=reason, _undo=undo)
+    return change_each(NAME, trainer_or_model, _there, _why_not, _scaled)
+
+
+def _there(model: Any) -> Change | None:
+    hooks = model.get_output_embeddings()._forward_hooks.values()
+    return next((hook.change for hook in hooks if isinstance(hook, _Scaled) and hook.change.active), None)
+
+
+def _scaled(model: Any) -> tuple[Change, str]:
+    hook = _Scaled(logit_scale(model.config))
+    hook.change.back.append(model.get_output_embeddings().register_forward_hook(hook).remove)
+    return hook.change, f"logits times {hook.scale:g}"
 
 
 class _Scaled:
@@ -66,7 +57,7 @@ class _Scaled:
         return _Scaled, (self.scale,)
 
 
-def _fine(model: Any, head: Any) -> str | None:
+def _why_not(model: Any) -> str | None:
     """Why the logits need no scale; None where they do."""
     if model.config.get_text_config() is model.config:
         return "it is a text model"
@@ -76,6 +67,7 @@ def _fine(model: Any, head: Any) -> str | None:
     if in_shards(model):
         return "ZeRO-3 holds it in shards, and no token can be tried"
     try:
+        head = model.get_output_embeddings()
         alone = _text_model(model, head)
         with undisturbed(model), torch.no_grad():
             own, right = (m.eval()(**probe(model), use_cache=False).logits.double() for m in (model, alone))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity.fixes.logits import undisturbed
+from parity.fixes.language_models import undisturbed
 from parity.fixes.override import already, replaced
 from parity.fixes.patch import ALREADY, Change, Patch
 
