@@ -56,7 +56,7 @@ class Rounded(Shaken):
     def shaken(self, out: Any, factors: Sequence[Tensor] = ()) -> Any:
         if type(out) is not Tensor or out.dtype is not torch.float64:
             return out
-        return out * (1 + unit(torch.float32) * self.noise(out))
+        return out * (1 + unit(torch.float32) * self.noise(out).double())  # in float32 1 + u·ξ would be 1 or 1 - u
 
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}

@@ -21,6 +21,7 @@ from parity.rollouts.scoring import Difference, agrees, drops, farthest, innermo
 from parity.trainers.definitions.micro_batch import defined, known, loss_mask, nearest
 from parity.watching import batch, definition
 from parity.watching.look import Look, checkpointing
+from parity.watching.rewards import faults as advantage_faults
 from parity.watching.step import Step, at_top, first, rates
 from parity.watching.taps import Taken, Taps
 
@@ -77,6 +78,7 @@ class Watch(TrainerCallback):
         self._taps = Taps(trainer)
         self._taken: list[Taken] | None = None
         self._inputs: Any = {}
+        self._rewards = list[Any]()  # of the completions that are generated just now
         self._looked: list[dict[str, Any]] = []
         self._measured: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
@@ -88,6 +90,7 @@ class Watch(TrainerCallback):
             self._generated = -2  # in the midst of a run: wait for completions of the present weights
         trainer.add_callback(self)
         self._taps.around("_generate_and_score_completions", self._generating)
+        self._taps.around("_calculate_rewards", self._rewarded)
         self._taps.around("training_step", self._step)
         self._taps.around("log", self._logged)
         for name in GIVEN:
@@ -192,6 +195,16 @@ class Watch(TrainerCallback):
         if self.trainer.model.training:
             self._generated, due = self._now, self._now >= (self._due or 0)
             self._batch = dict(out) if due and isinstance(out, Mapping) else None
+            if self._batch is not None and len(self._rewards) == 1:
+                found, rewards = self._batch.get("advantages"), self._rewards[0]
+                own = not type(self.trainer)._generate_and_score_completions.__module__.startswith("trl.")
+                self._guarded(lambda: self._wrong(advantage_faults(self.trainer, rewards, found), own))
+        self._rewards.clear()
+        return out
+
+    def _rewarded(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        self._rewards.append(out)
         return out
 
     def _seen(self, read: Callable[[], Taken | None]) -> None:

@@ -1,7 +1,6 @@
 """Advantages: groups without spread, completions without a reward, weights, normalisation.
 
-The trainer generates for real; the reward functions return a table by position, so that the definition is known. It has the
-algebra of the trainers' code: the mean of squares times n/(n - 1), then its root.
+The trainer generates for real; the reward functions return a table by position, so that the definition is known.
 """
 
 import math
@@ -16,13 +15,11 @@ from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, always, check, summed
-from parity.trainers.definitions.scored import mean
+from parity.trainers.definitions.baselines import Baseline
 from parity.trainers.rig import drive, models, stored_window
 from parity.trainers.rig.drawn import uniform
 from parity.upstream import trl
 
-EPSILON = 1e-4
-"""What TRL adds to a standard deviation."""
 GROUP = 4
 NOBODY = math.nan
 ALIKE = "frac_reward_zero_std"
@@ -75,28 +72,15 @@ def advantages(call: CheckCall) -> Iterator[Quantity]:
 
 
 def definition(call: CheckCall, rewards: Tensor, weights: list[float]) -> Oracle:
-    """The advantages (completions,) of rewards (completions, functions), NaN where a function does not score. The reward
-    less the mean of its group, over a standard deviation + 1e-4; or less the mean of the group's others. 0 for a
-    completion without a reward, and for one alone in its group. `normalize_then_sum`: each function's by itself in its group,
-    and their weighted sum in the batch (GDPO, arXiv 2601.05242). `reward`: the mean of those that have one."""
+    """The advantages (completions,) of rewards (completions, functions), NaN where a function does not score; `reward`: the
+    mean of those that have one."""
     s, by = call.settings, ~rewards.isnan()
-    seen = by.any(1).view(-1, 1 if s.rewards == "group-of-one" else GROUP)
-    seen = seen & (seen.shape[1] > 1)
+    how = {"scale": s.scale_rewards, "late": getattr(s, AGGREGATION) == LATE, "normalize": s.normalize}
+    rule = Baseline(1 if s.rewards == "group-of-one" else GROUP, others=call.spec.baseline != "group", **how)
 
     def define(rewards: Tensor) -> dict[str, Tensor]:
-        x = torch.where(by, rewards * torch.tensor(weights), 0.0).sum(1).view(seen.shape)
-        if call.spec.baseline != "group":
-            found = _of_others(x, seen, s.normalize)
-        elif getattr(s, AGGREGATION) == LATE:
-            own, there = rewards.view(*seen.shape, -1), by.view(*seen.shape, -1)
-            each = (own - mean(own, there, 1)) / _spread(own, there, 1)
-            whole = torch.where(there, each * torch.tensor(weights), 0.0).sum(-1)
-            found = (whole - mean(whole, seen, (0, 1))) / _spread(whole, seen, (0, 1))
-        else:
-            found = x - mean(x, seen, 1)
-            if s.scale_rewards != "none":
-                found = found / _spread(x, seen, 1 if s.scale_rewards == "group" else (0, 1))
-        return {"advantages": torch.where(seen, found, 0.0).flatten(), "reward": x.sum() / by.any(1).sum()}
+        reward = torch.where(by, rewards * torch.tensor(weights), 0.0).sum() / by.any(1).sum()
+        return {"advantages": rule.of(rewards, by, torch.tensor(weights)), "reward": reward}
 
     return Problem(define, {"rewards": rewards.nan_to_num(0.0).float()}, {}, ()).oracle
 
@@ -152,21 +136,3 @@ def _asked(call: CheckCall, rewards: Tensor, weights: list[float]) -> tuple[Tens
     log = trainer._metrics["eval" if alone else "train"]
     reward = log.get("reward") or log["self_distillation/reward_mean"]
     return out["advantages"].detach().cpu(), reward[-1], log.get(ALIKE, [math.nan])[-1]
-
-
-def _spread(x: Tensor, seen: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Sample standard deviation of what is seen, 0 of a single value, + 1e-4."""
-    n = seen.sum(dim, keepdim=True)
-    correction = torch.where(n > 1, n / (n - 1).clamp(min=1), 0.0)
-    return (mean((x - mean(x, seen, dim)) ** 2, seen, dim) * correction).sqrt() + EPSILON
-
-
-def _of_others(x: Tensor, seen: Tensor, normalize: bool) -> Tensor:
-    """The reward less the mean of the group's others; 0 where there are none."""
-    x = torch.where(seen, x, 0.0)
-    others = seen.sum(1, keepdim=True) - 1
-    away = x - (x.sum(1, keepdim=True) - x) / others.clamp(min=1)
-    counted = seen & (others > 0)
-    if normalize:
-        away = (away - mean(away, counted, (0, 1))) / _spread(away, counted, (0, 1))
-    return torch.where(counted, away, 0.0)

@@ -1,0 +1,73 @@
+"""What a trainer makes of rewards, held against its definition: the advantages of completions."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.judge.shaken import Rounded, unit
+from parity.trainers.definitions.baselines import Baseline
+from parity.watching.definition import BETWEEN, OPERATIONS
+
+NAMES = {"GRPOTrainer": "GRPO", "RLOOTrainer": "RLOO"}
+_DRAWS = 16  # of each entry by itself: one of four may be small where the error is not
+_SCALES = "group", "batch", "none"
+
+
+def faults(trainer: Any, rewards: Any, found: Any) -> tuple[str, list[str]] | None:
+    """Where the advantages `found` (B,) of a rank are not `Baseline`'s of the `rewards` (N, F) of all ranks, NaN where a
+    function does not score: which, and what they are, if that is known. Allowed is what float32 makes of the definition's
+    operations. Not of trainers with other ones, of other shapes, or of RLOO with a KL or `reward_clip_range` in its rewards."""
+    name = next((NAMES[c.__name__] for c in type(trainer).__mro__ if c.__name__ in NAMES), "")
+    args, size = trainer.args, len(rewards) // trainer.accelerator.num_processes
+    if not name or getattr(found, "shape", None) != (size,):
+        return None
+    if name == "RLOO" and (args.beta or getattr(args, "reward_clip_range", None)):
+        return None
+    scale = getattr(trainer, "scale_rewards", "group")
+    rule = Baseline(
+        trainer.num_generations,
+        scale if isinstance(scale, str) else ("none", "group")[scale],  # a bool in older releases
+        getattr(trainer, "multi_objective_aggregation", "") == "normalize_then_sum",
+        name == "RLOO",
+        getattr(args, "normalize_advantages", False),
+    )
+    found, weights, rewards = (x.detach().double().cpu() for x in (found, trainer.reward_weights, rewards))
+    by, rewards = ~rewards.isnan(), rewards.nan_to_num(0.0)
+    here = torch.arange(size) + trainer.accelerator.process_index * size
+
+    def of(rule: Baseline, weights: Tensor = weights) -> tuple[Tensor, Tensor]:
+        """The advantages (B,), and by how much each may be off."""
+        exact = rule.of(rewards, by, weights)
+        bound = torch.full_like(exact, OPERATIONS * unit(torch.float32) * float(exact.abs().amax()))
+        for seed in range(_DRAWS):
+            with Rounded(seed):
+                bound = bound.maximum(BETWEEN * (rule.of(rewards, by, weights) - exact).abs())
+        return exact[here], bound[here]
+
+    right, bound = of(rule)
+    off = (found - right).abs()
+    if bool((off <= bound).all()):
+        return None
+    if rule.others:
+        tried = {"less the mean of the whole group": of(replace(rule, others=False, scale="none"))}
+    else:
+        tried = {f"as with scale_rewards={s!r}": of(replace(rule, scale=s, late=False)) for s in _SCALES}
+        tried |= {"as with normalize_then_sum": of(replace(rule, late=True))}
+    tried |= {
+        "not divided by n - 1, but by n": of(replace(rule, less=0)),
+        "less the mean of the batch, not of the group": of(replace(rule, group=len(rewards))),
+        "without reward_weights": of(rule, torch.ones_like(weights)),
+        "the rewards themselves": ((rewards * weights).sum(1)[here], bound),
+        "turned in sign": (-right, bound),
+        "in another order": (right.sort().values[found.argsort().argsort()], bound),
+    }
+    named = [cause for cause, (x, wide) in tried.items() if _fits(found, x, wide) and not _fits(right, x, bound + wide)]
+    i = int(off.nan_to_num(math.inf).argmax())
+    return f"advantages are not {name}'s of the rewards, {float(found[i]):.6g} for {float(right[i]):.6g}", named
+
+
+def _fits(found: Tensor, other: Tensor, bound: Tensor) -> bool:
+    return bool(((found - other).abs() <= bound).all())
