@@ -213,6 +213,27 @@ class Look:
                 out[i] = logps.gather(-1, told[i, -width:].T)[:, 0]
         return rows.of(out)
 
+    def _leaked(self) -> Tensor:
+        """By the model of the row that the sequences were packed into; where that separates them, by attention to all before."""
+        assert self.mine is not None
+        found = self._in_row()
+        return self._in_row(torch.ones_like(self.taken.row)) if agrees(Difference(found, self.mine).units()) else found
+
+    def _in_row(self, seen: Tensor | None = None) -> Tensor:
+        row, there = self.taken.row, self.taken.attention.bool()
+        assert row is not None
+        places = (there.cumsum(1) - 1)[there][None]
+        with undisturbed(self.model), self.trainer.accelerator.autocast():
+            z = (
+                self.model(input_ids=row, position_ids=places, attention_mask=seen, use_cache=False)
+                .logits[0, :-1]
+                .float()
+            )
+        found = (z / self.temperature).log_softmax(-1).gather(-1, row[0, 1:, None])
+        out = found.new_full(there.shape, math.nan)
+        out[there] = torch.cat([found.new_full((1, 1), math.nan), found])[:, 0]
+        return self.rows.of(out[:, 1:])
+
     @property
     def other(self) -> bool:
         """Whether a reference has other weights than the policy from the beginning."""
@@ -304,6 +325,8 @@ class Look:
                     others["position_ids are not the places in the sequence"] = functools.partial(
                         self._padded, 0, given
                     )
+                if self.taken.row is not None:
+                    others["sequences change each other in their row"] = self._leaked
                 if bool((self.taken.attention[:, 0] == 0).any()):
                     others["padding at the left changes what the model computes"] = self._padded
             for text, rows in scoring.begun(self.model, self.rows).items() if what == "sampler" else ():

@@ -26,6 +26,7 @@ class Taken:
     slopes: Tensor | None = None  # what the backward pass brought to the log-probs, (B, T)
     positions: Tensor | None = None  # (B, P + T), where the trainer says so
     labels: Tensor | None = None  # (B, P + T), where those in the loss are not the ids
+    row: Tensor | None = None  # (1, T), the row of ids that the sequences were packed into
 
 
 class Taps:
@@ -97,11 +98,12 @@ def _called(seen: Any, read: Any, original: Any, *args: Any, **kwargs: Any) -> A
     return out
 
 
-def _taken(model: Any, logps: Tensor, **fields: Any) -> Taken:
+def _taken(model: Any, logps: Tensor, of: Callable[[Tensor], Tensor] = lambda x: x, **fields: Any) -> Taken:
+    """`of`: makes (B, T) of what has the shape of `logps`."""
     still = not getattr(model, "training", True)
-    taken = Taken(logps=logps.detach(), trained=logps.requires_grad, model=model, still=still, **fields)
+    taken = Taken(logps=of(logps.detach()), trained=logps.requires_grad, model=model, still=still, **fields)
     if logps.requires_grad:
-        logps.register_hook(functools.partial(setattr, taken, "slopes"))
+        logps.register_hook(lambda slopes: setattr(taken, "slopes", of(slopes)))
     return taken
 
 
@@ -129,12 +131,29 @@ def _fused(
     if logps is None or labels is None or input_ids is None or logps.shape[1] != input_ids.shape[1] - 1:
         return None
     positions = kw.get("position_ids")
-    packed = positions is not None if attention_mask is None else attention_mask.shape != input_ids.shape
-    images = kw.get("pixel_values") is not None or (positions is not None and positions.dim() != 2)
-    if images or packed:  # a 2-dim mask lets all tokens of a row see those before
+    if kw.get("pixel_values") is not None or (positions is not None and positions.dim() != 2):
         return None
+    if attention_mask is None and positions is not None:
+        return _unpacked(logps, model, input_ids, labels, positions)
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        return None  # a 2-dim mask lets all tokens of a row see those before
     attention = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     mask = labels[:, 1:] != -100
     other = labels if bool(((labels != input_ids)[:, 1:] & mask).any()) else None
     fields = {"attention": attention, "mask": mask, "positions": positions, "labels": other}
     return _taken(model, logps, ids=input_ids, entropies=None, **fields)
+
+
+def _unpacked(logps: Tensor, model: Any, ids: Tensor, labels: Tensor, positions: Tensor) -> Taken | None:
+    """Of sequences in one row, (1, T), whose positions begin at 0 anew: a row for each, padded on the right."""
+    starts = (positions[0] == 0).nonzero()[:, 0]
+    ends = torch.cat([starts[1:], starts.new_tensor([ids.shape[1]])])
+    places = torch.arange(int((ends - starts).amax()) if len(starts) else 0, device=ids.device)
+    columns, there = starts[:, None] + places, places < (ends - starts)[:, None]
+    columns = columns.clamp(max=ids.shape[1] - 1)
+    if len(ids) != 1 or ids.numel() != int(there.sum()) or bool(((positions[0, columns] != places) & there).any()):
+        return None
+    own, mask = labels[0, columns], there[:, 1:] & (labels[0, columns[:, 1:]] != -100)
+    other = own if bool(((own != ids[0, columns])[:, 1:] & mask).any()) else None
+    fields = {"attention": there.long(), "mask": mask, "labels": other, "row": ids, "entropies": None}
+    return _taken(model, logps, lambda x: x[0, columns[:, 1:] - 1] * mask, ids=ids[0, columns] * there, **fields)

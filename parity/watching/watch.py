@@ -318,7 +318,7 @@ class Watch(TrainerCallback):
         """The micro-batch just scored, if there is anything to look at."""
         taken = self._trained()
         if taken is None and known(self.trainer) != "distillation":
-            why = "a loss of its own, packed rows, images or prompt tuning"
+            why = "a loss of its own, images or prompt tuning"
             why = "label smoothing" if getattr(self.trainer.args, "label_smoothing_factor", 0) else why
             apart = any(t.trained for t in self._taken or ())
             why = "rows scored apart, in another order or padding than the batch's" if apart else why

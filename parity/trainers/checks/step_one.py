@@ -19,7 +19,8 @@ from parity.errors import Unsupported
 from parity.families.policy_losses import divergence
 from parity.judge.oracle import Oracle
 from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, check, holds, pairwise
-from parity.trainers.definitions.scored import completion_logps, mean
+from parity.trainers.definitions.baselines import mean
+from parity.trainers.definitions.scored import completion_logps
 from parity.trainers.definitions.training_step import measured
 from parity.trainers.rig import checkpointing, drive, models, recorder
 from parity.trainers.specs import SPECS

@@ -1,11 +1,10 @@
 """Advantages of sampled completions by their rewards: GRPO's mean of a group, RLOO's of the others."""
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from parity.trainers.definitions.scored import mean
 
 EPSILON = 1e-4
 """What TRL adds to a standard deviation."""
@@ -59,3 +58,9 @@ class Baseline:
         if self.normalize:
             away = (away - mean(away, counted, (0, 1))) / self._spread(away, counted, (0, 1))
         return torch.where(counted, away, 0.0)
+
+
+def mean(x: Tensor, kept: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
+    """Of the entries that are kept, 0 of none: of all, or over `dim`, which stays with one entry."""
+    over: dict[str, Any] = {"dim": dim, "keepdim": dim is not None}
+    return torch.where(kept, x, 0.0).sum(**over) / kept.sum(**over).clamp(min=1)

@@ -22,7 +22,8 @@ from parity.families.policy import FAMILY as POLICY
 from parity.families.policy_losses import divergence as k3
 from parity.families.policy_losses import off_policy_mask
 from parity.families.preference_losses import AVERAGED, DIVERGENCES, DPO, ONLINE, Pairs, log_odds, unpaired
-from parity.trainers.definitions.scored import Scored, completion_logps, entropies, mean, rows
+from parity.trainers.definitions.baselines import mean
+from parity.trainers.definitions.scored import Scored, completion_logps, entropies, rows
 from parity.trainers.rig import drive, stored_window
 from parity.trainers.rig.stored_window import Sequences, Window
 

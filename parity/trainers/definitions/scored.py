@@ -106,12 +106,6 @@ class _Part(Scored):
         return _Part(self.whole.base, self.which)
 
 
-def mean(x: Tensor, kept: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """Of the entries that are kept, 0 of none: of all, or over `dim`, which stays with one entry."""
-    over: dict[str, Any] = {"dim": dim, "keepdim": dim is not None}
-    return torch.where(kept, x, 0.0).sum(**over) / kept.sum(**over).clamp(min=1)
-
-
 def entropies(table: Tensor) -> Tensor:
     """-Σ p log p of each token, (T,), from log p (T, V)."""
     return -(table.exp() * table).sum(-1)

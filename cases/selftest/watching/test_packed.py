@@ -1,0 +1,71 @@
+"""SFT's packed rows, each sequence of which is looked at by itself."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+
+from cases.selftest.watching.runs import of, watched
+from parity.watching import taps
+
+PACKED = {"packing": True, "max_length": 64, "per_device_train_batch_size": 2}
+
+
+@pytest.mark.parametrize("wanted", [PACKED, {"padding_free": True, "max_length": None}, PACKED | {"loss_type": "dft"}])
+def test_right_ones_are_silent_and_looked_at(tmp_path, said, wanted):
+    watch, lines = watched(of("sft-trainer", **wanted), tmp_path)
+    assert not watch.findings and len(lines) == 2
+    assert min(line["tokens"] for line in lines) > 8 and "watch/trainer_units" in lines[0]
+    assert not [line for line in said if "no log-probs" in line]
+
+
+def test_positions_that_go_on_are_found(tmp_path):
+    trainer = of("sft-trainer", **PACKED)
+    forward = trainer.model.forward
+
+    def leaking(*args, **kwargs):
+        if kwargs.get("fused_lm_head") and kwargs.get("attention_mask") is None:
+            kwargs |= {"position_ids": torch.arange(kwargs["input_ids"].shape[1])[None]}
+        return forward(*args, **kwargs)
+
+    trainer.model.forward = functools.wraps(forward)(leaking)
+    watch, _ = watched(trainer, tmp_path)
+    assert "trainer" in {f.what for f in watch.findings}
+
+
+def test_a_row_that_sees_those_before_is_named(tmp_path):
+    trainer = of("sft-trainer", **PACKED)
+    forward = trainer.model.forward
+
+    def leaking(*args, **kwargs):
+        if kwargs.get("fused_lm_head"):
+            kwargs |= {"attention_mask": torch.ones_like(kwargs["input_ids"])}
+        return forward(*args, **kwargs)
+
+    trainer.model.forward = leaking
+    watch, _ = watched(trainer, tmp_path)
+    causes = [f.causes for f in watch.findings if f.what == "trainer"]
+    assert causes and all("sequences change each other in their row" in c for c in causes), watch.findings
+
+
+def test_a_loss_twice_as_large_is_found_in_packed_rows(tmp_path):
+    trainer = of("sft-trainer", **PACKED)
+    step = trainer.compute_loss
+
+    def doubled(*args, **kwargs):
+        out = step(*args, **kwargs)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+    trainer.compute_loss = doubled
+    watch, _ = watched(trainer, tmp_path)
+    assert any("2 times" in f.text for f in watch.findings), watch.findings
+
+
+def test_what_is_no_packed_row_is_not_taken_for_one():
+    ids = torch.arange(6)[None]
+    unpacked = functools.partial(taps._unpacked, torch.zeros(1, 5), mock.Mock(), ids, ids)
+    assert unpacked(torch.tensor([[0, 1, 0, 1, 2, 0]])).ids.tolist() == [[0, 1, 0], [2, 3, 4], [5, 0, 0]]
+    assert unpacked(torch.tensor([[1, 2, 0, 1, 2, 3]])) is None
+    assert unpacked(torch.tensor([[0, 1, 0, 2, 3, 4]])) is None
+    assert unpacked(torch.tensor([[3, 4, 5, 6, 7, 8]])) is None
