@@ -1,6 +1,7 @@
 """What a trainer makes of rewards, held against its definition: the advantages of completions."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +17,20 @@ _DRAWS = 16  # of each entry by itself: one of four may be small where the error
 _SCALES = "group", "batch", "none"
 
 
-def faults(trainer: Any, rewards: Any, found: Any) -> tuple[str, list[str]] | None:
-    """Where the advantages `found` (B,) of a rank are not `Baseline`'s of the `rewards` (N, F) of all ranks, NaN where a
-    function does not score: which, and what they are, if that is known. Allowed is what float32 makes of the definition's
-    operations. Not of trainers with other ones, of other shapes, or of RLOO with a KL or `reward_clip_range` in its rewards."""
+def faults(
+    trainer: Any, rewards: Any, batch: Mapping[str, Any], scored: Sequence[Tensor] = ()
+) -> tuple[str, list[str]] | None:
+    """Where the advantages (B,) of a rank's `batch` are not `Baseline`'s of the `rewards` (N, F) of all ranks, NaN where a
+    function does not score: which, and what they are, if that is known. RLOO's rewards, clipped, are less beta times the KL of
+    the two log-probs (B, T) `scored`, policy's and reference's. Allowed is what float32 makes of the definition's operations.
+    Not of trainers with other advantages, of other shapes, or of RLOO's KL on several ranks."""
+    found: Any = batch.get("advantages")
     name = next((NAMES[c.__name__] for c in type(trainer).__mro__ if c.__name__ in NAMES), "")
     args, size = trainer.args, len(rewards) // trainer.accelerator.num_processes
     if not name or getattr(found, "shape", None) != (size,):
         return None
-    if name == "RLOO" and (args.beta or getattr(args, "reward_clip_range", None)):
+    clip, beta = getattr(args, "reward_clip_range", None), args.beta if name == "RLOO" else 0.0
+    if beta and (len(scored) != 2 or trainer.accelerator.num_processes > 1):
         return None
     scale = getattr(trainer, "scale_rewards", "group")
     rule = Baseline(
@@ -38,13 +44,23 @@ def faults(trainer: Any, rewards: Any, found: Any) -> tuple[str, list[str]] | No
     by, rewards = ~rewards.isnan(), rewards.nan_to_num(0.0)
     here = torch.arange(size) + trainer.accelerator.process_index * size
 
-    def of(rule: Baseline, weights: Tensor = weights) -> tuple[Tensor, Tensor]:
+    def advantages(rule: Baseline, weights: Tensor, beta: float) -> Tensor:
+        if name != "RLOO":
+            return rule.of(rewards, by, weights)
+        x = torch.where(by, rewards * weights, 0.0).sum(1)
+        x = x if clip is None else x.clamp(*clip)
+        if beta:
+            old, ref = (logps.double().cpu() for logps in scored)
+            x = x - beta * ((old - ref) * batch["completion_mask"].cpu()).sum(1)
+        return rule.of(x[:, None], by.any(1)[:, None], torch.ones(1).double())
+
+    def of(rule: Baseline, weights: Tensor = weights, beta: float = beta) -> tuple[Tensor, Tensor]:
         """The advantages (B,), and by how much each may be off."""
-        exact = rule.of(rewards, by, weights)
+        exact = advantages(rule, weights, beta)
         bound = torch.full_like(exact, OPERATIONS * unit(torch.float32) * float(exact.abs().amax()))
         for seed in range(_DRAWS):
             with Rounded(seed):
-                bound = bound.maximum(BETWEEN * (rule.of(rewards, by, weights) - exact).abs())
+                bound = bound.maximum(BETWEEN * (advantages(rule, weights, beta) - exact).abs())
         return exact[here], bound[here]
 
     right, bound = of(rule)
@@ -53,6 +69,7 @@ def faults(trainer: Any, rewards: Any, found: Any) -> tuple[str, list[str]] | No
         return None
     if rule.others:
         tried = {"less the mean of the whole group": of(replace(rule, others=False, scale="none"))}
+        tried |= {"without the KL": of(rule, beta=0.0), "with the KL turned in sign": of(rule, beta=-beta)}
     else:
         tried = {f"as with scale_rewards={s!r}": of(replace(rule, scale=s, late=False)) for s in _SCALES}
         tried |= {"as with normalize_then_sum": of(replace(rule, late=True))}

@@ -191,14 +191,16 @@ class Watch(TrainerCallback):
         return out
 
     def _generating(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        before = len(self._taken or ())
         out = original(*args, **kwargs)
         if self.trainer.model.training:
             self._generated, due = self._now, self._now >= (self._due or 0)
             self._batch = dict(out) if due and isinstance(out, Mapping) else None
             if self._batch is not None and len(self._rewards) == 1:
-                found, rewards = self._batch.get("advantages"), self._rewards[0]
+                scored = [t.logps for t in (self._taken or ())[before:]]
+                given = self.trainer, self._rewards[0], self._batch, scored
                 own = not type(self.trainer)._generate_and_score_completions.__module__.startswith("trl.")
-                self._guarded(lambda: self._wrong(advantage_faults(self.trainer, rewards, found), own))
+                self._guarded(lambda: self._wrong(advantage_faults(*given), own))
         self._rewards.clear()
         return out
 

@@ -51,15 +51,18 @@ def test_trls_advantages_are_silent(tmp_path, said, table, wanted):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_rloos_are_silent_and_turned_ones_are_not(tmp_path, normalize, monkeypatch):
+@pytest.mark.parametrize("more", [{"beta": 0.0}, {"beta": 0.5}, {"beta": 0.5, "reward_clip_range": (-0.1, 0.3)}])
+def test_rloos_are_silent_and_turned_ones_are_not(tmp_path, normalize, more, monkeypatch):
     asked = []
     monkeypatch.setattr("parity.watching.watch.advantage_faults", lambda *given: asked.append(rewards.faults(*given)))
-    rloo = functools.partial(of, "rloo-trainer", beta=0.0, normalize_advantages=normalize, num_generations=4)
+    rloo = functools.partial(
+        of, "rloo-trainer", **more, learning_rate=0.1, normalize_advantages=normalize, num_generations=4
+    )
     run = functools.partial(rloo, per_device_train_batch_size=8, max_completion_length=4)
     trainer = earning(run())
     watched(trainer, tmp_path)
     watched(subclassed(earning(run()), lambda a: -a), tmp_path)
-    assert asked[0] is None
+    assert len(asked) == 4 and asked[:2] == [None, None]
     assert asked[-1][1] == ["turned in sign"]
 
 
@@ -114,4 +117,18 @@ def test_weights_that_are_left_out_are_a_finding_where_trl_generates(tmp_path):
 @pytest.mark.parametrize("change", [lambda a: a[:4], lambda a: a[:, None].expand(-1, 3)])
 def test_advantages_of_another_shape_are_not_compared(change):
     trainer = earning(grpo(sampler))
-    assert rewards.faults(trainer, TABLE, change(torch.zeros(8))) is None
+    assert rewards.faults(trainer, TABLE, {"advantages": change(torch.zeros(8))}) is None
+
+
+def test_a_kl_that_rloo_leaves_out_is_named(tmp_path, said):
+    run = of(
+        "rloo-trainer",
+        beta=0.5,
+        num_generations=4,
+        per_device_train_batch_size=8,
+        max_completion_length=4,
+        learning_rate=0.1,
+    )
+    alone = Baseline(4, others=True).of(PLAIN, ~PLAIN.isnan(), torch.ones(1))
+    watched(subclassed(earning(run, PLAIN), lambda a: alone.to(a)), tmp_path)
+    assert any("without the KL;" in line for line in said), said
