@@ -1,5 +1,6 @@
 """Mistakes that once got past every check of their trainer: each is caught, by the case and the quantity that can see it."""
 
+import functools
 import inspect
 import textwrap
 
@@ -87,6 +88,16 @@ def test_a_reward_model_that_reads_completions_alone_is_seen_beside_its_missing_
     before = wrong("grpo-trainer", **asked)
     with drive.using(mutated("grpo-trainer", edit)):
         assert wrong("grpo-trainer", **asked) == before | {texts} != before
+
+
+@pytest.mark.parametrize("trainer", ["sft-trainer", "grpo-trainer"])
+def test_a_call_of_which_a_table_has_the_arguments_of_all_others_is_seen(trainer, monkeypatch):
+    from datasets import Dataset
+
+    asked = {"check": "conversations", "beside": "calls"}
+    assert wrong(trainer, **asked) == {"sequences"}
+    monkeypatch.setattr(Dataset, "from_list", functools.partial(Dataset.from_list, on_mixed_types="use_json"))
+    assert not wrong(trainer, **asked)
 
 
 def test_a_softmax_without_its_derivative_is_seen_at_the_beta_of_trl(monkeypatch):

@@ -1,6 +1,7 @@
 """Data as conversations: which tokens a chat template makes of them, and which of those are in the loss."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,14 @@ from parity.trainers.specs import SPECS
 
 USER, ASSISTANT, TOOL, FIRST = "w5", "w6", "w7", "w8"
 """The words before a message, by its role, a tool's name, and the first word of an answer."""
+ARGUMENTS = ("w9", "w10")
+"""Two names of a call's argument. A table of rows has both in each row, one without a value."""
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t['function']['name'] + ' ' }}{% endfor %}"
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'ASSISTANT ' }}{% generation %}{{ m['content'] + ' <eos>' }}"
-    "{% endgeneration %}{% else %}{{ 'USER ' + m['content'] }}{% endif %}{{ ' ' }}{% endfor %}"
+    "{% endgeneration %}{% else %}{{ 'USER ' + m['content'] }}{% endif %}{{ ' ' }}"
+    "{% for c in m['tool_calls'] or [] %}{% for a in c['function']['arguments'] %}{{ a + ' ' }}{% endfor %}{% endfor %}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT ' }}{% endif %}"
 )
 """A generation ends with the word, not the space behind it: the mask of a character that is in no token goes to the end."""
@@ -38,8 +43,8 @@ SETTINGS = {
     "beside": Setting(
         "",
         "SFT: formatting_func writes the text, of a dataset with this column besides: messages, or dataset_text_field; "
-        "tools of a prompt; GKD: the prompt of its messages",
-        ("", "told", "messages", "content", "tools", "prompt"),
+        "tools of a prompt; calls in it, of every second row with another argument; GKD: the prompt of its messages",
+        ("", "told", "messages", "content", "tools", "calls", "prompt"),
     ),
 }
 GKD = "gkd-trainer"
@@ -57,6 +62,7 @@ CASES: list[CheckCase] = [
     *((trainer, {"turns": "texts"}) for trainer in LOSSES),
     *((trainer, {"turns": "prefilled"}) for trainer in LOSSES if SPECS[trainer].generates),
     *((trainer, {"beside": "tools"}) for trainer in LOSSES if not SPECS[trainer].generates),
+    *((trainer, {"beside": "calls"}) for trainer in LOSSES),
     *((GKD, settings) for settings in ({}, {"beside": "tools"}, {"beside": "prompt"})),
 ]
 
@@ -85,7 +91,11 @@ class _Conversing(Run):
         roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected", "reference"), "assistant")}
         rows = Window(self.trainer, self.given).dataset()
         said = ({k: [{"role": roles[k], "content": row[k].strip()}] for k in roles if k in row} for row in rows)
-        out = [row | texts | _beside(self.beside) for row, texts in zip(rows, said, strict=True)]
+        if self.beside == "calls":
+            calls = _calls(self.given)
+            said = [row | {"prompt": row["prompt"] + _called(calls[row["prompt"][0]["content"]])} for row in said]
+        beside = _beside(self.beside if self.beside == "tools" else "")
+        out = [row | texts | beside for row, texts in zip(rows, said, strict=True)]
         for row in out if self.turns == "prefilled" else []:
             row["prompt"].append({"role": "assistant", "content": FIRST})
         return Dataset.from_list(out)
@@ -123,12 +133,30 @@ def _beside(column: str, prompt: str = "") -> dict[str, Any]:
     return {column: {"tools": TOOLS, "prompt": prompt.strip()}[column]} if column else {}
 
 
+def _calls(given: Iterable[Sample]) -> dict[str, str]:
+    """The argument of the call in each prompt: in turns another."""
+    return dict(zip(dict.fromkeys(row.prompt.strip() for row in given), itertools.cycle(ARGUMENTS), strict=False))
+
+
+def _called(argument: str) -> list[dict[str, Any]]:
+    """A call in the prompt of a row, and what the tool says."""
+    function = {"name": TOOL, "arguments": {argument: 1}}
+    calls = [{"type": "function", "function": function}]
+    return [{"role": "assistant", "content": FIRST, "tool_calls": calls}, {"role": "tool", "content": TOOL}]
+
+
 def _told(call: CheckCall, given: Sequence[Sample]) -> list[Sample]:
     """The rows, each prompt as the model should read it."""
     begin, tool = "" if call.spec.begun else "<bos> ", f"{TOOL} " * (call.settings.beside == "tools")
     first = f"{FIRST} " * (call.settings.turns == "prefilled")
     ends = (begin, "") if call.settings.turns == "texts" else (f"{tool}{USER} ", f"{ASSISTANT} {first}")
-    return [dataclasses.replace(row, prompt=row.prompt.join(ends)) for row in given]
+    calls, out = _calls(given), []
+    for row in given:
+        called = f"{ASSISTANT} {FIRST} <eos> {calls[row.prompt.strip()]} {USER} {TOOL} " * (
+            call.settings.beside == "calls"
+        )
+        out.append(dataclasses.replace(row, prompt=f"{ends[0]}{row.prompt}{called}{ends[1]}"))
+    return out
 
 
 def _messages(row: Sample) -> list[dict[str, str]]:
@@ -187,7 +215,7 @@ def conversations(call: CheckCall) -> Iterator[Quantity]:
     asked = {n: v for n, v in vars(call.settings).items() if n in SETTINGS and v != SETTINGS[n].default}
     if (family, asked) not in CASES:
         raise Unsupported(f"{call.trainer} is not given such data")
-    if family == GKD or beside not in ("", "tools"):
+    if family == GKD or beside not in ("", "tools", "calls"):
         yield _taught(call) if family == GKD else _formatted(call)
         return
     config = {"assistant_only_loss": True} if turns in ("assistant", "last") else {}
