@@ -90,7 +90,7 @@ class _Conversing(Run):
             return Window(self.trainer, self.given).dataset()
         roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected", "reference"), "assistant")}
         rows = Window(self.trainer, self.given).dataset()
-        said = ({k: [{"role": roles[k], "content": row[k].strip()}] for k in roles if k in row} for row in rows)
+        said = [{k: [{"role": roles[k], "content": row[k].strip()}] for k in roles if k in row} for row in rows]
         if self.beside == "calls":
             calls = _calls(self.given)
             said = [row | {"prompt": row["prompt"] + _called(calls[row["prompt"][0]["content"]])} for row in said]

@@ -16,6 +16,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, holds, pairwise, tells
+from parity.trainers.checks.plain_trainer import exchanged, liger
 from parity.trainers.definitions import decoder
 from parity.trainers.definitions.training_step import measured
 from parity.trainers.rig import drive, models, recorder, stored_window
@@ -25,13 +26,16 @@ from parity.upstream import trl
 TRAINERS = ("grpo-trainer", "rloo-trainer", "online-dpo-trainer")
 PROMPTS = (62, 3, 9, 60)
 """Tokens of each prompt: the longest and its completion are longer than a sliding window of 64."""
-LIMIT, EVEN = 8, 40
+LIMIT, EVEN, SHORT = 8, 40, (3, 9)
 ENDS = (models.EOS, *range(40, models.VOCABULARY))
 """So many that some completion ends before the limit."""
-KWARGS = "generation_kwargs"
+KWARGS, LIGER = "generation_kwargs", "use_liger_kernel"
 SETTINGS = {
     "model": Setting("llama", "tiny model", (*models.ARCHITECTURES, *models.VISION)),
     "even": Setting(False, f"prompts of {EVEN} tokens each: none is padded", (False, True)),
+    LIGER: Setting(
+        False, f"Liger's layers in the model, which may run in an interpreter: prompts of {SHORT} tokens", (False, True)
+    ),
     "temperature": Setting(1.0, "divides the logits", (1.0, 1.4)),
     "top_k": Setting(0, "the likeliest k, 0 for all", (0, 7)),
     "top_p": Setting(1.0, "the fewest tokens whose probability reaches p", (1.0, 0.95)),
@@ -51,6 +55,7 @@ PR: list[CheckCase] = [
     ("rloo-trainer", {}),
     ("grpo-trainer", {"ends": True}),
     *((trainer, {KWARGS: True, "ends": True}) for trainer in ("grpo-trainer", "rloo-trainer")),
+    ("grpo-trainer", {LIGER: True}),
     ("grpo-trainer", {KWARGS: True, "temperature": 1.4}),
 ]
 
@@ -62,6 +67,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
         for name, setting in SETTINGS.items():
             yield from ((trainer, {name: value}) for value in setting.choices or ())
         yield trainer, {"model": "recurrent_gemma", "even": True}  # which padding changes
+        yield from ((trainer, {"model": model, LIGER: True}) for model in models.ARCHITECTURES)
         for name in (*FILTERS, "ends"):
             yield from ((trainer, {KWARGS: True, name: value}) for value in SETTINGS[name].choices or ())
 
@@ -75,7 +81,7 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
     drive.needs(call.trainer, *({"top_k"} | moved))  # TRL before 0.23 has online DPO draw from the likeliest 50
     rows = [
         Sample(models.words(13, f"prompt {n}", n) + " ", "", "", label=True)
-        for n in ([EVEN] * len(PROMPTS) if s.even else PROMPTS)
+        for n in ([EVEN] * len(PROMPTS) if s.even else SHORT if getattr(s, LIGER) else PROMPTS)
     ]
     policy, ends = models.model(s.model), list(ENDS) if s.ends else [models.EOS]
     if getattr(s, KWARGS):
@@ -87,18 +93,20 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
     wanted = recorder.plain(f"{len(rows)}x1") | settings | {"max_new_tokens": LIMIT, "max_completion_length": LIMIT}
     wanted |= {"per_device_train_batch_size": 2 * len(rows)} if call.spec.grouped else {}
     data = stored_window.dataset(rows, "prompts")
-    trainer, scored = drive.build(call.trainer, policy, wanted, train_dataset=data), list[Tensor]()
-    if s.ends and not getattr(s, KWARGS) and not hasattr(trainer, "eos_token_ids"):
-        raise Unsupported(f"{call.trainer} of the installed version knows the tokenizer's <eos> alone")
+    wanted |= liger(s.model, call.device) if getattr(s, LIGER) else {}
+    with exchanged() if getattr(s, LIGER) else contextlib.nullcontext():
+        trainer, scored = drive.build(call.trainer, policy, wanted, train_dataset=data), list[Tensor]()
+        if s.ends and not getattr(s, KWARGS) and not hasattr(trainer, "eos_token_ids"):
+            raise Unsupported(f"{call.trainer} of the installed version knows the tokenizer's <eos> alone")
 
-    def scoring(args: Any, out: Any) -> Any:
-        scored.append(drive.scores(out)[0].detach())
-        return out
+        def scoring(args: Any, out: Any) -> Any:
+            scored.append(drive.scores(out)[0].detach())
+            return out
 
-    if call.spec.scored:
-        drive.changed(trainer, drive.scorer(trainer), scoring)
-    with drive.seeded(), _watched(trainer.model) as calls:
-        trained = recorder.train(trainer)
+        if call.spec.scored:
+            drive.changed(trainer, drive.scorer(trainer), scoring)
+        with drive.seeded(), _watched(trainer.model) as calls:
+            trained = recorder.train(trainer)
     if len(calls) != 1:
         raise Unsupported("the trainer of the installed version draws its tokens elsewhere")
     ids, mask, out, draws = calls[0]

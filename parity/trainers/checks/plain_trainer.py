@@ -1,6 +1,7 @@
 """transformers' own Trainer, and the layers that Liger exchanges in its model: one step and an evaluation of several models."""
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -113,10 +114,12 @@ def step(call: CheckCall) -> Iterator[Quantity]:
         return stored_window.written_out(made(torch.float64)) if s.adapter else made(torch.float64)
 
     fused, size = call.path == "fused", int(s.split.partition("x")[0])
-    wanted = recorder.plain(s.split) | {"label_smoothing_factor": s.smoothing, "use_liger_kernel": fused}
+    wanted = (
+        recorder.plain(s.split)
+        | {"label_smoothing_factor": s.smoothing}
+        | (liger(s.model, call.device) if fused else {})
+    )
     wanted |= {"per_device_eval_batch_size": COUNT, "remove_unused_columns": False}
-    if s.model == EXPERTS and call.device == "cpu":  # Liger's experts ask Triton for a GPU
-        wanted["liger_kernel_config"] = {"swiglu": False}
     model = made(torch.float32)  # its module is imported before Liger exchanges what is in it
     with exchanged() if fused else contextlib.nullcontext():
         fed = {"train_dataset": data.numbers, "eval_dataset": data.numbers, "data_collator": data.batch}
@@ -133,6 +136,14 @@ def step(call: CheckCall) -> Iterator[Quantity]:
     kept = given if data.classes else torch.cat([z[: len(ids)] for z, ids in zip(given, data.ids, strict=True)])
     exact = shared(call, "logits", lambda: measured(defined(), lambda model: {"logits": torch.cat(data.logits(model))}))
     yield Quantity("evaluation logits", kept, Entry(exact, "logits"))
+
+
+def liger(model: str, device: str) -> dict[str, Any]:
+    """Settings by which Liger exchanges the layers of this model. Raises Unsupported without Liger."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise Unsupported("liger-kernel is not installed")
+    more = {"liger_kernel_config": {"swiglu": False}} if model == EXPERTS and device == "cpu" else {}
+    return {"use_liger_kernel": True, **more}  # its experts ask Triton for a GPU
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 # liger-kernel 0.8.5, Gemma 3 and EXAONE 4, as `use_liger_kernel` patches it, GRPO, RLOO, online DPO without vLLM: with two prompts or more every token behind the first is drawn from another distribution than the model's; training and evaluation are right
-# liger_kernel/ops/rope.py takes stride(1) of a dimension of size 1 (scripts/kernels/liger-rope-one-token.py) where q is laid out as (B, heads, 1, D); these two norm q behind its transposition, and Liger's norm lays it out so
+# liger_kernel/ops/rope.py takes stride(1) of a dimension of size 1 (kernels/liger-rope-one-token.py) where q is laid out as (B, heads, 1, D); these two norm q behind its transposition, and Liger's norm lays it out so
 import copy
 
 import torch
