@@ -223,9 +223,12 @@ def of_model(case: Case, known: Callable[[Row, Case], object]) -> str:
     """What is wrong of a case's model by itself, without a trainer, and not `known`: the fault is then not the trainer's, or
     not its alone."""
     settings = family(case.family).full_settings(case)
-    if settings.check == MODEL_ALONE:
+    model = getattr(settings, "model", "llama")
+    if settings.check == MODEL_ALONE or model not in (
+        family(ALONE).checks[MODEL_ALONE].settings["model"].choices or ()
+    ):
         return ""
-    own, failing = _alone(getattr(settings, "model", "llama"), case.seed)
+    own, failing = _alone(model, case.seed)
     wrong = [row.quantity or row.message for row in failing if not known(row, own)]
     return f"without a trainer the model is wrong too (check {MODEL_ALONE}: {'; '.join(wrong)})" if wrong else ""
 

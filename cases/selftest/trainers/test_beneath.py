@@ -358,6 +358,11 @@ def test_what_the_model_gets_wrong_is_said_of_a_trainer_that_disagrees():
     catalogue._alone.cache_clear()
 
 
+def test_a_model_that_is_not_looked_at_alone_is_left_out_of_what_is_said():
+    case = catalogue.family("transformers-trainer").case(0, "fp32", {"check": "step", "model": "classifier"})
+    assert catalogue.of_model(case, lambda row, its: False) == ""
+
+
 def test_every_architecture_of_the_twins_is_written_out():
     uncounted = {"gemma4"}  # there for its loss, which is told no count; its layers are in no definition
     assert set(twins.SETTINGS["model"].choices) - uncounted <= set(decoder.WRITTEN)
