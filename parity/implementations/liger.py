@@ -1,12 +1,8 @@
 """Liger's log-probs: chunked selective log-prob, fused linear cross entropy, cross entropy. Its GRPO losses: liger_grpo.py."""
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
@@ -14,6 +10,7 @@ from parity.implementations import plain
 from parity.implementations.cce import FOLDED
 from parity.implementations.implementation import EVERY_CONTEXT, KERNEL, Outputs, by_token, implementation
 from parity.implementations.limits import ONE_DTYPE, accepted, fitting, found_at, only, taking
+from parity.implementations.reduced import ONE_BY_ONE, counted_rows, each_repeated, one_by_one
 from parity.judge.recipe import Recipe
 
 offer = functools.partial(implementation, family="logprobs", library="liger-kernel")
@@ -97,45 +94,28 @@ LINEAR: dict[str, Any] = ADDED | {
 }
 
 
-ONE_BY_ONE = only(
-    "a call for each of at most 8 positions, counted ones", lambda s: s.B * s.T <= 8 and s.ignored == "none"
-)
-
-
-def each_alone(x: Inputs, loss: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """Minus a reduced loss of labels (B·T,) of which all but one are ignored, for each in turn."""
-    ids = x.ids.flatten().long()
-    alone = [ids.where(torch.arange(len(ids), device=ids.device) == i, IGNORE_INDEX) for i in range(len(ids))]
-    return {"logps": by_token(-torch.stack([loss(labels) for labels in alone]), x)}
-
-
-def one_by_one(recipe: Recipe, x: Inputs) -> Recipe:
-    """The recipe of a call for each position."""
-    calls = x.settings.B * x.settings.T
-    return dataclasses.replace(recipe, partials=calls * recipe.partials)
-
-
 def _linear(x: Inputs, reduction: str) -> Any:
-    """`LigerFusedLinearCrossEntropyLoss` of hidden states, as a function of labels (B·T,)."""
+    """`LigerFusedLinearCrossEntropyLoss`, as a function of rows (N, H) and labels (N,)."""
     kind = accepted(LINEAR_LOSS)
     options = taking(kind, {"softcap": (x.settings.softcap, None), **_added(x.settings)})
     loss = kind(reduction=reduction, ignore_index=IGNORE_INDEX, **options)
-    return lambda ids: loss(x.weight, plain.folded(x).flatten(0, 1), ids, x.bias)
+    return lambda rows, ids: loss(x.weight, rows, ids, x.bias)
 
 
 @offer("liger.fused_linear_cross_entropy", **LINEAR)
 def fused_linear_cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerFusedLinearCrossEntropyLoss(reduction="none")`."""
-    return {"logps": by_token(-_linear(x, "none")(x.ids.flatten().long()), x)}
+    return {"logps": by_token(-_linear(x, "none")(plain.folded(x).flatten(0, 1), x.ids.flatten().long()), x)}
 
 
 @offer(
     "liger.fused_linear_cross_entropy.mean",
-    **LINEAR | {"recipe": lambda x: one_by_one(_fused(x), x), "limits": (*LINEAR["limits"], ONE_BY_ONE)},
+    **LINEAR
+    | {"recipe": lambda x: one_by_one(_fused(x), x, counted_rows(x)), "limits": (*LINEAR["limits"], ONE_BY_ONE)},
 )
 def mean_cross_entropy(x: Inputs) -> Outputs:
-    """Minus `LigerFusedLinearCrossEntropyLoss(reduction="mean")` where all labels but one are ignored, for each in turn."""
-    return each_alone(x, _linear(x, "mean"))
+    """Minus `LigerFusedLinearCrossEntropyLoss(reduction="mean")` of a position's label and ignored ones, for each in turn."""
+    return each_repeated(x, _linear(x, "mean"))
 
 
 def _scaled(x: Inputs) -> Recipe:

@@ -16,8 +16,9 @@ from parity.families.head import IGNORE_INDEX
 from parity.families.policy_settings import SETTINGS
 from parity.implementations import plain
 from parity.implementations.implementation import EVERY_CONTEXT, Outputs, by_token, implementation
-from parity.implementations.liger import NO_SOFTCAP, ONE_BY_ONE, UNBIASED, each_alone, one_by_one
+from parity.implementations.liger import NO_SOFTCAP, UNBIASED
 from parity.implementations.limits import ONE_DTYPE, Limit, accepted, found_at, only
+from parity.implementations.reduced import ONE_BY_ONE, counted_rows, each_alone, each_repeated, one_by_one
 from parity.judge.recipe import Recipe
 
 LIMITS = (
@@ -47,10 +48,12 @@ def _call(x: Inputs, reduction: str = "none", **options: Any) -> Outputs:
     chosen = accepted("torch.nn:LinearCrossEntropyOptions")(batch_chunk_size=s.chunk_size, **options)
     given = {"linear_bias": x.bias, "reduction": reduction, "ignore_index": IGNORE_INDEX, "options": chosen}
 
-    def loss(ids: torch.Tensor) -> Any:
-        return function(plain.folded(x).flatten(0, 1), x.weight, ids, **given)
+    def loss(rows: torch.Tensor, ids: torch.Tensor) -> Any:
+        return function(rows, x.weight, ids, **given)
 
-    return {"logps": by_token(-loss(x.ids.flatten().long()), x)} if reduction == "none" else each_alone(x, loss)
+    if reduction != "none":
+        return (each_repeated if reduction == "mean" else each_alone)(x, loss)
+    return {"logps": by_token(-loss(plain.folded(x).flatten(0, 1), x.ids.flatten().long()), x)}
 
 
 def _accurate(x: Inputs, **more: Any) -> Recipe:
@@ -60,6 +63,10 @@ def _accurate(x: Inputs, **more: Any) -> Recipe:
     chunks = math.ceil(s.B * s.T / s.chunk_size) if s.chunk_size else min(2 * math.ceil(s.V / s.H), s.B * s.T)
     inputs = None if factor == 1.0 else "input"
     return Recipe(folded=factor, accumulate="input", partials=2 * chunks, inputs=inputs, output="input", **more)
+
+
+def _of_calls(x: Inputs, reduction: str) -> Recipe:
+    return one_by_one(_accurate(x), x, counted_rows(x) if reduction == "mean" else 1)
 
 
 def _sums_narrow(x: Inputs) -> Recipe:
@@ -85,7 +92,7 @@ for kind in ("mean", "sum"):  # gradients of the forward pass: as the option sta
     reduced = functools.partial(_call, reduction=kind, allow_retain_graph=True)
     offer(
         f"torch.linear_cross_entropy.{kind}",
-        recipe=lambda x: one_by_one(_accurate(x), x),
+        recipe=functools.partial(_of_calls, reduction=kind),
         every=4,
         limits=(*LIMITS, ONE_BY_ONE),
     )(reduced)
