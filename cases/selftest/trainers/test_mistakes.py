@@ -15,6 +15,7 @@ GENERATED = {"check": "ragged-control", "sampler": "student", "prompts": "ragged
 QUEUE = {"check": "rollout-queue"}
 SELF = {"check": "self-distillation"}
 ENTROPIES = {"check": "windows", "kind": "entropies", "loss": "dapo"}
+CLIPPED = {"check": "windows", "kind": "clipped"}
 CASES = {
     "grpo-trainer.reward-std": (METRICS, "reward_std"),
     "grpo-trainer.terminated": (METRICS, "completions/min_terminated_length"),
@@ -29,6 +30,8 @@ CASES = {
     "dpo-trainer.sync": ({"check": "windows", "kind": "synced"}, "gradient of step 2"),
     "distillation-trainer.temperature": ({"check": "twins", "temperature": 0.7}, "loss"),
     "gmpo-trainer.quantile": ({"check": "windows", "kind": "entropies"}, "gradient"),
+    "grpo-trainer.share-bound": (CLIPPED | {"loss": "dapo"}, "clip_ratio/high_mean"),
+    "rloo-trainer.bounds": (CLIPPED, "gradient"),
     "rloo-trainer.clip-range": ({"check": "windows", "kind": "bounded"}, "gradient"),
     "dpo-trainer.ties": ({"check": "step-one"}, "accuracy"),
     "dpo-trainer.accuracy": (METRICS, "mean_token_accuracy"),
@@ -58,6 +61,7 @@ CASES = {
     "iw-opd-trainer.prefix": (GENERATED | {"objective": "iw_opd"}, "loss"),
     "iw-opd-trainer.attached": (GENERATED | {"objective": "iw_opd"}, "gradient"),
     "gold-trainer.places": ({"check": "ragged-control", "prompts": "ragged"}, "loss"),
+    "transformers-trainer.batches-alike": ({"check": "step", "model": "classifier"}, "evaluation loss"),
     **{f"reward-trainer.{name}": ({"check": "reward-model"}, "loss") for name in ("sides", "end")},
     "reward-trainer.accuracy": ({"check": "reward-model"}, "accuracy"),
     "reward-trainer.center": ({"check": "reward-model", "center": 0.1}, "gradient"),

@@ -114,12 +114,10 @@ def step(call: CheckCall) -> Iterator[Quantity]:
         return stored_window.written_out(made(torch.float64)) if s.adapter else made(torch.float64)
 
     fused, size = call.path == "fused", int(s.split.partition("x")[0])
-    wanted = (
-        recorder.plain(s.split)
-        | {"label_smoothing_factor": s.smoothing}
-        | (liger(s.model, call.device) if fused else {})
-    )
-    wanted |= {"per_device_eval_batch_size": COUNT, "remove_unused_columns": False}
+    wanted = recorder.plain(s.split) | {"label_smoothing_factor": s.smoothing, "remove_unused_columns": False}
+    wanted |= liger(s.model, call.device) if fused else {}
+    # three and one: each weighs as many rows; tokens of unequal sequences are evaluated at once
+    wanted |= {"per_device_eval_batch_size": COUNT - data.classes}
     model = made(torch.float32)  # its module is imported before Liger exchanges what is in it
     with exchanged() if fused else contextlib.nullcontext():
         fed = {"train_dataset": data.numbers, "eval_dataset": data.numbers, "data_collator": data.batch}

@@ -35,8 +35,8 @@ TOKENS = tuple(t for t in GROUPED if SPECS[t].clips != "sequences")
 MASKING = having("mask_truncated_completions")
 PARTS, AGAIN = "steps_per_generation", "num_iterations"
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3}
-CLIPPED = {"epsilon": 0.2, "epsilon_high": 0.28}
-"""Bounds that some ratios are beyond."""
+CLIPPED = {"epsilon": 0.2, "epsilon_high": 1.5}
+"""Bounds that some ratios are beyond, and some between: in the place of the other each would clip other tokens."""
 QUANTILE = "top_entropy_quantile"
 BONUS = {QUANTILE: 0.6, "entropy_coef": 0.1}
 """An entropy bonus of the tokens that are trained on."""
@@ -273,15 +273,19 @@ def _clipped(run: WindowRun) -> Iterator[Quantity]:
     """One step with the log-probs of an older policy: ratios within and beyond both bounds; their logged shares."""
     window = run.window.sequences
     older = stored_window.policy(run.s.model, torch.float64, stored_window.OLDER)
-    loss = Loss(run.window, run.s, generation=Generation(window, older, steps=1), policy=run.kind.own)
+    made = functools.partial(Loss, run.window, run.s, generation=Generation(window, older, steps=1))
+    loss = made(policy=run.kind.own)
     twin_runs.hand_old(run.built, {tuple(t): lp for (t, _), lp in zip(window, loss.old([]), strict=True)})
     yield from judged(run.call, run, loss)
     if "importance_sampling_level" in run.kind.own:  # whole completions are clipped
         return
     model = stored_window.policy(run.s.model, torch.float64)
     counts = measured(model, functools.partial(beyond, loss), beyond(loss, model))
-    share = {side: float(counts.exact[f"clip_ratio/{side}_mean"]) for side in ("low", "high")}
-    yield tells("beyond", all(0 < x < 0.5 for x in share.values()), f"{share}")
+    exchanged = {"epsilon": CLIPPED["epsilon_high"], "epsilon_high": CLIPPED["epsilon"]}
+    others = beyond(made(policy=run.kind.own | exchanged), model)
+    share, other = ([float(x[f"clip_ratio/{side}_mean"]) for side in ("low", "high")] for x in (counts.exact, others))
+    told = all(0 < x < 0.5 and x != y for x, y in zip(share, other, strict=True))
+    yield tells("beyond", told, f"low and high: {share}, by each other's bound {other}")
     yield from logged(counts, drive.logged(run.built), "the share of what is beyond the bound")
 
 
