@@ -124,6 +124,24 @@ mistake(f"{LORA}.Linear.unmerge", ADAPTER, "logits, unmerged", name="merged for 
 )
 
 
+@mistake("trl.kernels.chunked_logprob._forward_tile", of("dpo", "losses", weighting=True, tile=drive.NARROW), *BOTH)
+def squares_rescaled_once(original, tile, stride, targets, top, *given, **more):
+    squares = given[2]  # behind the sums of exp and of x·exp
+    before, kept = top.clone(), squares.clone()
+    original(tile, stride, targets, top, *given, **more)
+    share = (before - top).exp()
+    squares += kept * (share - share.square())
+
+
+@mistake(
+    "peft.utils.other.AuxiliaryTrainingWrapper.enable_adapters",
+    of("dpo", "adapters", adapter="saved-embeddings"),
+    *BOTH,
+)
+def saved_modules_stay_on(original, self, enabled):
+    original(self, True)
+
+
 @mistake("peft.PeftModel.load_adapter", ADAPTER, "logits, saved and loaded")
 def loaded_in_part(original, self, *given, **more):
     out = original(self, *given, **more)

@@ -39,6 +39,7 @@ SETTINGS = {
     "split": Setting("8x1", "batch x accumulation; without it where `twins` has the trainer", ("8x1", "2x4")),
     "zero": Setting(False, "a word of a chosen completion has id 0, and padding another", (False, True)),
     "even": Setting(False, "sequences of one length: a micro-batch's mean is that of all", (False, True)),
+    "tile": drive.TILES,
     "model": Setting("llama", "tiny model; KTO's KL is positive for llama, negative for qwen2", ("llama", "qwen2")),
 }
 FIELDS = {
@@ -73,6 +74,7 @@ HONOURED: dict[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ...]] = {
         _with("sigmoid", "ipo", precomputed=True, ld_alpha=0.4),
         _with(beta=0.05, model="qwen2"),
         _with(weighting=True),
+        _with("sigmoid", weighting=True, tile=drive.NARROW),
         _with(*(loss for loss in DPO if loss != "sft"), ld_alpha=0.4),
         _with("robust", "aot", "aot_unpaired", smoothing=0.1),
         _with("discopop", tau=0.5),
@@ -131,6 +133,11 @@ def cases(seed: int) -> Iterator[CheckCase]:
 @check("losses", tuple(OWN), SETTINGS, cases, pr=PR, covered=always, paths=EVERY_PATH)
 def losses(call: CheckCall) -> Iterator[Quantity]:
     """One batch of eight: loss and every gradient as the definition of its loss type has them."""
+    with drive.tiled(call.settings.tile):
+        yield from _asked(call)
+
+
+def _asked(call: CheckCall) -> Iterator[Quantity]:
     trainer, s = call.case.family, call.settings
     if s.loss not in OWN[trainer]:
         raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")

@@ -41,6 +41,7 @@ SETTINGS = {
     "loss": Setting("sigmoid", "CPO's simpo and tpo-l have rewards of a token's mean", ("sigmoid", "simpo", "tpo-l")),
     "power": Setting(0.0, "CPO: exponent of AlphaPO's rewards", (0.0, 0.3)),
     "evaluation": Setting("whole", "; ".join(f"{k}: {v}" for k, v in EVALUATIONS.items()), tuple(EVALUATIONS)),
+    "tile": drive.TILES,
     "whole": Setting(False, "SFT: completion_only_loss is off, prompts are trained on", (False, True)),
 }
 PR: tuple[CheckCase, ...] = (("online-dpo-trainer", {}),)
@@ -161,6 +162,7 @@ def cases(seed: int) -> Iterator[CheckCase]:
             yield from ((trainer, {"evaluation": name}) for name in EVALUATIONS if name != "whole")
     yield from (
         ("sft-trainer", {"whole": True}),
+        *((trainer, {"tile": drive.NARROW}) for trainer in ("sft-trainer", "dpo-trainer", "kto-trainer")),
         ("dpo-trainer", {"divergence": "forward_kl"}),
         ("cpo-trainer", {"loss": "simpo"}),
         ("cpo-trainer", {"loss": "simpo", "power": 0.3}),
@@ -171,6 +173,11 @@ def cases(seed: int) -> Iterator[CheckCase]:
 @check("metrics", TRAINERS, SETTINGS, cases, pr=PR, covered=_in_pr, paths=EVERY_PATH)
 def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of eight sequences, policy and reference unlike, is what the metrics' names say."""
+    with drive.tiled(call.settings.tile):
+        yield from _logged(call)
+
+
+def _logged(call: CheckCall) -> Iterator[Quantity]:
     trainer, s = call.case.family, call.settings
     own: dict[str, Any] = {} if s.divergence == "reverse_kl" else {"f_divergence_type": s.divergence}
     own |= ({} if s.loss == "sigmoid" else {"loss_type": s.loss}) | ({"alpha": s.power} if s.power else {})

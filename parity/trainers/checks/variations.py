@@ -30,6 +30,7 @@ ADAPTERS = {
     "new": "peft_config: the reference is the base model",
     "existing": "a PeftModel with an adapter that is trained on: the reference is that adapter before the first step",
     "saved-head": "peft_config with the LM head in modules_to_save: the reference has the base model's head",
+    "saved-embeddings": "peft_config with the embeddings in modules_to_save: the reference has the base model's",
     "rslora": "peft_config with use_rslora: scaled by α/√r",
     "pissa": "peft_config with init_lora_weights pissa, which moves a part of the weights into the adapter: as new",
     "biases": "peft_config with bias all, on Qwen2: the reference keeps the base model's biases",
@@ -38,6 +39,7 @@ ADAPTERS = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "saved-head": {"modules_to_save": ["lm_head"]},
+    "saved-embeddings": {"modules_to_save": ["embed_tokens"]},
     "rslora": {"use_rslora": True},
     "pissa": {"init_lora_weights": "pissa"},
     "biases": {"bias": "all"},
@@ -96,7 +98,7 @@ def adapter_cases(seed: int) -> Iterator[CheckCase]:
         *((t, {"adapter": "existing", "precomputed": True}) for t in ("dpo-trainer", "kto-trainer")),
         *((t, {"adapter": "saved-head"}) for t in ("grpo-trainer", "dpo-trainer", "kto-trainer")),  # Liger takes heads
         ("kto-trainer", {"kl": True}),
-        ("dpo-trainer", {"adapter": "rslora"}),
+        *(("dpo-trainer", {"adapter": kind}) for kind in ("rslora", "saved-embeddings")),
         *((t, {"checkpointing": drive.REENTRANT}) for t in ("grpo-trainer", "online-dpo-trainer")),
     ],
     paths=EVERY_PATH,

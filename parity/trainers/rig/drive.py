@@ -1,6 +1,7 @@
 """Real trainers of the installed TRL over tiny models: configured, built and run for one recorded step."""
 
 import contextlib
+import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -9,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.fixes.override import override
 from parity.trainers.rig import models, stored_window
@@ -26,6 +28,8 @@ BASE: dict[str, Any] = (
     | {"dataloader_pin_memory": False, "seed": 3407, "disable_dropout": True}
 )
 """Arguments of one step that every version reads alike: their defaults moved between releases."""
+TILE, NARROW = "_CHUNKED_LOGPROB_CHUNK_SIZE", 24
+TILES = Setting(0, "words in a tile of TRL's fused LM head; 0: as it is, one tile", (0, NARROW))
 DROPPED = 0.5
 """Dropout of a reference and a teacher, which have none where they are in evaluation mode, as they should be."""
 
@@ -70,6 +74,20 @@ def checkpointing(kind: str) -> dict[str, Any]:
     if kind in (OFF, CUSTOM):
         return {"gradient_checkpointing": False}
     return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": kind == REENTRANT}}
+
+
+@contextlib.contextmanager
+def tiled(width: int) -> Iterator[None]:
+    """TRL's fused LM head in tiles of so many words, of which it has one for any tiny model; 0: as it is. Raises Unsupported
+    where the installed version has none of a width."""
+    if not width:
+        yield
+        return
+    module = importlib.import_module("trl.trainer.utils")
+    if not hasattr(module, TILE):
+        raise Unsupported("the LM head of the installed version has no tiles")
+    with mock.patch.object(module, TILE, width):
+        yield
 
 
 def build(
