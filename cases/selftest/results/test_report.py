@@ -31,6 +31,7 @@ from cases.selftest.results.runs import (
 )
 from cases.selftest.results.test_shown import printed
 from parity.results import memory, notify, trend
+from parity.results.ledger import installed
 from parity.results.report import render
 from parity.results.row import About, Asked, Header
 
@@ -286,6 +287,16 @@ def test_each_of_several_findings_has_its_replay_line():
     text = shown(summary(*rows))
     assert "\nnew 8 · my_kernel.py:f7" in text
     assert all(f"  replay {k}\n" in text for k in range(8))
+
+
+def test_known_defects_leave_room_for_the_names_of_new_findings():
+    """Of the shipped ledger, whose severe ones would fill the screen."""
+    versions = {name: found for name in ("trl", "transformers", "liger-kernel") if (found := installed(name))}
+    header = Header(run="r1", header=About(**ABOUT | {"versions": versions, "asked": Asked()}))
+    found = [r for k in range(24) for r in changed([GRADIENT], implementation=f"lib.f{k}")]
+    text = shown(summary(*found, header=header))
+    named = re.findall(r"^new \d+ · (\S+) ·", text, re.M)
+    assert sorted(named) == sorted(f"lib.f{k}" for k in range(24)) and text.count("\n") <= render.LINES
 
 
 def test_notes_leave_room_for_the_findings():
