@@ -22,6 +22,7 @@ SETTINGS = {
     "split": Setting("8x1", "batch x accumulation, of pairs", ("8x1", "2x4")),
     "margin": Setting(False, "pairs come with a margin each", (False, True)),
     "center": Setting(0.0, "center_rewards_coefficient", (0.0, 0.1)),
+    "pad": Setting("<pad>", "the tokenizer's padding token; TRL takes <eos> where there is none", ("<pad>", "<eos>")),
     "limit": Setting(False, "max_length: pairs of which one sequence is longer are left out", (False, True)),
 }
 CASES: list[CheckCase] = [
@@ -74,7 +75,8 @@ def reward_model(call: CheckCall) -> Iterator[Quantity]:
     wanted = recorder.plain(s.split) | recorder.LOGGED | {"per_device_eval_batch_size": 8}
     wanted |= {"center_rewards_coefficient": s.center or None, "max_length": limit}
     drive.needs(call.trainer, "center_rewards_coefficient")
-    trainer = drive.build(call.trainer, model(), wanted, train_dataset=data, eval_dataset=data)
+    given = {"processing_class": models.own_tokenizer(s.pad), "train_dataset": data, "eval_dataset": data}
+    trainer = drive.build(call.trainer, model(), wanted, **given)
     with drive.fixed(call.path, trainer):
         steps = recorder.train(trainer)
         with trl.quiet():
