@@ -54,6 +54,11 @@ class Rows:
         ids, places = zip(*((i[n:], at - n) for i, at, n in zip(self.ids, self.places, cuts, strict=True)), strict=True)
         return Rows(list(ids), list(places), self.picked)
 
+    def filled(self, count: int) -> "Rows":
+        """With its shortest row again until there are `count`, of no token: as many forwards as another rank has."""
+        more = [min(self.ids, key=len)] * (count - len(self.ids))
+        return Rows([*self.ids, *more], [*self.places, *(self.places[0][:0] for _ in more)], self.picked)
+
     @property
     def prompt(self) -> int:
         """Tokens before the first one in the loss, of the row that has most."""

@@ -217,22 +217,24 @@ class Look:
         """By the model of the row that the sequences were packed into; where that separates them, by attention to all before."""
         assert self.mine is not None
         found = self._in_row()
-        return self._in_row(torch.ones_like(self.taken.row)) if agrees(Difference(found, self.mine).units()) else found
+        return self._in_row(whole=True) if agrees(Difference(found, self.mine).units()) else found
 
-    def _in_row(self, seen: Tensor | None = None) -> Tensor:
-        row, there = self.taken.row, self.taken.attention.bool()
-        assert row is not None
-        places = (there.cumsum(1) - 1)[there][None]
-        with undisturbed(self.model), self.trainer.accelerator.autocast():
-            z = (
-                self.model(input_ids=row, position_ids=places, attention_mask=seen, use_cache=False)
-                .logits[0, :-1]
-                .float()
-            )
-        found = (z / self.temperature).log_softmax(-1).gather(-1, row[0, 1:, None])
-        out = found.new_full(there.shape, math.nan)
-        out[there] = torch.cat([found.new_full((1, 1), math.nan), found])[:, 0]
-        return self.rows.of(out[:, 1:])
+    def _in_row(self, whole: bool = False) -> Tensor:
+        """The LM head is given the places of these tokens alone: a row has many more."""
+        assert self.taken.row is not None
+        ids, positions, columns = self.taken.row
+        at = columns[:, 1:][self.rows.picked]
+        head = innermost(self.model).get_output_embeddings()
+        seen = torch.ones_like(ids) if whole else None
+        with undisturbed(self.model), self.trainer.accelerator.autocast(), contextlib.ExitStack() as stack:
+            if head is not None:
+                hook = head.register_forward_pre_hook(lambda _, args: (args[0][..., at - 1, :], *args[1:]))
+                stack.callback(hook.remove)
+            out = self.model(input_ids=ids, position_ids=positions, attention_mask=seen, use_cache=False)
+        z = out.logits[0] if out.logits.shape[1] == len(at) else out.logits[0, at - 1]
+        pieces = zip(z.split(scoring.CHUNK), ids[0, at].split(scoring.CHUNK), strict=True)
+        logps = [(x.float() / self.temperature).log_softmax(-1).gather(-1, told[:, None])[:, 0] for x, told in pieces]
+        return torch.cat(logps).double().cpu()
 
     @property
     def other(self) -> bool:

@@ -26,7 +26,8 @@ class Taken:
     slopes: Tensor | None = None  # what the backward pass brought to the log-probs, (B, T)
     positions: Tensor | None = None  # (B, P + T), where the trainer says so
     labels: Tensor | None = None  # (B, P + T), where those in the loss are not the ids
-    row: Tensor | None = None  # (1, T), the row of ids that the sequences were packed into
+    # ids and positions (1, T) of the row that the sequences were packed into, and where in it each token is, (B, P + T)
+    row: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 class Taps:
@@ -145,7 +146,8 @@ def _fused(
 
 
 def _unpacked(logps: Tensor, model: Any, ids: Tensor, labels: Tensor, positions: Tensor) -> Taken | None:
-    """Of sequences in one row, (1, T), whose positions begin at 0 anew: a row for each, padded on the right."""
+    """Of sequences in one row, (1, T), whose positions begin at 0 anew: a row for each that is in the loss, padded on the right;
+    of padding behind them each token is a sequence."""
     starts = (positions[0] == 0).nonzero()[:, 0]
     ends = torch.cat([starts[1:], starts.new_tensor([ids.shape[1]])])
     places = torch.arange(int((ends - starts).amax()) if len(starts) else 0, device=ids.device)
@@ -153,7 +155,10 @@ def _unpacked(logps: Tensor, model: Any, ids: Tensor, labels: Tensor, positions:
     columns = columns.clamp(max=ids.shape[1] - 1)
     if len(ids) != 1 or ids.numel() != int(there.sum()) or bool(((positions[0, columns] != places) & there).any()):
         return None
+    kept = (there[:, 1:] & (labels[0, columns[:, 1:]] != -100)).any(1)
+    columns, there = columns[kept], there[kept]
     own, mask = labels[0, columns], there[:, 1:] & (labels[0, columns[:, 1:]] != -100)
     other = own if bool(((own != ids[0, columns])[:, 1:] & mask).any()) else None
-    fields = {"attention": there.long(), "mask": mask, "labels": other, "row": ids, "entropies": None}
-    return _taken(model, logps, lambda x: x[0, columns[:, 1:] - 1] * mask, ids=ids[0, columns] * there, **fields)
+    fields = {"attention": there.long(), "mask": mask, "labels": other, "row": (ids, positions, columns)}
+    each = ids[0, columns] * there
+    return _taken(model, logps, lambda x: x[0, columns[:, 1:] - 1] * mask, ids=each, entropies=None, **fields)

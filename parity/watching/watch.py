@@ -154,6 +154,7 @@ class Watch(TrainerCallback):
         self._guarded(lambda: looks.extend(self._ready()))
         if not self._any(not looks or self._error is not None):
             at, self._again = looks[0], not self._stale
+            at.rows = at.rows.filled(self._most(len(at.rows.ids)))  # rows that were packed differ in number
             if not self._stale:
                 # much shows behind the first update that moves weights alone
                 after = self.every - (self._now - self._begun) % self.every
@@ -254,6 +255,13 @@ class Watch(TrainerCallback):
         if accelerator.num_processes == 1:
             return here
         return bool(accelerator.reduce(torch.tensor(float(here), device=accelerator.device)))
+
+    def _most(self, here: int) -> int:
+        """The largest of any rank."""
+        accelerator = self.trainer.accelerator
+        if accelerator.num_processes == 1:
+            return here
+        return int(accelerator.gather(torch.tensor([here], device=accelerator.device)).amax())
 
     def _before_update(self, optimizer: Any) -> None:
         """The gradients of the first step; a copy of the weights where the next steps may have to know them."""

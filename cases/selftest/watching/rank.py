@@ -17,6 +17,16 @@ def moved(sides):
     return {name: None if v is None else v + 1 for name, v in sides().items()}
 
 
+def uneven():
+    """Texts that fill a row each, and those of which a row has four."""
+    import datasets
+
+    words = [f"w{i}" for i in range(10, 50)]
+    texts = [" ".join(words[i : i + 23]) for i in range(6)]
+    texts += [" ".join(words[i : i + 5]) for i in range(24)]
+    return datasets.Dataset.from_dict({"text": texts})
+
+
 def trained(run, trainer, folder, rank):
     """What a run of three steps ended in: a hash of the weights, findings, the exception; the second rank alone has a fault."""
     import torch
@@ -71,12 +81,15 @@ def main(sharding, folder):
     from parity.trainers.rig import drive
     from parity.upstream import trl
 
-    sharded = sharding == "fsdp2"
+    sharded = sharding != "none"
     with ranks.sharding_on_any_device() if sharded else contextlib.nullcontext():
         out = {}
         for run in RUNS:
             shared = {"max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-            if sharded:
+            if sharding == "packed":
+                more = {"packing": True, "max_length": 24, "per_device_train_batch_size": 1, "max_steps": 3}
+                trainer = of("sft-trainer", data=uneven(), **more, **ranks.FULL_SHARD)
+            elif sharded:
                 trainer = of("dpo-trainer", **shared | {"gradient_accumulation_steps": 1}, **ranks.FULL_SHARD)
             else:
                 trainer = grpo(sampler, **shared)

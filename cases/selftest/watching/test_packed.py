@@ -49,6 +49,24 @@ def test_a_row_that_sees_those_before_is_named(tmp_path):
     assert causes and all("sequences change each other in their row" in c for c in causes), watch.findings
 
 
+@pytest.mark.parametrize("behind", [None, 128])
+def test_they_are_named_with_padding_behind_and_by_logits_of_their_own_tokens(tmp_path, behind):
+    trainer, tables = of("sft-trainer", **PACKED, pad_to_multiple_of=behind), []
+    forward = trainer.model.forward
+
+    def leaking(*args, **kwargs):
+        if kwargs.get("fused_lm_head"):
+            kwargs |= {"attention_mask": torch.ones_like(kwargs["input_ids"])}
+        return forward(*args, **kwargs)
+
+    trainer.model.forward = leaking
+    trainer.model.lm_head.register_forward_hook(lambda _, args, out: tables.append(out.shape[1]))
+    watch, _ = watched(trainer, tmp_path)
+    causes = [f.causes for f in watch.findings if f.what == "trainer"]
+    assert causes and all("sequences change each other in their row" in c for c in causes), watch.findings
+    assert max(tables) < PACKED["max_length"] // 2
+
+
 def test_a_loss_twice_as_large_is_found_in_packed_rows(tmp_path):
     trainer = of("sft-trainer", **PACKED)
     step = trainer.compute_loss
@@ -65,7 +83,8 @@ def test_a_loss_twice_as_large_is_found_in_packed_rows(tmp_path):
 def test_what_is_no_packed_row_is_not_taken_for_one():
     ids = torch.arange(6)[None]
     unpacked = functools.partial(taps._unpacked, torch.zeros(1, 5), mock.Mock(), ids, ids)
-    assert unpacked(torch.tensor([[0, 1, 0, 1, 2, 0]])).ids.tolist() == [[0, 1, 0], [2, 3, 4], [5, 0, 0]]
+    assert unpacked(torch.tensor([[0, 1, 0, 1, 2, 0]])).ids.tolist() == [[0, 1, 0], [2, 3, 4]]
+    assert unpacked(torch.tensor([[0, 1, 2, 0, 0, 0]])).ids.tolist() == [[0, 1, 2]]
     assert unpacked(torch.tensor([[1, 2, 0, 1, 2, 3]])) is None
     assert unpacked(torch.tensor([[0, 1, 0, 2, 3, 4]])) is None
     assert unpacked(torch.tensor([[3, 4, 5, 6, 7, 8]])) is None
