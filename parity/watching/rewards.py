@@ -23,11 +23,16 @@ def faults(
     """Where the advantages (B,) of a rank's `batch` are not `Baseline`'s of the `rewards` (N, F) of all ranks, NaN where a
     function does not score: which, and what they are, if that is known. RLOO's rewards, clipped, are less beta times the KL of
     the two log-probs (B, T) `scored`, policy's and reference's. Allowed is what float32 makes of the definition's operations.
-    Not of trainers with other advantages, of other shapes, or of RLOO's KL on several ranks."""
+    Not of trainers with other advantages, of other shapes, of rewards that are infinite or in 16 bits, of groups of other
+    sizes, or of RLOO's KL on several ranks."""
     found: Any = batch.get("advantages")
     name = next((NAMES[c.__name__] for c in type(trainer).__mro__ if c.__name__ in NAMES), "")
+    if not name or getattr(rewards, "shape", ())[1:] != (len(trainer.reward_weights),):
+        return None
     args, size = trainer.args, len(rewards) // trainer.accelerator.num_processes
-    if not name or getattr(found, "shape", None) != (size,):
+    if getattr(found, "shape", None) != (size,) or len(rewards) % trainer.num_generations:
+        return None
+    if rewards.dtype.itemsize < 4 or bool(rewards.isinf().any()):
         return None
     clip, beta = getattr(args, "reward_clip_range", None), args.beta if name == "RLOO" else 0.0
     if beta and (len(scored) != 2 or trainer.accelerator.num_processes > 1):

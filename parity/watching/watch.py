@@ -199,16 +199,20 @@ class Watch(TrainerCallback):
             self._batch = dict(out) if due and isinstance(out, Mapping) else None
             if self._batch is not None and len(self._rewards) == 1:
                 scored = [t.logps for t in (self._taken or ())[before:]]
-                given = self.trainer, self._rewards[0], self._batch, scored
-                own = not type(self.trainer)._generate_and_score_completions.__module__.startswith("trl.")
-                self._guarded(lambda: self._wrong(advantage_faults(*given), own))
+                given = self._rewards[0], self._batch, scored
+                self._guarded(lambda: self._earned(*given))
         self._rewards.clear()
         return out
 
     def _rewarded(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
-        self._rewards.append(out)
+        self._rewards = [*self._rewards[-1:], out]  # of more than one call none is compared
         return out
+
+    def _earned(self, rewards: Any, given: Mapping[str, Any], scored: Sequence[Tensor]) -> None:
+        generates = getattr(type(self.trainer), "_generate_and_score_completions", None)
+        own = not getattr(generates, "__module__", "").startswith("trl.")
+        self._wrong(advantage_faults(self.trainer, rewards, given, scored), own, "advantages")
 
     def _seen(self, read: Callable[[], Taken | None]) -> None:
         if self._taken is not None:
@@ -451,7 +455,7 @@ class Watch(TrainerCallback):
         else:
             self._wrong(found, own)
 
-    def _wrong(self, found: tuple[str, list[str]] | None, own: bool = False) -> None:
+    def _wrong(self, found: tuple[str, list[str]] | None, own: bool = False, of: str = "loss") -> None:
         if found is None:
             return
         text = f"{found[0]}: {' or '.join(found[1]) or 'no known cause'}"
@@ -459,7 +463,7 @@ class Watch(TrainerCallback):
             self._find("loss", math.nan, tuple(found[1]), text)
         else:
             why = f"{type(self.trainer).__name__} has a loss of its own: no finding, if you meant that"
-            self._say(("own", str(not found[1])), f"watch, step {self._now + 1}: {text}; {why}")
+            self._say(("own", of, str(not found[1])), f"watch, step {self._now + 1}: {text}; {why}")
 
     def _find(
         self, what: str, units: float, named: tuple[str, ...], text: str, tokens: Any = (), strips: Sequence[str] = ()

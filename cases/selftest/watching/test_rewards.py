@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+import parity
 from cases.selftest.watching.runs import grpo, of, sampler, watched
 from parity.trainers.definitions.baselines import Baseline
 from parity.watching import rewards
@@ -112,6 +113,35 @@ def test_weights_that_are_left_out_are_a_finding_where_trl_generates(tmp_path):
     watch, _ = watched(trainer, tmp_path)
     (text,) = {f.text for f in watch.findings if "advantages" in f.text and "step 1" in f.text}
     assert "without reward_weights" in text
+
+
+BELOW = torch.where(torch.arange(8)[:, None] == 2, -math.inf, PLAIN)
+
+
+@pytest.mark.parametrize("table", [PLAIN.bfloat16(), BELOW, PLAIN[:7], PLAIN[:, 0], TABLE, PLAIN.tolist()])
+def test_what_the_definition_is_not_of_is_not_compared(table):
+    trainer = earning(grpo(sampler, multi_objective_aggregation="normalize_then_sum"), PLAIN)
+    assert rewards.faults(trainer, table, torch.zeros(len(table))) is None
+
+
+def test_an_own_loss_is_said_beside_own_advantages(tmp_path, said):
+    def doubled(self, model, inputs):
+        return 2 * super(type(self), self)._compute_loss(model, inputs)
+
+    trainer = earning(grpo(sampler), PLAIN)
+    methods = {"_generate_and_score_completions": changed(lambda a: -a), "_compute_loss": doubled}
+    trainer.__class__ = type("Users", (type(trainer),), methods)
+    watched(trainer, tmp_path)
+    assert any("turned in sign; Users" in line for line in said)
+    assert any("2 times the definition's; Users" in line for line in said), said
+
+
+def test_rewards_that_no_generation_asked_for_are_not_kept(tmp_path):
+    trainer = earning(grpo(sampler))
+    watch = parity.watch(trainer, to=tmp_path / "watch.ndjson")
+    for _ in range(9):
+        trainer._calculate_rewards()
+    assert len(watch._rewards) == 2
 
 
 @pytest.mark.parametrize("change", [lambda a: a[:4], lambda a: a[:, None].expand(-1, 3)])
