@@ -63,6 +63,9 @@ def faults(
         """The advantages (B,), and by how much each may be off."""
         exact = advantages(rule, weights, beta)
         bound = torch.full_like(exact, OPERATIONS * unit(torch.float32) * float(exact.abs().amax()))
+        # of equal rewards all sums are off alike, which no draw is
+        narrow = rule.of(rewards.float(), by, weights.float()).double()
+        bound = bound.maximum(BETWEEN * (narrow - exact).abs().nan_to_num(0.0, 0.0))
         for seed in range(_DRAWS):
             with Rounded(seed):
                 bound = bound.maximum(BETWEEN * (advantages(rule, weights, beta) - exact).abs())

@@ -124,6 +124,16 @@ def test_what_the_definition_is_not_of_is_not_compared(table):
     assert rewards.faults(trainer, table, torch.zeros(len(table))) is None
 
 
+def test_equal_rewards_whose_sums_are_all_off_alike_are_silent():
+    table = torch.full((256, 3), 0.3)
+    table[::5], table[1] = NAN, 0.0
+    found = Baseline(64, late=True).of(table.nan_to_num(0.0), ~table.isnan(), torch.ones(3))
+    trainer = earning(grpo(sampler, multi_objective_aggregation="normalize_then_sum"), table, (1.0, 1.0, 1.0))
+    trainer.num_generations = 64
+    assert rewards.faults(trainer, table, found) is None
+    assert rewards.faults(trainer, table, 1.01 * found) is not None
+
+
 def test_an_own_loss_is_said_beside_own_advantages(tmp_path, said):
     def doubled(self, model, inputs):
         return 2 * super(type(self), self)._compute_loss(model, inputs)
