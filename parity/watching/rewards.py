@@ -49,22 +49,23 @@ def faults(
     by, rewards = ~rewards.isnan(), rewards.nan_to_num(0.0)
     here = torch.arange(size) + trainer.accelerator.process_index * size
 
-    def advantages(rule: Baseline, weights: Tensor, beta: float) -> Tensor:
+    def advantages(rule: Baseline, weights: Tensor, beta: float, dtype: torch.dtype = torch.float64) -> Tensor:
+        earned, weights = rewards.to(dtype), weights.to(dtype)
         if name != "RLOO":
-            return rule.of(rewards, by, weights)
-        x = torch.where(by, rewards * weights, 0.0).sum(1)
+            return rule.of(earned, by, weights)
+        x = torch.where(by, earned * weights, 0.0).sum(1)
         x = x if clip is None else x.clamp(*clip)
         if beta:
-            old, ref = (logps.double().cpu() for logps in scored)
+            old, ref = (logps.to("cpu", dtype) for logps in scored)
             x = x - beta * ((old - ref) * batch["completion_mask"].cpu()).sum(1)
-        return rule.of(x[:, None], by.any(1)[:, None], torch.ones(1).double())
+        return rule.of(x[:, None], by.any(1)[:, None], torch.ones(1, dtype=dtype))
 
     def of(rule: Baseline, weights: Tensor = weights, beta: float = beta) -> tuple[Tensor, Tensor]:
         """The advantages (B,), and by how much each may be off."""
         exact = advantages(rule, weights, beta)
         bound = torch.full_like(exact, OPERATIONS * unit(torch.float32) * float(exact.abs().amax()))
         # of equal rewards all sums are off alike, which no draw is
-        narrow = rule.of(rewards.float(), by, weights.float()).double()
+        narrow = advantages(rule, weights, beta, torch.float32).double()
         bound = bound.maximum(BETWEEN * (narrow - exact).abs().nan_to_num(0.0, 0.0))
         for seed in range(_DRAWS):
             with Rounded(seed):

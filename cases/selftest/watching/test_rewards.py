@@ -121,7 +121,7 @@ BELOW = torch.where(torch.arange(8)[:, None] == 2, -math.inf, PLAIN)
 @pytest.mark.parametrize("table", [PLAIN.bfloat16(), BELOW, PLAIN[:7], PLAIN[:, 0], TABLE, PLAIN.tolist()])
 def test_what_the_definition_is_not_of_is_not_compared(table):
     trainer = earning(grpo(sampler, multi_objective_aggregation="normalize_then_sum"), PLAIN)
-    assert rewards.faults(trainer, table, torch.zeros(len(table))) is None
+    assert rewards.faults(trainer, table, {"advantages": torch.zeros(len(table))}) is None
 
 
 def test_equal_rewards_whose_sums_are_all_off_alike_are_silent():
@@ -130,8 +130,8 @@ def test_equal_rewards_whose_sums_are_all_off_alike_are_silent():
     found = Baseline(64, late=True).of(table.nan_to_num(0.0), ~table.isnan(), torch.ones(3))
     trainer = earning(grpo(sampler, multi_objective_aggregation="normalize_then_sum"), table, (1.0, 1.0, 1.0))
     trainer.num_generations = 64
-    assert rewards.faults(trainer, table, found) is None
-    assert rewards.faults(trainer, table, 1.01 * found) is not None
+    assert rewards.faults(trainer, table, {"advantages": found}) is None
+    assert rewards.faults(trainer, table, {"advantages": 1.01 * found}) is not None
 
 
 def test_an_own_loss_is_said_beside_own_advantages(tmp_path, said):

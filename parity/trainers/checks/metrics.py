@@ -160,9 +160,9 @@ def cases(seed: int) -> Iterator[CheckCase]:
         else:
             yield from ((trainer, settings) for settings in ({}, {"beta": 0.04, "split": "2x4"}))
             yield from ((trainer, {"evaluation": name}) for name in EVALUATIONS if name != "whole")
+    yield from ((trainer, {"tile": drive.NARROW}) for trainer in ("sft-trainer", "dpo-trainer", "kto-trainer"))
     yield from (
         ("sft-trainer", {"whole": True}),
-        *((trainer, {"tile": drive.NARROW}) for trainer in ("sft-trainer", "dpo-trainer", "kto-trainer")),
         ("dpo-trainer", {"divergence": "forward_kl"}),
         ("cpo-trainer", {"loss": "simpo"}),
         ("cpo-trainer", {"loss": "simpo", "power": 0.3}),

@@ -282,7 +282,7 @@ def _clipped(run: WindowRun) -> Iterator[Quantity]:
     model = stored_window.policy(run.s.model, torch.float64)
     counts = measured(model, functools.partial(beyond, loss), beyond(loss, model))
     exchanged = {"epsilon": CLIPPED["epsilon_high"], "epsilon_high": CLIPPED["epsilon"]}
-    others = beyond(made(policy=run.kind.own | exchanged), model)
+    others = beyond(made(policy={**run.kind.own, **exchanged}), model)
     share, other = ([float(x[f"clip_ratio/{side}_mean"]) for side in ("low", "high")] for x in (counts.exact, others))
     told = all(0 < x < 0.5 and x != y for x, y in zip(share, other, strict=True))
     yield tells("beyond", told, f"low and high: {share}, by each other's bound {other}")
