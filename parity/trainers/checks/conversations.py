@@ -21,6 +21,7 @@ from parity.trainers.specs import SPECS
 
 USER, ASSISTANT, TOOL, FIRST = "w5", "w6", "w7", "w8"
 """The words before a message, by its role, a tool's name, and the first word of an answer."""
+SHAREGPT = {"user": "human", "assistant": "gpt"}
 ARGUMENTS = ("w9", "w10")
 """Two names of a call's argument. A table of rows has both in each row, one without a value."""
 TEMPLATE = (
@@ -37,8 +38,8 @@ SETTINGS = {
         "one",
         "an answer to a prompt; to one that ends with its first word (prefilled); both texts, whose tokenizer puts <bos> first; "
         "SFT's also: two of each, trained on as a whole, on the assistant's words alone, on those of a completion that is the "
-        "last answer, or refused for completion_only_loss without a completion (messages)",
-        ("one", "prefilled", "texts", "all", "assistant", "last", "messages"),
+        "last answer, refused for completion_only_loss without a completion (messages), or as a whole in ShareGPT's form",
+        ("one", "prefilled", "texts", "all", "assistant", "last", "messages", "sharegpt"),
     ),
     "beside": Setting(
         "",
@@ -58,7 +59,7 @@ PR: list[CheckCase] = [
 ]
 CASES: list[CheckCase] = [
     *PR,
-    ("sft-trainer", {"turns": "messages"}),
+    *(("sft-trainer", {"turns": turns}) for turns in ("messages", "sharegpt")),
     *((trainer, {"turns": "texts"}) for trainer in LOSSES),
     *((trainer, {"turns": "prefilled"}) for trainer in LOSSES if SPECS[trainer].generates),
     *((trainer, {"beside": "tools"}) for trainer in LOSSES if not SPECS[trainer].generates),
@@ -84,6 +85,9 @@ class _Conversing(Run):
         turns = [_messages(row) for row in self.given]
         if self.turns == "last":
             return Dataset.from_list([{"prompt": said[:-1], "completion": said[-1:]} for said in turns])
+        if self.turns == "sharegpt":
+            shared = [[{"from": SHAREGPT[m["role"]], "value": m["content"]} for m in said] for said in turns]
+            return Dataset.from_list([{"conversations": said} for said in shared])
         if self.turns in ("all", "assistant", "messages"):
             return Dataset.from_list([{"messages": said} for said in turns])
         if self.turns == "texts":
@@ -168,7 +172,7 @@ def _written(row: Sample, turns: str) -> tuple[list[int], list[int]]:
     """Token ids of the messages, and whether each is in the loss."""
     ids: list[int] = []
     loss: list[int] = []
-    said, whole = _messages(row), turns == "all"
+    said, whole = _messages(row), turns in ("all", "sharegpt")
     for number, message in enumerate(said, 1):
         content, own = stored_window.ids(message["content"]), message["role"] == "assistant"
         ids += [*stored_window.ids(ASSISTANT if own else USER), *content, *([models.EOS] if own else [])]
