@@ -11,6 +11,11 @@ from parity.results.report.findings import headroom
 from parity.results.row import Asked
 
 
+def test_a_known_crash_is_said_to_be_known():
+    rows = [row("a", None, "crashed"), row("b", None, "crashed", known="K1"), row("c", None, "timed-out")]
+    assert wording.counts(summary(*rows).counts) == "0 compared · 0 agree · 2 crashed (1 known) · 1 timed-out"
+
+
 def test_every_case_counts_once():
     s = summary(
         row("a"),

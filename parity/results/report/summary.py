@@ -148,6 +148,8 @@ def _counted(cases: Iterable[ImplementationCase]) -> Counts:
         out[case.outcome] += 1
         if case.outcome == "compared":
             out[_verdict(case.failing)] += 1
+        elif case.failing and _verdict(case.failing) == "known":
+            out[f"{case.outcome}, known"] += 1
     return out
 
 
