@@ -77,3 +77,14 @@ def test_pr_looks_at_each_loss_of_grpo_in_evaluation_and_truncated(kind):
 def test_quick_asks_more_than_one_case_of_a_users_trainer():
     mine, theirs = (catalogue.cases("sft-trainer", "quick", 0, asked=True, own=own) for own in (True, False))
     assert len(mine) > 20 and len(theirs) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_pair_of_values_of_a_reward_model_is_asked_where_no_known_finding_moves_all_numbers(seed):
+    """A loss that forgets the center where pairs have no margin was met with <eos> as padding alone."""
+    asked = [case.settings for case in catalogue.cases("reward-trainer", "nightly", seed)]
+    for margin in (False, True):
+        for center in (0.0, 0.1):
+            alike = [s for s in asked if s.get("margin", False) == margin and s.get("center", 0.0) == center]
+            assert any(s.get("pad", "<pad>") == "<pad>" for s in alike), (margin, center)
+    assert {"check": "reward-model", "pad": "<eos>"} in asked
