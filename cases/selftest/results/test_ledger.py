@@ -217,6 +217,21 @@ def test_entries_of_older_releases_are_read_beside_the_ledger_where_they_are_in_
     assert "ledger-older.toml line" in then.line_of("older-grpo-liger-softcap")
 
 
+@pytest.mark.parametrize(
+    "trainer, since", [("sft", "1.0.0"), ("dpo", "1.0.0"), ("cpo", "0.29.0"), ("online-dpo", "0.29.0")]
+)
+def test_nulls_of_tool_calls_are_known_of_each_trainer_from_the_release_that_has_them(trainer, since):
+    asked = {"check": "conversations", "beside": "calls"}
+    for version in ("0.29.0", "1.0.0", "1.16.0"):
+        known = [
+            e.id
+            for e in Ledger.load(data.ledger_file()).entries
+            if e.settings == asked and e.covers_implementation(f"{trainer}-trainer.released")
+            if e.in_force({"trl": version})
+        ]
+        assert len(known) == (version >= since), (version, known)
+
+
 def test_what_a_scope_excludes_is_a_value_of_its_setting():
     """`{ not = X }` with an X that does not exist excludes nothing."""
     path, checked = data.ledger_file(), 0
