@@ -79,7 +79,7 @@ def definition(call: CheckCall, rewards: Tensor, weights: list[float]) -> Oracle
     rule = Baseline(1 if s.rewards == "group-of-one" else GROUP, others=call.spec.baseline != "group", **how)
 
     def define(rewards: Tensor) -> dict[str, Tensor]:
-        reward = torch.where(by, rewards * torch.tensor(weights), 0.0).sum() / by.any(1).sum()
+        reward = torch.where(by, rewards * torch.tensor(weights), 0.0).sum(1).sum() / by.any(1).sum()
         return {"advantages": rule.of(rewards, by, torch.tensor(weights)), "reward": reward}
 
     return Problem(define, {"rewards": rewards.nan_to_num(0.0).float()}, {}, ()).oracle
