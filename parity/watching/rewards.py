@@ -60,22 +60,24 @@ def faults(
             x = x - beta * ((old - ref) * batch["completion_mask"].cpu()).sum(1)
         return rule.of(x[:, None], by.any(1)[:, None], torch.ones(1, dtype=dtype))
 
-    def of(rule: Baseline, weights: Tensor = weights, beta: float = beta) -> tuple[Tensor, Tensor]:
+    def of(rule: Baseline, weights: Tensor = weights, beta: float = beta, draws: int = _DRAWS) -> tuple[Tensor, Tensor]:
         """The advantages (B,), and by how much each may be off."""
         exact = advantages(rule, weights, beta)
         bound = torch.full_like(exact, OPERATIONS * unit(torch.float32) * float(exact.abs().amax()))
         # of equal rewards all sums are off alike, which no draw is
         narrow = advantages(rule, weights, beta, torch.float32).double()
         bound = bound.maximum(BETWEEN * (narrow - exact).abs().nan_to_num(0.0, 0.0))
-        for seed in range(_DRAWS):
+        for seed in range(draws):
             with Rounded(seed):
                 bound = bound.maximum(BETWEEN * (advantages(rule, weights, beta) - exact).abs())
         return exact[here], bound[here]
 
-    right, bound = of(rule)
-    off = (found - right).abs()
-    if bool((off <= bound).all()):
+    if _fits(found, *of(rule, draws=0)):  # draws only allow more
         return None
+    right, bound = of(rule)
+    if _fits(found, right, bound):
+        return None
+    off = (found - right).abs()
     if rule.others:
         tried = {"less the mean of the whole group": of(replace(rule, others=False, scale="none"))}
         tried |= {"without the KL": of(rule, beta=0.0), "with the KL turned in sign": of(rule, beta=-beta)}
