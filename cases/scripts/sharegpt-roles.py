@@ -1,20 +1,14 @@
 # TRL 1.16.0, SFT, data in ShareGPT's form (`conversations`, `from`: human, gpt; `value`): it is taken for conversations, and the messages are left out: Qwen2.5 is trained on its system prompt alone, Qwen3 on nothing, DeepSeek-V3 on <bos>; Llama 3 on roles that it does not know
 # trl/data_utils.py:maybe_convert_to_chatml renames the keys `from` and `value`, and keeps human and gpt as roles, which are user and assistant; these templates write nothing for a role that they do not know
 import datasets
-import tokenizers
 import transformers
+from setup_bytes import of_bytes
 from setup_tiny import options
 from trl import SFTConfig, SFTTrainer, chat_template_utils
 
 transformers.logging.set_verbosity_error()
 datasets.disable_progress_bars()
-bytes_ = {letter: i for i, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
-made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=bytes_, merges=[]))
-made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-made.decoder = tokenizers.decoders.ByteLevel()
-tokenizer = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-)
+tokenizer = of_bytes(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 SIZE = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 TEXTS = ("Who is it?", "It is Ann.")
 SHARED = {"conversations": [{"from": one, "value": text} for one, text in zip(("human", "gpt"), TEXTS, strict=True)]}

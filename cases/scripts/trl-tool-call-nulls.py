@@ -1,8 +1,8 @@
 # TRL 1.16.0, SFT, DPO, KTO: a tool call in a dataset of Dataset.from_list (or of a Parquet file) is trained with `null` for each argument that another row's call has: Arrow fills them in
 # Up to 0.29 the trainers took these None out (remove_none_values); from 1.0 on this is left to the user, by with_transform(remove_none_values), which SFT refuses, and which map undoes
 import datasets
-import tokenizers
 import transformers
+from setup_bytes import of_bytes
 from setup_tiny import options
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer, chat_template_utils
 
@@ -13,13 +13,7 @@ except ImportError:  # where it has another name
 
 transformers.logging.set_verbosity_error()
 datasets.disable_progress_bars()
-bytes_ = {letter: i for i, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
-made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=bytes_, merges=[]))
-made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-made.decoder = tokenizers.decoders.ByteLevel()
-tokenizer = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-)
+tokenizer = of_bytes(eos_token="<|im_end|>", pad_token="<|endoftext|>")
 tokenizer.chat_template = chat_template_utils.qwen3_chat_template
 SIZE = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
 

@@ -1,20 +1,14 @@
 # TRL 1.16.0, SFT, DPO, KTO, Reward, the templates of DeepSeek-R1-Distill and DeepSeek-V3: what an answer has up to `</think>` is not trained on (of `messages` without a word); DPO's pairs that differ in their reasoning are pairs of the same tokens
 # trl/trainer/sft_trainer.py takes trl/chat_templates/deepseek_r1_distill_training.jinja, which keeps reasoning, for assistant_only_loss alone; deepseekv3_training.jinja drops it there too
 import datasets
-import tokenizers
 import transformers
+from setup_bytes import of_bytes
 from setup_tiny import options
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, chat_template_utils
 
 transformers.logging.set_verbosity_error()
 datasets.disable_progress_bars()
-bytes_ = {letter: i for i, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
-made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=bytes_, merges=[]))
-made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-made.decoder = tokenizers.decoders.ByteLevel()
-tokenizer = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=made, bos_token="<s>", eos_token="<｜end▁of▁sentence｜>", pad_token="<pad>"
-)
+tokenizer = of_bytes(bos_token="<s>", eos_token="<｜end▁of▁sentence｜>", pad_token="<pad>")
 SIZE = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 ASKED = [{"role": "user", "content": "2*2?"}]
 GOOD, BAD = ([{"role": "assistant", "content": f"<think>\n{why}\n</think>\n\n4"}] for why in ("2+2.", "Cats."))

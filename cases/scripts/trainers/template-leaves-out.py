@@ -1,20 +1,14 @@
 # TRL 1.16.0, SFT (without assistant_only_loss), DPO, conversations, templates that TRL knows: GLM-4-MoE's answers get no token that ends them; tool calls are left out, and an empty answer is trained on, for Llama 3, Gemma, Phi-3, Cohere and LFM2, without an error or a warning
 # trl/chat_templates/glm4moe_training.jinja writes the end, and is taken for assistant_only_loss alone; GRPO asks trl.chat_template_utils.supports_tool_calling, SFT and DPO do not
 import datasets
-import tokenizers
 import transformers
+from setup_bytes import of_bytes
 from setup_tiny import options
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, chat_template_utils
 
 transformers.logging.set_verbosity_error()
 datasets.disable_progress_bars()
-bytes_ = {letter: i for i, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
-made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=bytes_, merges=[]))
-made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-made.decoder = tokenizers.decoders.ByteLevel()
-tokenizer = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-)
+tokenizer = of_bytes(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 SIZE = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 ASKED = [{"role": "user", "content": "Weather?"}]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}

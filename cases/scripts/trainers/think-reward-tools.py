@@ -3,20 +3,14 @@
 import copy
 
 import datasets
-import tokenizers
 import transformers
+from setup_bytes import of_bytes
 from setup_tiny import options
 from trl import GRPOConfig, GRPOTrainer, chat_template_utils
 from trl.rewards import think_format_reward
 
 datasets.disable_progress_bars()
-bytes_ = {letter: i for i, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
-made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=bytes_, merges=[]))
-made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-made.decoder = tokenizers.decoders.ByteLevel()
-tokenizer = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left"
-)
+tokenizer = of_bytes(eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left")
 tokenizer.add_tokens(["<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>"])
 tokenizer.chat_template = chat_template_utils.qwen3_chat_template
 ANSWER = tokenizer("<think>\nTwice two.\n</think>\n\nFour.<|im_end|>")["input_ids"]

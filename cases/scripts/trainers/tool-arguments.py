@@ -1,14 +1,10 @@
 # TRL 1.16.0, GRPO with tools, Qwen3.5, 3.6, 3.8, Nemotron 3 and GLM-4-MoE: a tool gets each text without the spaces and line breaks around it, as the indentation of code; LFM2, LFM2.5: a text is cut at its apostrophe, and LFM2's escapes stay as they are
 # trl/chat_template_utils.py: qwen3_5_template, nemotron_3_template, glm4moe_template match `\s*(?P<value>.*?)\s*`, where the chat templates write one line break on either side, or none; lfm2_2_5_template ends a text at the next quote
-import tokenizers
 import transformers
+from setup_bytes import of_bytes
 from trl import chat_template_utils
 
 transformers.logging.set_verbosity_error()
-bytes_ = {letter: i for i, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
-made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=bytes_, merges=[]))
-made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-made.decoder = tokenizers.decoders.ByteLevel()
 SAID = {"edit": "    return x\n", "say": "it's late", "write": "a\nb"}
 ASKED = [{"role": "user", "content": "Go."}]
 END = {"glm4moe": "<|endoftext|>"}
@@ -38,9 +34,7 @@ def parsed(tokenizer, name, text):
 print("| template | " + " | ".join(f"`{text!r}`" for text in SAID.values()) + " |\n|---|---|---|---|")
 wrong = False
 for name in ("qwen3", "qwen3_5_think", "qwen3_6", "qwen3_8", "nemotron_3_nano", "glm4moe", "lfm2_v2", "lfm2_2_5"):
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token=END.get(name, "<|im_end|>"), pad_token="<pad>"
-    )
+    tokenizer = of_bytes(bos_token="<s>", eos_token=END.get(name, "<|im_end|>"), pad_token="<pad>")
     tokenizer.add_tokens(["<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|assistant|>"])
     tokenizer.chat_template = getattr(chat_template_utils, f"{name}_chat_template")
     chat_template_utils.add_response_schema(tokenizer)
