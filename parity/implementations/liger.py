@@ -10,7 +10,7 @@ from parity.implementations import plain
 from parity.implementations.cce import FOLDED
 from parity.implementations.implementation import EVERY_CONTEXT, KERNEL, Outputs, by_token, implementation
 from parity.implementations.limits import ONE_DTYPE, accepted, fitting, found_at, only, taking
-from parity.implementations.reduced import ONE_BY_ONE, counted_rows, each_repeated, one_by_one
+from parity.implementations.reduced import ONE_BY_ONE, each_reduced, one_by_one
 from parity.judge.recipe import Recipe
 
 offer = functools.partial(implementation, family="logprobs", library="liger-kernel")
@@ -110,12 +110,11 @@ def fused_linear_cross_entropy(x: Inputs) -> Outputs:
 
 @offer(
     "liger.fused_linear_cross_entropy.mean",
-    **LINEAR
-    | {"recipe": lambda x: one_by_one(_fused(x), x, counted_rows(x)), "limits": (*LINEAR["limits"], ONE_BY_ONE)},
+    **LINEAR | {"recipe": lambda x: one_by_one(_fused(x), x, "mean"), "limits": (*LINEAR["limits"], ONE_BY_ONE)},
 )
 def mean_cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerFusedLinearCrossEntropyLoss(reduction="mean")` of a position's label and ignored ones, for each in turn."""
-    return each_repeated(x, _linear(x, "mean"))
+    return each_reduced(x, _linear(x, "mean"), "mean")
 
 
 def _scaled(x: Inputs) -> Recipe:

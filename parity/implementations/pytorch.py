@@ -18,7 +18,7 @@ from parity.implementations import plain
 from parity.implementations.implementation import EVERY_CONTEXT, Outputs, by_token, implementation
 from parity.implementations.liger import NO_SOFTCAP, UNBIASED
 from parity.implementations.limits import ONE_DTYPE, Limit, accepted, found_at, only
-from parity.implementations.reduced import ONE_BY_ONE, counted_rows, each_alone, each_repeated, one_by_one
+from parity.implementations.reduced import ONE_BY_ONE, each_reduced, one_by_one
 from parity.judge.recipe import Recipe
 
 LIMITS = (
@@ -52,7 +52,7 @@ def _call(x: Inputs, reduction: str = "none", **options: Any) -> Outputs:
         return function(rows, x.weight, ids, **given)
 
     if reduction != "none":
-        return (each_repeated if reduction == "mean" else each_alone)(x, loss)
+        return each_reduced(x, loss, reduction)
     return {"logps": by_token(-loss(plain.folded(x).flatten(0, 1), x.ids.flatten().long()), x)}
 
 
@@ -66,7 +66,7 @@ def _accurate(x: Inputs, **more: Any) -> Recipe:
 
 
 def _of_calls(x: Inputs, reduction: str) -> Recipe:
-    return one_by_one(_accurate(x), x, counted_rows(x) if reduction == "mean" else 1)
+    return one_by_one(_accurate(x), x, reduction)
 
 
 def _sums_narrow(x: Inputs) -> Recipe:

@@ -17,38 +17,32 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ONE_BY_ONE = only(
     "a call for each of at most 8 positions, counted ones", lambda s: s.B * s.T <= 8 and s.ignored == "none"
 )
-
-
 REPEATED = 4
 """Rows that a position stands in, so that a mean counts more than one; a power of two divides without a rounding."""
 
 
-def counted_rows(x: Inputs) -> int:
-    """Of a position in a mean: one in float16, whose smallest gradients lose digits where they are divided."""
-    return 1 if x.case.dtype == "fp16" else REPEATED
+def counted_rows(x: Inputs, reduction: str) -> int:
+    """Of a position in a call; in float16 one, whose smallest gradients lose digits where they are divided."""
+    return REPEATED if reduction == "mean" and x.case.dtype != "fp16" else 1
 
 
-def each_alone(x: Inputs, loss: Loss) -> Outputs:
-    """Minus a reduced loss of rows (N, H) and labels (N,) of which all but one are ignored, for each in turn."""
+def each_reduced(x: Inputs, loss: Loss, reduction: str) -> Outputs:
+    """Minus a reduced loss of rows (N, H) and labels (N,) for each position in turn, all other rows ignored. Where a mean counts
+    more than one row, the position stands in every second: the mean is its own by a divisor that is not 1, and counted rows
+    are in more chunks than one."""
     rows, ids = plain.folded(x).flatten(0, 1), x.ids.flatten().long()
-    alone = [ids.where(torch.arange(len(ids), device=ids.device) == i, IGNORE_INDEX) for i in range(len(ids))]
-    return {"logps": by_token(-torch.stack([loss(rows, labels) for labels in alone]), x)}
+    order = torch.arange(len(ids), device=ids.device)
+    if counted_rows(x, reduction) == 1:
+        calls = [(rows, ids.where(order == i, IGNORE_INDEX)) for i in range(len(ids))]
+    else:
+        places = torch.arange(2 * REPEATED, device=ids.device)
+        counted = places % 2 == 0
+        chosen = [torch.where(counted, i, places % len(ids)) for i in range(len(ids))]
+        calls = [(rows[at], ids[at].where(counted, IGNORE_INDEX)) for at in chosen]
+    return {"logps": by_token(-torch.stack([loss(*call) for call in calls]), x)}
 
 
-def each_repeated(x: Inputs, loss: Loss) -> Outputs:
-    """Minus a mean loss of rows and labels, for each position in turn: it stands in every second row, the others are
-    ignored. So the mean is the position's own, by a divisor that is not 1, and counted rows are in more chunks than one."""
-    if counted_rows(x) == 1:
-        return each_alone(x, loss)
-    rows, ids = plain.folded(x).flatten(0, 1), x.ids.flatten().long()
-    order = torch.arange(2 * REPEATED, device=ids.device)
-    counted = order % 2 == 0
-    chosen = [torch.where(counted, i, order % len(ids)) for i in range(len(ids))]
-    means = [loss(rows[at], ids[at].where(counted, IGNORE_INDEX)) for at in chosen]
-    return {"logps": by_token(-torch.stack(means), x)}
-
-
-def one_by_one(recipe: Recipe, x: Inputs, rows: int = 1) -> Recipe:
-    """The recipe of a call for each position, which counts so many rows."""
+def one_by_one(recipe: Recipe, x: Inputs, reduction: str) -> Recipe:
+    """The recipe of a call for each position."""
     calls = x.settings.B * x.settings.T
-    return dataclasses.replace(recipe, partials=rows * calls * recipe.partials)
+    return dataclasses.replace(recipe, partials=counted_rows(x, reduction) * calls * recipe.partials)

@@ -144,7 +144,7 @@ def _implementation(id: str, trainer: str, role: Literal["reference", "candidate
 
 def measured(user_class: type | None, call: CheckCall) -> Iterator[Quantity]:
     """The call of a trainer's implementation: what the case's check measures of it, `user_class` in the place of TRL's."""
-    with drive.using(user_class):
+    with drive.using(user_class), drive.tiled(getattr(call.settings, "tile", 0)):
         yield from family(call.case.family).check(call.case).run(call)
 
 
@@ -223,10 +223,8 @@ def of_model(case: Case, known: Callable[[Row, Case], object]) -> str:
     """What is wrong of a case's model by itself, without a trainer, and not `known`: the fault is then not the trainer's, or
     not its alone."""
     settings = family(case.family).full_settings(case)
-    model = getattr(settings, "model", "llama")
-    if settings.check == MODEL_ALONE or model not in (
-        family(ALONE).checks[MODEL_ALONE].settings["model"].choices or ()
-    ):
+    model, alone = getattr(settings, "model", "llama"), family(ALONE).checks[MODEL_ALONE].settings["model"].choices
+    if settings.check == MODEL_ALONE or model not in (alone or ()):
         return ""
     own, failing = _alone(model, case.seed)
     wrong = [row.quantity or row.message for row in failing if not known(row, own)]

@@ -255,10 +255,7 @@ class Watch(TrainerCallback):
 
     def _any(self, here: bool) -> bool:
         """Whether it is so on any rank."""
-        accelerator = self.trainer.accelerator
-        if accelerator.num_processes == 1:
-            return here
-        return bool(accelerator.reduce(torch.tensor(float(here), device=accelerator.device)))
+        return bool(self._most(int(here)))
 
     def _most(self, here: int) -> int:
         """The largest of any rank."""

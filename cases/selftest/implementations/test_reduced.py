@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from parity.families.head import IGNORE_INDEX
-from parity.implementations.reduced import each_alone, each_repeated
+from parity.implementations.reduced import each_reduced
 from parity.registry import family
 
 
@@ -22,8 +22,8 @@ def test_a_mean_by_the_labels_of_a_chunk_shows():
             )
         return total
 
-    torch.testing.assert_close(each_repeated(x, mean)["logps"], want)
-    wrong = each_repeated(x, lambda rows, ids: mean(rows, ids, by_chunk=True))["logps"]
+    torch.testing.assert_close(each_reduced(x, mean, "mean")["logps"], want)
+    wrong = each_reduced(x, lambda rows, ids: mean(rows, ids, by_chunk=True), "mean")["logps"]
     assert not torch.isclose(wrong, want).any()
-    unseen = each_alone(x, lambda rows, ids: mean(rows, ids, by_chunk=True))["logps"]
+    unseen = each_reduced(x, lambda rows, ids: mean(rows, ids, by_chunk=True), "sum")["logps"]
     torch.testing.assert_close(unseen, want)  # one label is its own count

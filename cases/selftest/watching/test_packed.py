@@ -20,50 +20,39 @@ def test_right_ones_are_silent_and_looked_at(tmp_path, said, wanted):
     assert not [line for line in said if "no log-probs" in line]
 
 
-def test_positions_that_go_on_are_found(tmp_path):
-    trainer = of("sft-trainer", **PACKED)
+def leaking(trainer, change=lambda ids: {"attention_mask": torch.ones_like(ids)}):
+    """The trainer, whose model gets other arguments in training, made of `input_ids`; a mask of ones shows all tokens before."""
     forward = trainer.model.forward
 
-    def leaking(*args, **kwargs):
-        if kwargs.get("fused_lm_head") and kwargs.get("attention_mask") is None:
-            kwargs |= {"position_ids": torch.arange(kwargs["input_ids"].shape[1])[None]}
-        return forward(*args, **kwargs)
+    def changed(*args, **kwargs):
+        return forward(*args, **kwargs | (change(kwargs["input_ids"]) if kwargs.get("fused_lm_head") else {}))
 
-    trainer.model.forward = functools.wraps(forward)(leaking)
+    trainer.model.forward = functools.wraps(forward)(changed)
+    return trainer
+
+
+def named(watch):
+    causes = [f.causes for f in watch.findings if f.what == "trainer"]
+    assert causes and all("sequences change each other in their row" in c for c in causes), watch.findings
+
+
+def test_positions_that_go_on_are_found(tmp_path):
+    trainer = leaking(of("sft-trainer", **PACKED), lambda ids: {"position_ids": torch.arange(ids.shape[1])[None]})
     watch, _ = watched(trainer, tmp_path)
     assert "trainer" in {f.what for f in watch.findings}
 
 
 def test_a_row_that_sees_those_before_is_named(tmp_path):
-    trainer = of("sft-trainer", **PACKED)
-    forward = trainer.model.forward
-
-    def leaking(*args, **kwargs):
-        if kwargs.get("fused_lm_head"):
-            kwargs |= {"attention_mask": torch.ones_like(kwargs["input_ids"])}
-        return forward(*args, **kwargs)
-
-    trainer.model.forward = leaking
-    watch, _ = watched(trainer, tmp_path)
-    causes = [f.causes for f in watch.findings if f.what == "trainer"]
-    assert causes and all("sequences change each other in their row" in c for c in causes), watch.findings
+    watch, _ = watched(leaking(of("sft-trainer", **PACKED)), tmp_path)
+    named(watch)
 
 
 @pytest.mark.parametrize("behind", [None, 128])
 def test_they_are_named_with_padding_behind_and_by_logits_of_their_own_tokens(tmp_path, behind):
-    trainer, tables = of("sft-trainer", **PACKED, pad_to_multiple_of=behind), []
-    forward = trainer.model.forward
-
-    def leaking(*args, **kwargs):
-        if kwargs.get("fused_lm_head"):
-            kwargs |= {"attention_mask": torch.ones_like(kwargs["input_ids"])}
-        return forward(*args, **kwargs)
-
-    trainer.model.forward = leaking
+    trainer, tables = leaking(of("sft-trainer", **PACKED, pad_to_multiple_of=behind)), []
     trainer.model.lm_head.register_forward_hook(lambda _, args, out: tables.append(out.shape[1]))
     watch, _ = watched(trainer, tmp_path)
-    causes = [f.causes for f in watch.findings if f.what == "trainer"]
-    assert causes and all("sequences change each other in their row" in c for c in causes), watch.findings
+    named(watch)
     assert max(tables) < PACKED["max_length"] // 2
 
 

@@ -57,8 +57,8 @@ def number(value: Any) -> str:
 
 def counts(c: Counts) -> str:
     others = [f"{c[n]:,} {n}" for n in ("known", "nondeterministic", "disagree", *DECLINED) if c[n]]
-    known = {n: f" ({c[f'{n}, known']:,} known)" * bool(c[f"{n}, known"]) for n in STOPPED}
-    others += [f"{c[n]:,} {n}{said}" for n, said in known.items() if c[n]]
+    known = {n: c[f"{n}, known"] for n in STOPPED}
+    others += [f"{c[n]:,} {n}" + (f" ({k:,} known)" if k else "") for n, k in known.items() if c[n]]
     return " · ".join([f"{c['compared']:,} compared", f"{c['agree']:,} agree", *others])
 
 

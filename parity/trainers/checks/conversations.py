@@ -21,9 +21,10 @@ from parity.trainers.specs import SPECS
 
 USER, ASSISTANT, TOOL, FIRST = "w5", "w6", "w7", "w8"
 """The words before a message, by its role, a tool's name, and the first word of an answer."""
-SHAREGPT = {"user": "human", "assistant": "gpt"}
 ARGUMENTS = ("w9", "w10")
 """Two names of a call's argument. A table of rows has both in each row, one without a value."""
+SHAREGPT = {"user": "human", "assistant": "gpt"}
+"""ShareGPT's names of roles."""
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t['function']['name'] + ' ' }}{% endfor %}"
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'ASSISTANT ' }}{% generation %}{{ m['content'] + ' <eos>' }}"
@@ -98,8 +99,7 @@ class _Conversing(Run):
         if self.beside == "calls":
             calls = _calls(self.given)
             said = [row | {"prompt": row["prompt"] + _called(calls[row["prompt"][0]["content"]])} for row in said]
-        beside = _beside(self.beside if self.beside == "tools" else "")
-        out = [row | texts | beside for row, texts in zip(rows, said, strict=True)]
+        out = [row | texts | _beside(self.beside) for row, texts in zip(rows, said, strict=True)]
         for row in out if self.turns == "prefilled" else []:
             row["prompt"].append({"role": "assistant", "content": FIRST})
         return Dataset.from_list(out)
@@ -134,7 +134,8 @@ def _tokenizer(begins: bool = False) -> Any:
 
 
 def _beside(column: str, prompt: str = "") -> dict[str, Any]:
-    return {column: {"tools": TOOLS, "prompt": prompt.strip()}[column]} if column else {}
+    columns = {"tools": TOOLS, "prompt": prompt.strip()}
+    return {column: columns[column]} if column in columns else {}
 
 
 def _calls(given: Iterable[Sample]) -> dict[str, str]:

@@ -94,7 +94,7 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
     wanted |= {"per_device_train_batch_size": 2 * len(rows)} if call.spec.grouped else {}
     data = stored_window.dataset(rows, "prompts")
     wanted |= liger(s.model, call.device) if getattr(s, LIGER) else {}
-    with exchanged() if getattr(s, LIGER) else contextlib.nullcontext():
+    with exchanged(getattr(s, LIGER)):
         trainer, scored = drive.build(call.trainer, policy, wanted, train_dataset=data), list[Tensor]()
         if s.ends and not getattr(s, KWARGS) and not hasattr(trainer, "eos_token_ids"):
             raise Unsupported(f"{call.trainer} of the installed version knows the tokenizer's <eos> alone")

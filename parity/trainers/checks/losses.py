@@ -133,11 +133,6 @@ def cases(seed: int) -> Iterator[CheckCase]:
 @check("losses", tuple(OWN), SETTINGS, cases, pr=PR, covered=always, paths=EVERY_PATH)
 def losses(call: CheckCall) -> Iterator[Quantity]:
     """One batch of eight: loss and every gradient as the definition of its loss type has them."""
-    with drive.tiled(call.settings.tile):
-        yield from _asked(call)
-
-
-def _asked(call: CheckCall) -> Iterator[Quantity]:
     trainer, s = call.case.family, call.settings
     if s.loss not in OWN[trainer]:
         raise Unsupported(f"{trainer} has no loss type {s.loss}: {', '.join(OWN[trainer])}")

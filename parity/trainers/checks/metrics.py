@@ -173,11 +173,6 @@ def cases(seed: int) -> Iterator[CheckCase]:
 @check("metrics", TRAINERS, SETTINGS, cases, pr=PR, covered=_in_pr, paths=EVERY_PATH)
 def metrics(call: CheckCall) -> Iterator[Quantity]:
     """What is logged of eight sequences, policy and reference unlike, is what the metrics' names say."""
-    with drive.tiled(call.settings.tile):
-        yield from _logged(call)
-
-
-def _logged(call: CheckCall) -> Iterator[Quantity]:
     trainer, s = call.case.family, call.settings
     own: dict[str, Any] = {} if s.divergence == "reverse_kl" else {"f_divergence_type": s.divergence}
     own |= ({} if s.loss == "sigmoid" else {"loss_type": s.loss}) | ({"alpha": s.power} if s.power else {})

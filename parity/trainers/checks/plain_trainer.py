@@ -119,7 +119,7 @@ def step(call: CheckCall) -> Iterator[Quantity]:
     # three and one: each weighs as many rows; tokens of unequal sequences are evaluated at once
     wanted |= {"per_device_eval_batch_size": COUNT - data.classes}
     model = made(torch.float32)  # its module is imported before Liger exchanges what is in it
-    with exchanged() if fused else contextlib.nullcontext():
+    with exchanged(fused):
         fed = {"train_dataset": data.numbers, "eval_dataset": data.numbers, "data_collator": data.batch}
         trainer = drive.build(call.trainer, model, wanted, call.device, **fed)
         with drive.fixed(call.path, trainer):
@@ -145,9 +145,12 @@ def liger(model: str, device: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def exchanged() -> Iterator[None]:
-    """Liger may exchange functions and classes of transformers and torch within it. Where its kernels run in Triton's
-    interpreter they get the functions of libdevice that this lacks."""
+def exchanged(layers: bool = True) -> Iterator[None]:
+    """If it has `layers`, Liger may exchange functions and classes of transformers and torch within it. Where its kernels run in
+    Triton's interpreter they get the functions of libdevice that this lacks."""
+    if not layers:
+        yield
+        return
     import triton
     from liger_kernel.transformers import monkey_patch  # noqa: F401 with all modules of kernels
 
