@@ -19,7 +19,7 @@ from parity.judge.identities import Stored, Through, in_front
 from parity.judge.long_sums import LANES, MANY, drift, mass_of_maxima
 from parity.judge.noise import Noise
 from parity.judge.products import SPLIT_FROM, cut, split
-from parity.judge.recipe import LARGEST, NARROW, UNIT_ROUNDOFF, Recipe
+from parity.judge.recipe import HALF_SUBNORMAL, LARGEST, NARROW, UNIT_ROUNDOFF, Recipe
 
 _MATMULS = ("mm", "bmm")
 _SUMS = ("sum", "mean", "cumsum")
@@ -128,7 +128,7 @@ class MonteCarlo(TorchDispatchMode):
             partial = self.u_partial() if self.backward else 0.0
             if partial:  # a bias gradient is summed across chunks as the head's is
                 out = torch.where(scale > unit * self.range_partial(), torch.inf, out)
-                scale = scale + func(args[0].square(), *args[1:], **kwargs).sqrt_().mul_(partial)
+                scale = scale + self.off_in_parts(func(args[0].square(), *args[1:], **kwargs))
                 if len(dims) == 1 and args[0].shape[dims[0]] >= MANY_PARTS:
                     pieces = args[0].chunk(min(self.recipe.partials, args[0].shape[dims[0]]), dims[0])
                     out = out + self.lost(func(piece, *args[1:], **kwargs) for piece in pieces)
@@ -325,7 +325,7 @@ class MonteCarlo(TorchDispatchMode):
         if partial and self.recipe.partial_terms:
             out = self._added(a, b)
         elif partial:
-            out = self.scattered(out, matmul(a * a, b * b).sqrt_().mul_(partial))
+            out = self.scattered(out, self.off_in_parts(matmul(a * a, b * b)))
             if a.shape[-1] >= MANY_PARTS:
                 out = out + self.lost(split(a, b, min(self.recipe.partials, a.shape[-1])))
         return out
@@ -390,6 +390,13 @@ class MonteCarlo(TorchDispatchMode):
         if self.recipe.accumulate == "fp32" or self.recipe.partials <= 1:
             return 0.0
         return UNIT_ROUNDOFF[self.recipe.accumulate] * self.recipe.partials**0.5
+
+    def off_in_parts(self, squares: torch.Tensor) -> torch.Tensor:
+        """By how much partial gradients stored one by one put their sum off, given Σ terms²: u·√n of its root for n of them,
+        and below the normal numbers η·√n, half a quantum each, at most the root itself: a part below η is lost whole."""
+        root = squares.sqrt_()
+        lost = HALF_SUBNORMAL[self.recipe.accumulate] * self.recipe.upstream * self.recipe.partials**0.5
+        return torch.maximum(root.clamp(max=lost), root * self.u_partial())
 
     def range_partial(self) -> float:
         """Beyond which a sum of partial gradients, without the upstream gradient, may overflow the dtype that holds it."""

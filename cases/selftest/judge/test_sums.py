@@ -145,6 +145,20 @@ def test_what_is_lost_in_a_sum_of_blocks_adds_no_rounding():
     assert float((total - 1).abs().amax()) <= 2 * 2.0**-8 + 255 * 2.0**-14
 
 
+def test_partial_gradients_below_the_normal_numbers_are_off_by_their_quantum():
+    """Eight parts of 3e-6 in float16, each rounded to steps of 6e-8: products and sums of replicas are off as far."""
+    parts = torch.randn(500, 8, generator=torch.Generator().manual_seed(0)).double() * 3e-6
+    real = (parts.half().double().sum(-1) - parts.sum(-1)).square().mean().sqrt()
+    for add in (lambda x: (x @ torch.ones(8, 1, dtype=torch.float64))[..., 0], lambda x: x.sum(-1)):
+        for size, least, most in ((1.0, 0.8, 1.3), (1e-4, 0.0, 1e-2), (1e6, 1e5, 2e5)):
+            mode = MonteCarlo(Recipe(elementwise="fp32", accumulate="fp16", partials=8), "fp16", 1)
+            mode.backward = True
+            with mode:
+                out = add(parts * size)
+            spread = (out - add(parts * size)).square().mean().sqrt()
+            assert least * float(real) <= float(spread) <= most * float(real), (size, float(spread / real))
+
+
 def test_a_stack_of_one_replica_begins_with_the_last_part_as_often_as_not():
     parts = [torch.full((1, 1), v, dtype=torch.float64) for v in [1.0, *[2.0**-10] * 63]]
     found = {
