@@ -11,7 +11,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from parity.case.inputs import Inputs
+from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation
 from parity.implementations.limits import ONE_DTYPE, accepted, fitting, only, taking
@@ -40,10 +43,14 @@ RUNS_HERE = (
 
 
 def _call(x: Inputs, **options: Any) -> Outputs:
+    """Shifted as a causal language model is: position t predicts label t + 1, the last one nothing."""
     s, linear_cross_entropy = x.settings, accepted(FUNCTION)
     options |= taking(linear_cross_entropy, {"bias": (x.bias, None)})
-    nll = linear_cross_entropy(plain.folded(x), x.weight, x.ids.long(), softcap=s.softcap, reduction="none", **options)
-    return {"logps": -nll}
+    rows, ids = plain.folded(x), x.ids.long()
+    if options.get("shift"):
+        rows, ids = torch.nn.functional.pad(rows, (0, 0, 0, 1)), torch.nn.functional.pad(ids, (1, 0))
+    ids = ids.where(ids != IGNORE_INDEX, options.get("ignore_index", IGNORE_INDEX))
+    return {"logps": -linear_cross_entropy(rows, x.weight, ids, softcap=s.softcap, reduction="none", **options)}
 
 
 def _kernel(x: Inputs) -> Recipe:
@@ -108,7 +115,8 @@ def _variant(name: str, impl: str, fields: Mapping[str, Any], **options: Any) ->
 _variant("default", "cce", {**KERNEL, "seeks": frozenset({"rare"})})  # as it comes: gradient filtering at "high"
 _variant("auto", "cce", {**KERNEL, "every": 16}, filter_eps="auto")
 _variant("unfiltered", "cce", KERNEL, filter_eps=None)  # every block of the gradient
-_variant("minus_inf", "cce", {**KERNEL, "every": 16}, filter_eps=-math.inf)  # which filters nothing either
+SHIFTED: dict[str, Any] = {"filter_eps": -math.inf, "shift": True, "ignore_index": -1}  # and filters nothing either
+_variant("shifted", "cce", {**KERNEL, "every": 16}, **SHIFTED)
 _variant(
     "torch_compile",
     "torch_compile",

@@ -4,13 +4,15 @@ import functools
 import math
 from typing import Any
 
+import torch
+
 from parity.case.inputs import Inputs
 from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.cce import FOLDED
 from parity.implementations.implementation import EVERY_CONTEXT, KERNEL, Outputs, by_token, implementation
 from parity.implementations.limits import ONE_DTYPE, accepted, fitting, found_at, only, taking
-from parity.implementations.reduced import ONE_BY_ONE, each_reduced, one_by_one
+from parity.implementations.reduced import ONE_BY_ONE, class_weights, each_reduced, one_by_one
 from parity.judge.recipe import Recipe
 
 offer = functools.partial(implementation, family="logprobs", library="liger-kernel")
@@ -94,10 +96,12 @@ LINEAR: dict[str, Any] = ADDED | {
 }
 
 
-def _linear(x: Inputs, reduction: str) -> Any:
-    """`LigerFusedLinearCrossEntropyLoss`, as a function of rows (N, H) and labels (N,)."""
-    kind = accepted(LINEAR_LOSS)
+def _linear(x: Inputs, reduction: str, weights: torch.Tensor | None = None) -> Any:
+    """`LigerFusedLinearCrossEntropyLoss`, as a function of rows (N, H) and labels (N,); with weights of classes it sums the
+    head's gradient in float32 too."""
+    kind, wide = accepted(LINEAR_LOSS), None if weights is None else torch.float32
     options = taking(kind, {"softcap": (x.settings.softcap, None), **_added(x.settings)})
+    options |= taking(kind, {"ce_weight": (weights, weights), "accum_dtype": (wide, wide)})
     loss = kind(reduction=reduction, ignore_index=IGNORE_INDEX, **options)
     return lambda rows, ids: loss(x.weight, rows, ids, x.bias)
 
@@ -114,7 +118,7 @@ def fused_linear_cross_entropy(x: Inputs) -> Outputs:
 )
 def mean_cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerFusedLinearCrossEntropyLoss(reduction="mean")` of a position's label and ignored ones, for each in turn."""
-    return each_reduced(x, _linear(x, "mean"), "mean")
+    return each_reduced(x, _linear(x, "mean", class_weights(x)), "mean")
 
 
 def _scaled(x: Inputs) -> Recipe:
@@ -162,11 +166,13 @@ def scaled_cross_entropy(x: Inputs) -> Outputs:
     **ADDED,
 )
 def cross_entropy(x: Inputs) -> Outputs:
-    """Minus `LigerCrossEntropyLoss(reduction="none")` on materialised logits; the temperature divides them."""
+    """Minus `LigerCrossEntropyLoss(reduction="none")` on materialised logits; the temperature divides them. Where there is
+    none the loss applies the softcap in every second case."""
     s = x.settings
-    z = plain.logits(x).flatten(0, 1)
+    own = s.softcap if s.temperature == 1.0 and x.case.seed % 2 else None
+    z = plain.logits(x, capped=own is None).flatten(0, 1)
     if s.temperature != 1.0:
         z = z / s.temperature
     kind = accepted(LOSS)
-    loss = kind(reduction="none", ignore_index=IGNORE_INDEX, **taking(kind, _added(s)))
+    loss = kind(reduction="none", ignore_index=IGNORE_INDEX, softcap=own, **taking(kind, _added(s)))
     return {"logps": by_token(-loss(z, x.ids.flatten().long()), x)}

@@ -20,13 +20,13 @@ def states(x: Inputs) -> torch.Tensor:
     return x.hidden
 
 
-def logits(x: Inputs) -> torch.Tensor:
+def logits(x: Inputs, capped: bool = True) -> torch.Tensor:
     """softcap(scale·(h Wᵀ + b)), (B, T, V), in the dtype of the head, as transformers' Gemma-2 and Cohere models do."""
     s = x.settings
     z = torch.nn.functional.linear(cast(x, states(x)), x.weight, x.bias)
     if s.logit_scale != 1.0:
         z = z * s.logit_scale
-    if s.softcap is not None:
+    if capped and s.softcap is not None:
         z = torch.tanh(z / s.softcap) * s.softcap
     return z
 

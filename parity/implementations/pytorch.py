@@ -18,7 +18,7 @@ from parity.implementations import plain
 from parity.implementations.implementation import EVERY_CONTEXT, Outputs, by_token, implementation
 from parity.implementations.liger import NO_SOFTCAP, UNBIASED
 from parity.implementations.limits import ONE_DTYPE, Limit, accepted, found_at, only
-from parity.implementations.reduced import ONE_BY_ONE, each_reduced, one_by_one
+from parity.implementations.reduced import ONE_BY_ONE, class_weights, each_reduced, one_by_one
 from parity.judge.recipe import Recipe
 
 LIMITS = (
@@ -47,6 +47,9 @@ def _call(x: Inputs, reduction: str = "none", **options: Any) -> Outputs:
     function = accepted("torch.nn.functional:linear_cross_entropy")
     chosen = accepted("torch.nn:LinearCrossEntropyOptions")(batch_chunk_size=s.chunk_size, **options)
     given = {"linear_bias": x.bias, "reduction": reduction, "ignore_index": IGNORE_INDEX, "options": chosen}
+
+    if reduction == "mean":
+        given["weight"] = class_weights(x)
 
     def loss(rows: torch.Tensor, ids: torch.Tensor) -> Any:
         return function(rows, x.weight, ids, **given)

@@ -42,6 +42,17 @@ def each_reduced(x: Inputs, loss: Loss, reduction: str) -> Outputs:
     return {"logps": by_token(-torch.stack([loss(*call) for call in calls]), x)}
 
 
+def class_weights(x: Inputs) -> torch.Tensor | None:
+    """Of each token, (V,), in every second case: a mean of rows with one label divides by what it multiplied with.
+
+    Powers of two, whose products are exact; with label smoothing, which weights all tokens, one of them.
+    """
+    if x.case.seed % 2 == 0:
+        return None
+    tokens = torch.arange(x.settings.V, device=x.hidden.device)
+    return 2.0 ** (tokens % 3 - 1 if x.settings.smoothing == 0.0 else torch.ones_like(tokens))
+
+
 def one_by_one(recipe: Recipe, x: Inputs, reduction: str) -> Recipe:
     """The recipe of a call for each position."""
     calls = x.settings.B * x.settings.T

@@ -63,7 +63,8 @@ def selective_log_softmax(x: Inputs) -> Outputs:
     else:
         out = {"logps": function(scaled, x.ids.long())}
     if x.settings.entropy != "none":
-        out["entropy"] = accepted("trl.trainer.utils:entropy_from_logits")(scaled)
+        entropy, chunk = accepted("trl.trainer.utils:entropy_from_logits"), x.settings.chunk_size or 128
+        out["entropy"] = entropy(scaled, **taking(entropy, {"chunk_size": (chunk, chunk)}))
     return out
 
 
@@ -91,8 +92,10 @@ def logprob_entropy_kernel(x: Inputs) -> Outputs:
 
 def _both(x: Inputs, ids: torch.Tensor, module: str) -> Outputs:
     s, function = x.settings, accepted(f"{module}:selective_log_softmax_and_entropy")
-    mask = None if s.ignored == "none" else x.ids != IGNORE_INDEX
-    logps, entropy = function(plain.logits(x), ids.clamp(min=0), temperature=s.temperature, row_mask=mask)
+    given = {"row_mask": None if s.ignored == "none" else x.ids != IGNORE_INDEX, "temperature": s.temperature}
+    learns = s.entropy == "gradient"
+    given |= taking(function, {"entropy_requires_grad": (learns, learns)})
+    logps, entropy = function(plain.logits(x), ids.clamp(min=0), **given)
     return {"logps": logps} | ({"entropy": entropy} if s.entropy != "none" else {})
 
 

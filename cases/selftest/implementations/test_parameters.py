@@ -30,22 +30,18 @@ NOBODYS = {
 """Why no case moves them -> parameters, of any function."""
 LIGER, CHUNKED = "liger_kernel.ops", "liger_kernel.chunked_loss"
 OPEN = {
-    "cut_cross_entropy.linear_cross_entropy.linear_cross_entropy": "reduction shift",
+    "cut_cross_entropy.linear_cross_entropy.linear_cross_entropy": "reduction",
     "cut_cross_entropy.torch_compile.torch_compile_linear_cross_entropy": "reduction shift",
-    f"{CHUNKED}.LigerFusedLinearORPOLoss.forward": "nll_target",
     f"{CHUNKED}.grpo_loss.LigerFusedLinearGRPOLoss.forward": "ref_bias ref_input ref_weight",
-    f"{LIGER}.cross_entropy.LigerCrossEntropyFunction.forward": "reduction softcap weight",
-    f"{LIGER}.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction.forward": """accum_dtype ce_weight
-        use_token_scaling""",
+    f"{LIGER}.cross_entropy.LigerCrossEntropyFunction.forward": "reduction weight",
+    f"{LIGER}.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction.forward": "use_token_scaling",
     f"{LIGER}.fused_linear_jsd.LigerFusedLinearJSDFunction.forward": "accum_dtype",
     f"{LIGER}.fused_linear_kl_div.LigerFusedLinearKLDivFunction.forward": "accum_dtype eps reduction",
     f"{LIGER}.fused_linear_scaled_cross_entropy._FusedLinearPPOFallbackFunction.forward": "selected_token_ids",
     f"{LIGER}.kl_div.LigerKLDivLossFunction.forward": "eps log_target reduction",
-    "torch.nn.functional.linear_cross_entropy": "label_smoothing weight",
+    "torch.nn.functional.linear_cross_entropy": "label_smoothing",
     "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss": "reduction",
     "trl.experimental.gold.gold_trainer.GOLDTrainer.generalized_jsd_loss": "logits_are_probs reduction",
-    "trl.trainer.utils.entropy_from_logits": "chunk_size",
-    "trl.trainer.utils.selective_log_softmax_and_entropy": "entropy_requires_grad",
 }
 """Function -> parameters that change numbers and that no case moves yet."""
 CASES, LARGEST = 60, 1 << 11
