@@ -1,11 +1,11 @@
-# TRL 1.16.0, GRPO with tools, Qwen3.5, 3.6, 3.8, Nemotron 3 and GLM-4-MoE: a tool gets each text without the spaces and line breaks around it, as the indentation of code; LFM2, LFM2.5: a text is cut at its apostrophe, and LFM2's escapes stay as they are
-# trl/chat_template_utils.py: qwen3_5_template, nemotron_3_template, glm4moe_template match `\s*(?P<value>.*?)\s*`, where the chat templates write one line break on either side, or none; lfm2_2_5_template ends a text at the next quote
+# TRL 1.16.0, GRPO with tools, Qwen3.5, 3.6, 3.8, Nemotron 3 and GLM-4-MoE: a tool gets each text without the spaces and line breaks around it, as the indentation of code; LFM2, LFM2.5: a text is cut at its apostrophe or its closing parenthesis, and LFM2's escapes stay as they are
+# trl/chat_template_utils.py: qwen3_5_template, nemotron_3_template, glm4moe_template match `\s*(?P<value>.*?)\s*`, where the chat templates write one line break on either side, or none; lfm2_2_5_template ends a text at the next quote, and a call at the next parenthesis
 import transformers
 from setup_bytes import of_bytes
 from trl import chat_template_utils
 
 transformers.logging.set_verbosity_error()
-SAID = {"edit": "    return x\n", "say": "it's late", "write": "a\nb"}
+SAID = {"edit": "    return x\n", "say": "it's late", "write": "a\nb", "run": "print(1)"}
 ASKED = [{"role": "user", "content": "Go."}]
 END = {"glm4moe": "<|endoftext|>"}
 
@@ -31,7 +31,7 @@ def parsed(tokenizer, name, text):
     return found["tool_calls"][0]["function"]["arguments"]["text"]
 
 
-print("| template | " + " | ".join(f"`{text!r}`" for text in SAID.values()) + " |\n|---|---|---|---|")
+print("| template | " + " | ".join(f"`{text!r}`" for text in SAID.values()) + " |\n|---|---|---|---|---|")
 wrong = False
 for name in ("qwen3", "qwen3_5_think", "qwen3_6", "qwen3_8", "nemotron_3_nano", "glm4moe", "lfm2_v2", "lfm2_2_5"):
     tokenizer = of_bytes(bos_token="<s>", eos_token=END.get(name, "<|im_end|>"), pad_token="<pad>")
