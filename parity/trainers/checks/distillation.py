@@ -38,7 +38,12 @@ SETTINGS = {
     "split": Setting("2x1", "batch x accumulation", ("1x2", "2x1")),
     "temperature": Setting(1.0, "of student and teacher; GKD: of sampling alone", (1.0, 0.7)),
 }
-SERVED = SETTINGS | {"top": Setting(1, "loss_top_k, the tokens that the divergence is restricted to", (1, 4))}
+SERVED = SETTINGS | {
+    "top": Setting(1, "loss_top_k, the tokens that the divergence is restricted to", (1, 4)),
+    "vllm": Setting(
+        False, "the server scores the tokens of a prompt at temperature 1, as vLLM does up to 0.33", (False, True)
+    ),
+}
 RAGGED = SETTINGS | {
     "prompts": Setting("equal", "lengths of the prompts", ("ragged", "equal")),
     "sampler": Setting("none", "who writes the completions, in place of the dataset's", ("none", "student", "teacher")),
@@ -58,7 +63,8 @@ WARMER = 1.5
 """GOLD's uld_teacher_temperature over the student's."""
 LOCAL = ("gkd-trainer", GOLD, IW_OPD)
 MIXTURE = {"beta": 0.3, "temperature": 0.7}
-SHORT: list[CheckCase] = [(t, s) for t in (SERVER, IW_OPD) for s in (MIXTURE, LEAKED, {"beta": 0.0, "top": 4})]
+VLLM = {"temperature": 0.7, "vllm": True}
+SHORT: list[CheckCase] = [(t, s) for t in (SERVER, IW_OPD) for s in (MIXTURE, LEAKED, {"beta": 0.0, "top": 4}, VLLM)]
 SHORT_LOCAL: list[CheckCase] = [
     *((t, s | {"split": "1x2", "prompts": "ragged"}) for t in LOCAL for s in (LEAKED, MIXTURE)),
     *((t, {"sampler": s, "prompts": "ragged"}) for t in LOCAL for s in ("student", "teacher")[: 1 + (t != IW_OPD)]),
@@ -89,7 +95,7 @@ def _paired(settings: Mapping[str, Setting], short: list[CheckCase]) -> dict[str
 def teacher_server(call: CheckCall) -> Iterator[Quantity]:
     """Distillation from a teacher on a server on ragged completions: finite, and by the definition."""
     s = call.settings
-    trainer, teacher = call.case.family, Teacher(models.model(TEACHER).eval(), s.temperature)
+    trainer, teacher = call.case.family, Teacher(models.model(TEACHER).eval(), s.temperature, s.vllm)
     if s.top > 1 and s.beta:
         raise Unsupported("more than one token of a server are taken with beta 0 alone")
     steps = twin_runs.train(served(trainer, teacher, s), call.path)
@@ -144,10 +150,10 @@ def buckets(
 
 class Teacher:
     """A model in place of TRL's `VLLMClient`. `answers`: the log-probs (T, V) of the completion of each scored sequence, as they
-    are at the temperature that it should be asked for."""
+    are at the temperature that it should be asked for; `vllm`: it heeds none."""
 
-    def __init__(self, model: Any, temperature: float):
-        self.model, self.temperature = model, temperature
+    def __init__(self, model: Any, temperature: float, vllm: bool):
+        self.model, self.temperature, self.vllm = model, temperature, vllm
         self.answers: dict[tuple[int, ...], Tensor] = {}
 
     def get_sequence_logprobs(
@@ -159,7 +165,7 @@ class Teacher:
             with torch.no_grad():
                 logits = self.model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1]
             self.answers[tuple(ids)] = torch.log_softmax(logits.double() / self.temperature, -1).float()
-            logps = torch.log_softmax(logits.double() / temperature, -1).float()
+            logps = torch.log_softmax(logits.double() / (1.0 if self.vllm else temperature), -1).float()
             top, there = logps.topk(top_logprobs, -1), torch.tensor(ids[start:]).unsqueeze(-1)
             found = {"logprobs": top.values, "logprob_token_ids": top.indices}
             found |= {"actual_logprobs": logps.gather(-1, there), "actual_token_ids": there}

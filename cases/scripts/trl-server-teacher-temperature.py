@@ -1,10 +1,7 @@
-"""Distillation from a vLLM server at a temperature other than 1: the student is divided by it, the teacher is not.
-
-TRL sends `temperature` with `prompt_logprobs` and takes the answer as the teacher at this temperature. vLLM applies it to
-sampled tokens alone: "prompt tokens skip sampling processors, so processed_* and raw_* yield the same scores here"
-(0.33.0, v1/worker/gpu_model_runner.py:_get_prompt_logprobs_dict, and v1/worker/gpu/sample/prompt_logprob.py). The server
-below answers as these lines do. Student and teacher are one model: each divergence is 0 by definition, its gradient too.
-"""
+# Distillation from a vLLM server at a temperature other than 1: the student is divided by it, the teacher is not
+# vLLM applies a temperature to sampled tokens alone: "prompt tokens skip sampling processors, so processed_* and raw_* yield
+# the same scores here" (0.33.0, v1/worker/gpu_model_runner.py _get_prompt_logprobs_dict). The server below answers so. Student
+# and teacher are one model: each divergence is 0 by definition, its gradient too.
 
 from unittest import mock
 
