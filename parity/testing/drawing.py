@@ -89,21 +89,21 @@ class Tensor:
 
 _STYLES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
     "plain": lambda x, seed, name: x,
-    "offset": lambda x, seed, name: x + _offsets(x, int(integers(seed, name + "o", (1,), len(OFFSETS)))),
+    "offset": lambda x, seed, name: x + _by_row(x, OFFSETS, int(integers(seed, name + "o", (1,), len(OFFSETS)))),
     "ties": lambda x, seed, name: (x * 2).round() / 2,
     "wide": lambda x, seed, name: (
         x * 2.0 ** (12 * uniform(seed, name + "w", x.shape[:1]).view(-1, *[1] * (x.dim() - 1)) - 8) if x.dim() else x
     ),
-    "zeros": lambda x, seed, name: x * (uniform(seed, name + "z", x.shape) < 0.5),
+    "zeros": lambda x, seed, name: x * (uniform(seed, name + "z", x.shape) < 0.5) * _by_row(x, (1.0, 0.0), 1),
     "tiny": lambda x, seed, name: x * 2.0**-12,
     "large": lambda x, seed, name: x * 2.0**6,
 }
 
 
-def _offsets(x: torch.Tensor, first: int) -> torch.Tensor:
-    """One for each index of the first dimension, in turn; one for a vector and a scalar."""
+def _by_row(x: torch.Tensor, values: Sequence[float], first: int) -> torch.Tensor:
+    """One of `values` for each index of the first dimension, in turn; that of number `first` for a vector and a scalar."""
     rows = torch.arange(x.shape[0]) if x.dim() > 1 else torch.tensor([first])
-    return torch.tensor(OFFSETS, dtype=x.dtype)[rows % len(OFFSETS)].view([-1, *[1] * (x.dim() - 1)] if x.dim() else [])
+    return torch.tensor(values, dtype=x.dtype)[rows % len(values)].view([-1, *[1] * (x.dim() - 1)] if x.dim() else [])
 
 
 def tensor(
