@@ -131,7 +131,7 @@ def leaves(s: SimpleNamespace) -> tuple[str, ...]:
 
 def cotangent(case: Case, s: SimpleNamespace, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """An upstream gradient of `shape`, float64 with values that float32 holds; "ones" and "rows" have stride 0, as the
-    sum of all and of a sequence return."""
+    sum of all and of a sequence return; "sparse" is 1 for one entry and 0 elsewhere, as a masked sum returns."""
     kind = s.cotangent
     if kind == "ones":
         return torch.ones((), dtype=torch.float64).expand(shape)
@@ -148,7 +148,7 @@ def cotangent(case: Case, s: SimpleNamespace, name: str, shape: tuple[int, ...])
     if kind == "sparse":
         keep = torch.zeros(max(g.numel(), 1), dtype=torch.bool)
         keep[int(integers(case.seed, f"sparse/{name}", (), max(g.numel(), 1)))] = True
-        return torch.where(keep[: g.numel()].view(shape), g, 0.0)
+        return keep[: g.numel()].view(shape).double()
     return g
 
 

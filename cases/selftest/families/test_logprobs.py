@@ -75,3 +75,10 @@ def test_a_softcap_leaves_no_logit_infinite():
     for softcap, temperature, infinite in ((None, 0.01, True), (5.0, 0.01, False), (400.0, 0.01, True)):
         settings = {"level": 150.0, "logit_scale": 16.0, "softcap": softcap, "temperature": temperature}
         assert FAMILY.features(FAMILY.case(3, "fp16", settings))["a log-prob of -inf"] is infinite
+
+
+def test_one_upstream_gradient_of_one_is_not_all():
+    """A backward that leaves out the product where the largest upstream gradient is 1 is right of a sum, and wrong of a masked one."""
+    case = FAMILY.case(3, "fp32", {"B": 2, "T": 8, "cotangent": "sparse"})
+    given = FAMILY.build(case).cotangents["logps"]
+    assert given.max() == 1 == given.sum()
