@@ -78,7 +78,7 @@ def test_a_softcap_leaves_no_logit_infinite():
 
 
 def test_one_upstream_gradient_of_one_is_not_all():
-    """A backward that leaves out the product where the largest upstream gradient is 1 is right of a sum, and wrong of a masked one."""
+    """A backward that leaves out its product where the largest upstream gradient is 1 is wrong of a masked sum."""
     case = FAMILY.case(3, "fp32", {"B": 2, "T": 8, "cotangent": "sparse"})
     given = FAMILY.build(case).cotangents["logps"]
     assert given.max() == 1 == given.sum()

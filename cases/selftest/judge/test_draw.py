@@ -198,6 +198,7 @@ class SumInBlocks(torch.autograd.Function):
             total += rows.sum(0)
         return None, total.to(weight.dtype), None, None
 
+
 def by_the_largest(x, weight, eps):
     """RMSNorm of x ÷ max |x|, lest a square overflow: 0/0 in a row of zeros."""
     wide = x.float()
@@ -217,7 +218,11 @@ def test_whole_rows_and_vectors_are_zero(seed):
     """As hidden states of padding and a bias at the start of training are."""
     for_rows = dataclasses.replace(RMS, seed=seed).cases()
     with pytest.raises(ParityError, match="NaN"):
-        [case.assert_parity(by_the_largest, D.rms_norm, protocol="none") for case in for_rows if case.inputs["x"].numel()]
+        [
+            case.assert_parity(by_the_largest, D.rms_norm, protocol="none")
+            for case in for_rows
+            if case.inputs["x"].numel()
+        ]
     biased = draw(x=tensor("N", "H"), bias=tensor("H"), seed=seed).cases()
     with pytest.raises(ParityError, match="grad_bias"):
         [case.assert_parity(no_gradient_of_zeros, lambda x, bias: x + bias, protocol="none") for case in biased]
