@@ -117,6 +117,7 @@ def _factors(x: Inputs) -> dict[str, float]:
     named = {"temperature": s["temperature"], "logit scale": s["logit_scale"], "B": s["B"], "T": s["T"], "-1": -1.0}
     extra = ("accumulation", "steps_per_generation", "max_completion_length", "beta", "epsilon")
     named |= {name: s[name] for name in extra if s.get(name)}
+    named |= {"pairs": s["B"] / 2} if s.get("method", "kto") != "kto" else {}
     mask, items, ratio = (x.tensors.get(name) for name in ("mask", "num_items_in_batch", "importance_sampling_ratio"))
     if mask is not None and items is not None:
         tokens, window = float(mask.sum()), float(items)

@@ -97,11 +97,14 @@ LENGTHS = {"B": 3, "T": 5, "lengths": [4, 0, 2], "loss_type": "dr_grpo", "max_co
         (TWO, 4, "(B)² or (accumulation)²"),
         (LENGTHS, 16 / 5, "max_completion_length ÷ T"),
         (LENGTHS, 1.5, "B ÷ sequences with a loss token"),
+        ({"method": "dpo", "B": 6}, 3, "T or pairs"),
+        ({"method": "kto", "loss_type": "kto", "B": 6}, 3, "T"),
     ],
 )
 def test_every_number_that_a_factor_may_be_is_named(settings, factor, label):
     """Two sequences in two micro-batches: a loss that forgets to divide by the latter is no hint at the former alone."""
-    found = oracle_of(family("policy").case(3, "fp32", settings))
+    name = "preference" if "method" in settings else "policy"
+    found = oracle_of(family(name).case(3, "fp32", settings))
     says = hints(found, "loss", Outcome("ran", {"loss": factor * found.exact["loss"]}))
     assert says == [f"{factor:.6g} times the definition, which is {label}"]
 
