@@ -39,7 +39,7 @@ SETTINGS = {
     "temperature": Setting(1.0, "τ, divides the logits last", within="(0, inf)"),
     "softcap": Setting(None, "c in c·tanh(z/c), or none", within="(0, inf)"),
     "logit_scale": Setting(1.0, "multiplies the logits before the softcap"),
-    "bias": Setting("none", "LM-head bias; 'banned' has -inf entries", ("none", "random", "banned")),
+    "bias": Setting("none", "LM-head bias, of some seeds 0; 'banned' has -inf entries", ("none", "random", "banned")),
     "head_dtype": Setting("same", "dtype of weight and bias", ("same", "fp32")),
     "ids_dtype": Setting("int64", "dtype of the token ids", ("int64", "int32")),
     "layout": layouts.HIDDEN,
@@ -85,6 +85,8 @@ def build(case: Case, s: SimpleNamespace) -> dict[str, Any]:
     bias: Any = None
     if s.bias != "none":
         bias = normal(case.seed, "bias", (s.V,)).to(head_dtype)
+        if s.bias == "random" and case.seed % 8 == 5:
+            bias.zero_()  # as before the first step of a training
     if s.level:
         hidden[..., 0] = 1.0
         weight[:, 0] += s.level
