@@ -1,4 +1,4 @@
-"""A step of the optimizer: parameters that it does not have, a reference that it moves, weights that it leaves as they are."""
+"""A step of the optimizer: parameters that it lacks, a reference that it moves, weights that it leaves, gradients that stay."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,6 +73,31 @@ class Step:
             why = f"steps at lr {at} round away in {' and '.join(kinds)}"
             return f"the optimizer's step leaves {share} as they are: {why}"
         return ""
+
+
+class Once:
+    """How often an optimizer steps, and what gradients are there behind it, before the next step's first micro-batch."""
+
+    def __init__(self, optimizer: Any):
+        inner, self._steps = getattr(optimizer, "optimizer", optimizer), 0
+        known = isinstance(inner, torch.optim.Optimizer)
+        self._hooks = [inner.register_step_post_hook(self._stepped)] if known else []
+
+    def _stepped(self, *_: Any) -> None:
+        self._steps += 1
+
+    def end(self) -> int:
+        """How often it did."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        return self._steps
+
+    def faults(self, model: torch.nn.Module) -> Iterator[str]:
+        """A sentence each."""
+        if (steps := self.end()) > 1:
+            yield f"the optimizer steps {steps} times on the gradients of one step"
+        if left := [n for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]:
+            yield f"gradients of a step are still there at the next: {first(left)}"
 
 
 def _rate(group: Mapping[str, Any]) -> float:

@@ -5,7 +5,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from parity.trainers.definitions.micro_batch import defined, known, loss_mask, n
 from parity.watching import batch, definition
 from parity.watching.look import Look, checkpointing
 from parity.watching.rewards import faults as advantage_faults
-from parity.watching.step import Step, at_top, first, rates
+from parity.watching.step import Once, Step, at_top, first, rates
 from parity.watching.taps import Taken, Taps
 
 logger = logging.getLogger("parity.watch")
@@ -108,6 +108,7 @@ class Watch(TrainerCallback):
         self._sloped, self._noise = False, math.nan
         self._random = False  # whether the model in training computes by random numbers that are no dropout
         self._step_of: Step | None = None
+        self._once: Once | None = None  # of the first step
         self._rates: list[float] = []  # of the last step
         self._stepped = False  # whether one was whose learning rates are no longer on their way up
 
@@ -135,6 +136,8 @@ class Watch(TrainerCallback):
     def undo(self) -> None:
         """Takes every hook away; a second call does nothing."""
         self._taps.undo()
+        if self._once is not None:
+            self._once.end()
         handler = self.trainer.callback_handler  # a new list: the old may be walked just now
         handler.callbacks = [c for c in handler.callbacks if c is not self]
         self._taken = None
@@ -142,6 +145,10 @@ class Watch(TrainerCallback):
     def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._due is None:
             self._due = self._begun = self._now
+            self._once = Once(self.trainer.optimizer)
+        elif self._once is not None and self._now > self._begun:
+            faults, self._once = self._once.faults(self._model), None
+            self._guarded(lambda: self._stepped_so(faults))
         if self._now < self._due and not (self._again and self._stale):
             return original(*args, **kwargs)
         self._taken, looks, items = [], list[Look](), (*args, None, None, None)[2] or kwargs.get("num_items_in_batch")
@@ -302,11 +309,14 @@ class Watch(TrainerCallback):
         step, self._step_of = self._step_of, None
         here = [] if optimizer is None else rates(optimizer)
         self._stepped, self._rates = at_top(here, self._rates), here
-        for text in step.faults(self._stepped) if step is not None else ():
-            if ("update", text) not in self._said:
-                self._find("update", math.nan, (text,), text)
+        self._stepped_so(step.faults(self._stepped) if step is not None else ())
         if self._stepped and step is not None and (text := step.lost()):
             self._say(("lost",), f"watch, step {self._now + 1}: {text}")
+
+    def _stepped_so(self, faults: Iterable[str]) -> None:
+        for text in faults:
+            if ("update", text) not in self._said:
+                self._find("update", math.nan, (text,), text)
 
     @property
     def _now(self) -> int:
