@@ -1,6 +1,6 @@
 """What a collator made of sequences, held against the sequences themselves: where their loss ends, and what attention sees."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +13,28 @@ Fault = tuple[str, list[str]]
 def faults(taken: Taken, mask: Tensor, tokenizer: Any) -> Iterator[Fault]:
     """All of one micro-batch whose loss is over `mask`, (B, T)."""
     eos, pad, unknown, bos = (getattr(tokenizer, f"{n}_token_id", None) for n in ("eos", "pad", "unk", "bos"))
-    found = unended(taken, mask, eos), beyond(taken, mask, eos, pad, (bos, unknown)), seen_padding(taken, pad, unknown)
-    yield from filter(None, found)
+    found = absent(taken, mask), unended(taken, mask, eos), beyond(taken, mask, eos, pad, (bos, unknown))
+    yield from filter(None, (*found, seen_padding(taken, pad, unknown)))
+
+
+def unscored(inputs: Mapping[str, Any], tokenizer: Any) -> Iterator[Fault]:
+    """The same of a batch for a model's own loss, whose labels (B, T) are the ids, or -100, and that no row has more than one
+    sequence of."""
+    given: list[Any] = [inputs.get(name) for name in ("input_ids", "labels", "attention_mask")]
+    shapes, masked = {getattr(x, "shape", ()) for x in given}, getattr(tokenizer, "mask_token_id", None) is not None
+    if masked or "position_ids" in inputs or len(shapes) > 1 or len(*shapes) != 2:
+        return
+    ids, labels, there = given
+    mask = (labels != -100)[:, 1:]
+    if not bool(((labels != ids)[:, 1:] & mask).any()):
+        yield from faults(Taken(ids, there, ids.new_zeros(mask.shape), None, mask, True, None), mask, tokenizer)
+
+
+def absent(taken: Taken, mask: Tensor) -> Fault | None:
+    """Where padding is in the loss, `mask` (B, T), and predicted from padding, too."""
+    hidden = ~taken.attention.bool()
+    lost = mask.bool() & (hidden[:, 1:] & hidden[:, :-1])[:, -mask.shape[1] :]
+    return ("tokens of the loss are padding", [f"{int(lost.sum())} of {int(mask.sum())}"]) if bool(lost.any()) else None
 
 
 def unended(taken: Taken, mask: Tensor, eos: int | None) -> Fault | None:

@@ -343,8 +343,15 @@ class Watch(TrainerCallback):
             why = "label smoothing" if getattr(self.trainer.args, "label_smoothing_factor", 0) else why
             apart = any(t.trained for t in self._taken or ())
             why = "rows scored apart, in another order or padding than the batch's" if apart else why
-            what = "its loss is not watched, only whether gradients are finite, and the optimizer's first step"
+            what = (
+                "its loss is not watched, only its batch, whether gradients are finite, and the optimizer's first step"
+            )
             self._say(("nothing",), f"watch: {type(self.trainer).__name__} shows no log-probs ({why}): {what}")
+            if (self._now - self._begun) % self.every == 0:
+                theirs = type(self.trainer).compute_loss.__module__.startswith(("transformers.", "trl."))
+                own = not theirs or self.trainer.compute_loss_func is not None
+                for fault in batch.unscored(self._inputs, self._tokenizer):
+                    self._wrong(fault, own, fault[0])
         if not self._stale and self._now < (self._due or 0):
             self._again = False  # there are new ones
         if taken is None or not (self._again if self._stale else self._now >= (self._due or 0)):
@@ -439,10 +446,6 @@ class Watch(TrainerCallback):
     def _loss(self, at: Look, slopes: Tensor, items: Any, value: float) -> None:
         """The loss, by its value and the gradients of its log-probs; that a loss of the user's own is not TRL's is a note."""
         own = not known(self.trainer)
-        absent = ~at.taken.attention.bool()
-        lost = at.mask.bool() & (absent[:, 1:] & absent[:, :-1])[:, -at.mask.shape[1] :]  # predicted from padding, too
-        if bool(lost.any()):
-            self._wrong(("tokens of the loss are padding", [f"{int(lost.sum())} of {int(at.mask.sum())}"]))
         for fault in batch.faults(at.taken, at.mask, self._tokenizer):
             self._wrong(fault)
         scaler = getattr(self.trainer.accelerator, "scaler", None)
