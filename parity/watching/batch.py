@@ -13,8 +13,12 @@ Fault = tuple[str, list[str]]
 def faults(taken: Taken, mask: Tensor, tokenizer: Any) -> Iterator[Fault]:
     """All of one micro-batch whose loss is over `mask`, (B, T)."""
     eos, pad, unknown, bos = (getattr(tokenizer, f"{n}_token_id", None) for n in ("eos", "pad", "unk", "bos"))
-    found = absent(taken, mask), unended(taken, mask, eos), beyond(taken, mask, eos, pad, (bos, unknown))
-    yield from filter(None, (*found, seen_padding(taken, pad, unknown)))
+    absent = ~taken.attention.bool()
+    lost = mask.bool() & (absent[:, 1:] & absent[:, :-1])[:, -mask.shape[1] :]  # predicted from padding, too
+    if bool(lost.any()):
+        yield "tokens of the loss are padding", [f"{int(lost.sum())} of {int(mask.sum())}"]
+    found = unended(taken, mask, eos), beyond(taken, mask, eos, pad, (bos, unknown)), seen_padding(taken, pad, unknown)
+    yield from filter(None, found)
 
 
 def unscored(inputs: Mapping[str, Any], tokenizer: Any) -> Iterator[Fault]:
@@ -28,13 +32,6 @@ def unscored(inputs: Mapping[str, Any], tokenizer: Any) -> Iterator[Fault]:
     mask = (labels != -100)[:, 1:]
     if not bool(((labels != ids)[:, 1:] & mask).any()):
         yield from faults(Taken(ids, there, ids.new_zeros(mask.shape), None, mask, True, None), mask, tokenizer)
-
-
-def absent(taken: Taken, mask: Tensor) -> Fault | None:
-    """Where padding is in the loss, `mask` (B, T), and predicted from padding, too."""
-    hidden = ~taken.attention.bool()
-    lost = mask.bool() & (hidden[:, 1:] & hidden[:, :-1])[:, -mask.shape[1] :]
-    return ("tokens of the loss are padding", [f"{int(lost.sum())} of {int(mask.sum())}"]) if bool(lost.any()) else None
 
 
 def unended(taken: Taken, mask: Tensor, eos: int | None) -> Fault | None:

@@ -37,6 +37,7 @@ class Step:
         sloped = [(n, p) for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]
         self._lacking = [n for n, p in sloped if id(p) not in groups]
         given = [(p, _rate(groups[id(p)])) for _, p in sloped if id(p) in groups]
+        self._idle = [n for n, p in sloped if id(p) in groups and not _rate(groups[id(p)])]
         # an optimizer that has none by identity may have copies
         self._none = [] if given or not any(rates(optimizer)) else [(p, _sample(p)) for _, p in sloped]
         self._lacking *= bool(given)
@@ -58,7 +59,7 @@ class Step:
         yield from (f"the optimizer's step moves the {name} too: {first(names)}" for name, names in moved.items())
 
     def lost(self) -> str:
-        """How many weights the step left as they are, if most."""
+        """How many weights the step left as they are, if most; or which it was not to move."""
         counts: dict[torch.dtype, list[float]] = {}
         for p, _, before, sloped in self._own:
             each, of = p.numel() / max(len(before), 1), counts.setdefault(p.dtype, [0.0, 0.0])
@@ -72,7 +73,9 @@ class Step:
             share = f"{still / count:.0%} of the weights that have a gradient"
             why = f"steps at lr {at} round away in {' and '.join(kinds)}"
             return f"the optimizer's step leaves {share} as they are: {why}"
-        return ""
+        return (
+            f"the learning rate is 0 of some parameters alone: {first(self._idle)}" if self._idle and self._own else ""
+        )
 
 
 class Once:

@@ -134,7 +134,8 @@ def _fused(
     positions = kw.get("position_ids")
     if kw.get("pixel_values") is not None or (positions is not None and positions.dim() != 2):
         return None
-    if attention_mask is None and positions is not None:
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    if attention_mask is None and positions is not None and bool((positions != places).any()):
         return _unpacked(logps, model, input_ids, labels, positions)
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         return None  # a 2-dim mask lets all tokens of a row see those before

@@ -128,7 +128,7 @@ class Watch(TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """That nothing was found is said too."""
         if self._looked and self.trainer.is_world_process_zero():
-            steps = [str(look["step"]) for look in self._looked]
+            steps = [*dict.fromkeys(str(look["step"]) for look in self._looked)]
             shown = ", ".join(steps if len(steps) < 8 else [*steps[:3], "…", steps[-1]])
             found, took = len(self.findings) or "no", f"{self.seconds:.1f} s"
             logger.warning("watch: looked at step %s in %s: %s finding%s", shown, took, found, "s" * (found != 1))
@@ -343,15 +343,12 @@ class Watch(TrainerCallback):
             why = "label smoothing" if getattr(self.trainer.args, "label_smoothing_factor", 0) else why
             apart = any(t.trained for t in self._taken or ())
             why = "rows scored apart, in another order or padding than the batch's" if apart else why
-            what = (
-                "its loss is not watched, only its batch, whether gradients are finite, and the optimizer's first step"
-            )
+            what = "its loss is not watched, only whether gradients are finite, and the optimizer's first step"
             self._say(("nothing",), f"watch: {type(self.trainer).__name__} shows no log-probs ({why}): {what}")
-            if (self._now - self._begun) % self.every == 0:
-                theirs = type(self.trainer).compute_loss.__module__.startswith(("transformers.", "trl."))
-                own = not theirs or self.trainer.compute_loss_func is not None
-                for fault in batch.unscored(self._inputs, self._tokenizer):
-                    self._wrong(fault, own, fault[0])
+            own = not type(self.trainer).compute_loss.__module__.startswith(("transformers.", "trl."))
+            own, due = own or self.trainer.compute_loss_func is not None, (self._now - self._begun) % self.every == 0
+            for fault in batch.unscored(self._inputs, self._tokenizer) if due else ():
+                self._wrong(fault, own, fault[0])
         if not self._stale and self._now < (self._due or 0):
             self._again = False  # there are new ones
         if taken is None or not (self._again if self._stale else self._now >= (self._due or 0)):
@@ -396,6 +393,10 @@ class Watch(TrainerCallback):
         if "trainer" not in at.sides:
             why = "dropout or other noise makes log-probs in training random"
             self._say(("random",), f"watch: {why}: those of the trainer are not compared")
+        reference = getattr(self.trainer, "ref_model", None)
+        if reference not in (None, self.trainer.model) and drops(reference):
+            text = "the reference's log-probs are random: it is in training mode, and its dropout drops"
+            self._find("reference", math.nan, (text,), text)
         for what in at.sides:
             self._judge(what, at.difference(what), at)
         if at.taken.slopes is not None and not missing:

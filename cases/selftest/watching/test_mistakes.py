@@ -1,6 +1,7 @@
 """Mistakes of teams that a trial of the watch passed over: each is told, and its right neighbour is silent."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -93,3 +94,53 @@ def test_a_batch_whose_log_probs_are_not_seen(tmp_path, said, wanted, text):
     assert [text in told for _, told in found(watch)] == [True] * (text is not None)
     noted = [line for line in said if line.endswith("Own has a loss of its own: no finding, if you meant that")]
     assert len(noted) == ("cls" in wanted)
+
+
+@pytest.mark.parametrize("trains, dropout, random", [(True, 0.2, True), (True, 0.0, False), (False, 0.2, False)])
+@pytest.mark.parametrize("trainer", ["dpo-trainer", "kto-trainer"])
+def test_a_reference_in_training_mode(tmp_path, trainer, trains, dropout, random):
+    made = of(trainer, max_steps=1)
+    made.ref_model.config.attention_dropout = dropout
+    for layer in made.ref_model.model.layers:
+        layer.self_attn.attention_dropout = dropout
+    made.ref_model.train(trains)
+    watch, _ = watched(made, tmp_path)
+    text = "the reference's log-probs are random: it is in training mode, and its dropout drops"
+    assert (("reference", text) in found(watch)) == random and bool(watch.findings) == random
+
+
+def test_padding_at_the_left_without_a_mask_is_seen(tmp_path):
+    made = of("sft-trainer", max_steps=1)
+    collate = made.data_collator
+
+    def unmasked(rows):
+        batch = collate(rows)
+        for i, pads in enumerate((batch["attention_mask"] == 0).sum(1)):
+            for x in batch.values():
+                x[i] = x[i].roll(int(pads))
+        places = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+        return {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": places}
+
+    made.data_collator = unmasked
+    watch, _ = watched(made, tmp_path)
+    assert [text.partition(": ")[0] for _, text in found(watch)] == ["attention sees padding"]
+
+
+@pytest.mark.parametrize("rates, idle", [((0.01, 0.0), True), ((0.01, 0.001), False), ((0.0, 0.0), False)])
+def test_a_learning_rate_of_0_of_some_parameters(tmp_path, said, rates, idle):
+    made = of("sft-trainer", max_steps=3, lr_scheduler_type="constant")
+    norm = made.model.model.norm.weight
+    others = [p for p in made.model.parameters() if p is not norm]
+    made.optimizer = torch.optim.AdamW([{"params": others, "lr": rates[0]}, {"params": [norm], "lr": rates[1]}])
+    watch, _ = watched(made, tmp_path)
+    text = "watch, step 2: the learning rate is 0 of some parameters alone: model.norm.weight"
+    assert not watch.findings and said == [text] * idle
+
+
+def test_the_last_line_names_a_step_once(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging.getLogger("parity.watch"), "warning", lambda text, *given: lines.append(text % given))
+    made = of("sft-trainer")
+    made.model.model.norm.weight.register_hook(lambda grad: grad * torch.inf)
+    watched(made, tmp_path)
+    assert lines[-1].startswith("watch: looked at step 1, 2 in ")

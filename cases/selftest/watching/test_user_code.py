@@ -143,7 +143,7 @@ def test_a_loss_that_shows_no_log_probs_is_said_not_to_be_watched_and_why(tmp_pa
     watch, lines = watched(made(), tmp_path)
     assert not watch.findings and not lines and [line.startswith(f"watch: {text}") for line in said] == [True]
     assert said[0].endswith(
-        "its loss is not watched, only its batch, whether gradients are finite, and the optimizer's first step"
+        "its loss is not watched, only whether gradients are finite, and the optimizer's first step"
     )
 
 
