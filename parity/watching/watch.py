@@ -346,8 +346,8 @@ class Watch(TrainerCallback):
             what = "its loss is not watched, only whether gradients are finite, and the optimizer's first step"
             self._say(("nothing",), f"watch: {type(self.trainer).__name__} shows no log-probs ({why}): {what}")
             own = not type(self.trainer).compute_loss.__module__.startswith(("transformers.", "trl."))
-            own, due = own or self.trainer.compute_loss_func is not None, (self._now - self._begun) % self.every == 0
-            for fault in batch.unscored(self._inputs, self._tokenizer) if due else ():
+            own, off = own or bool(vars(self.trainer).get("compute_loss_func")), (self._now - self._begun) % self.every
+            for fault in batch.unscored(self._inputs, self._tokenizer) if not off else ():
                 self._wrong(fault, own, fault[0])
         if not self._stale and self._now < (self._due or 0):
             self._again = False  # there are new ones
