@@ -43,13 +43,14 @@ RUNS_HERE = (
 
 
 def _call(x: Inputs, **options: Any) -> Outputs:
-    """Shifted as a causal language model is: position t predicts label t + 1, the last one nothing."""
+    """Shifted as a causal language model is: position t predicts label t + 1, the last one nothing; labels are ignored by the
+    number that is given."""
     s, linear_cross_entropy = x.settings, accepted(FUNCTION)
     options |= taking(linear_cross_entropy, {"bias": (x.bias, None)})
     rows, ids = plain.folded(x), x.ids.long()
-    if options.get("shift"):
+    if "shift" in options:
         rows, ids = torch.nn.functional.pad(rows, (0, 0, 0, 1)), torch.nn.functional.pad(ids, (1, 0))
-    ids = ids.where(ids != IGNORE_INDEX, options.get("ignore_index", IGNORE_INDEX))
+        ids = ids.where(ids != IGNORE_INDEX, options["ignore_index"])
     return {"logps": -linear_cross_entropy(rows, x.weight, ids, softcap=s.softcap, reduction="none", **options)}
 
 

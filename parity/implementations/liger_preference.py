@@ -41,9 +41,8 @@ def _offer(kind: str, wanted: Callable[[Any], Wanted], *limits: Limit) -> None:
             value, (*logps, _, _, chosen, rejected) = loss(x.hidden, x.weight, ids, x.bias, x.labels, *reference, kl=kl)
             return {"loss": value} | dict(zip(KTO_PARTS, (*logps, chosen, rejected), strict=True))
         other = reference if s.method == "dpo" else ()
-        labels = (
-            {"nll_target": ids.contiguous()} if s.method == "orpo" and x.case.seed % 2 else {}
-        )  # as it does without
+        again = s.method == "orpo" and x.case.seed % 2  # the labels of the likelihood, which they are without
+        labels = {"nll_target": ids.contiguous()} if again else {}
         value, (chosen, rejected, _, _, nll, *rewards) = loss(x.weight, x.hidden, ids, x.bias, *other, **labels)
         parts = dict(zip(PARTS, (chosen, rejected, nll, *rewards[:2]), strict=True))
         return {"loss": value} | {n: part for n, part in parts.items() if n != "nll_loss" or s.nll}
