@@ -32,7 +32,7 @@ def main() -> None:
 @options.IMPLEMENTATIONS
 @options.several("--dtype", "dtypes", "fp32, fp16 or bf16")
 @options.DEVICE
-@options.option("--seed", "of the drawn cases; default: fixed in quick and pr, else new", type=int)
+@options.option("--seed", "of the random cases; default: fixed in quick and pr, else new", type=int)
 @options.with_versions
 @click.option("--require", multiple=True, metavar="ID[:cpu|cuda]", help="exit code 3 unless this was compared")
 @options.LEDGER
@@ -76,8 +76,8 @@ def demo_command(reports: Path) -> None:
 def init_command(loss: str | None) -> None:
     """Write a first test and a workflow into a repository.
 
-    The test judges a kernel. With FILE.py:NAME, a loss of yours, pull requests run it on drawn cases too, beside a ledger of
-    your own. Files that are there stay as they are.
+    The test judges a kernel. With FILE.py:NAME, your own loss, the workflow also runs it on random cases in each pull request,
+    with your own list of known findings. Existing files stay unchanged.
     """
     from parity.cli.init import init
 
@@ -86,10 +86,12 @@ def init_command(loss: str | None) -> None:
 
 @main.command("list", epilog="Example: parity list --family policy")
 @options.FAMILIES
-@options.option("--settings", "its settings; of a results file, what agreed with each", metavar="FAMILY|RESULTS")
+@options.option(
+    "--settings", "settings of this family; for a results file, the verdicts with each", metavar="FAMILY|RESULTS"
+)
 @options.option("--checks", "the checks of this trainer", metavar="TRAINER")
 def list_command(families: tuple[str, ...], **sections: Any) -> None:
-    """Show implementations; or settings, checks.
+    """List implementations, settings, or checks of a trainer.
 
     Each implementation is shown with its version, or with the reason why it cannot run here.
     """
@@ -116,7 +118,7 @@ def doctor_command() -> None:
 @options.IMPLEMENTATIONS
 @options.DEVICE
 @options.with_versions
-@click.option("--issue", is_flag=True, help="print a bug report for upstream; of a ledger entry with its script")
+@click.option("--issue", is_flag=True, help="print a bug report for upstream; for a ledger entry with its script")
 @options.path("--test", "write a pytest for your repository that runs this case again", metavar="FILE.py")
 @options.path("--minimise", "write the smallest part of a captured batch that still disagrees", metavar="FILE")
 @options.path("--reports", "folder or results file of the run that had the case", "reports")
@@ -137,7 +139,7 @@ def replay_command(case: str, **options: Any) -> None:
 
 @main.command("findings", epilog="Example: parity findings --config grpo.yaml")
 @options.path("--config", "only those that the settings of this .yaml or .json file meet")
-@click.option("--trainer", help="the trainer that runs the settings, where the file does not say: GRPOTrainer")
+@click.option("--trainer", help="class of the trainer, such as GRPOTrainer, if the file does not name it")
 @options.LEDGER
 @click.option("--page", type=click.Choice(PAGES), help="print the page of docs/ instead")
 def findings_command(config: Path | None, trainer: str | None, ledger: Path | None, page: str | None) -> None:
@@ -204,7 +206,7 @@ def upstream_command(ids: tuple[str, ...], every: bool, ledger: Path | None, rep
 @options.path("--against", "print what changed since the run of this results file, as Markdown", metavar="BASE")
 @VERBOSE
 def report_command(file: Path, reports: Path | None, against: Path | None, verbose: bool) -> None:
-    """Report a results file again, by default that of the last run."""
+    """Report a results file again (default: of the last run)."""
     from parity.results import memory
     from parity.results.report.rows import read
     from parity.results.row import End

@@ -19,7 +19,7 @@ MONTH = 30 * 24 * 3600.0  # seconds
 
 @click.group("ledger", cls=Commands)
 def ledger_command() -> None:
-    """Add findings to the list of known ones; measure those anew."""
+    """Add findings to the list of known ones, or update those."""
 
 
 @ledger_command.command("add", epilog="Example: parity ledger add policy-3f2a --reason 'drops a mask' --link trl:loss")
@@ -43,7 +43,7 @@ def add_command(
 ) -> None:
     """Add new findings of the last run.
 
-    That on CASE, with --reason and --link; or --all.
+    Give CASE with --reason and --link to add the finding on that case, or --all.
     """
     from parity.registry import family, load
     from parity.results import recorded
@@ -119,10 +119,10 @@ def measure_command(
     device: str,
     ledger: Path | None,
 ) -> None:
-    """Write into the frozen cases what known findings are there now.
+    """Record the present errors of known findings in their cases.
 
-    A later run shows a finding as new that grew threefold there, changed its class, or fails in another quantity. Without a
-    name: all frozen cases; with --ledger those of that ledger.
+    A later run reports a known finding as new if it grew threefold in its frozen case, changed its class, or fails in another
+    quantity. Without a name: all frozen cases; with --ledger those of that ledger.
     """
     from parity.registry import load, meant
     from parity.results import recorded

@@ -30,7 +30,7 @@ from parity.errors import UsageError
 def nightly_command(skip: tuple[str, ...], specs: tuple[str, ...], resume: bool, **options: Any) -> None:
     """Run everything for some hours, and write one page.
 
-    First a planted mistake must be caught. Then a long run with new cases, then history, mutants and more.
+    First the harness must catch a wrong implementation. Then a long run with new cases, failures of older releases and more.
     """
     from parity.nightly.night import COMMANDS, run
     from parity.results.notify import title
@@ -56,7 +56,7 @@ def nightly_command(skip: tuple[str, ...], specs: tuple[str, ...], resume: bool,
 @click.command("notify", epilog="Example: parity notify --out issue.md")
 @options.time("--stale", "red if the last run is older than this", "36h")
 @options.option("--profile", "only runs of this profile count", "nightly")
-@click.option("--page", default="", metavar="LINK", help="address of the report, for the text")
+@click.option("--page", default="", metavar="LINK", help="link to the report, for the text")
 @options.path("--out", "file for the text of the issue")
 @options.path("--trend", "write findings by release over time", metavar="FILE.html")
 @options.REPORTS
@@ -105,7 +105,7 @@ def upgrade_check_command(
 ) -> None:
     """Say whether it is safe to upgrade to a release.
 
-    Does run and compare with that release, and writes one page. With --config the verdict is about your run: GRPO's
+    Does `run` and `compare` with that release, and writes one page. With --config the verdict is about your run: GRPO's
     settings and values near them, or the checks of another trainer, and the fields of its config class. Exit code: 0
     safe, 1 not safe, 3 not known.
     """

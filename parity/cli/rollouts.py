@@ -27,7 +27,7 @@ def rollouts() -> None:
 @options.count("--max-tokens", None, 32)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--name", default=None, help="name of the files; default: the model's")
-@click.option("--contract", is_flag=True, help="ask what one request cannot show: top-k, order, batch size, cache")
+@click.option("--contract", is_flag=True, help="also test the engine with top-k, other orders, batch sizes, its cache")
 @options.path("--out", default="reports/rollouts")
 def record_command(**given: Any) -> None:
     """Sample with an engine, store ids and log-probs.
@@ -50,8 +50,8 @@ def record_command(**given: Any) -> None:
 def judge_command(paths: tuple[str, ...], **given: Any) -> None:
     """Judge an engine's log-probs against the trainer's.
 
-    The unit is the trainer's own rounding. Then the contract of an engine, line by line. Without RECORDING: those that
-    are shipped. Exit code 1 if one disagrees or a line is broken.
+    Errors are measured in units of the trainer's own rounding. Then follows the contract of an engine (docs/rollouts.md), line
+    by line. Without RECORDING: the shipped ones. Exit code 1 if one disagrees or a line is broken.
     """
     prepare("cpu")
     from parity import recording

@@ -19,7 +19,7 @@ from parity.errors import AGREE, NEW, NOTHING, USAGE, UsageError
 def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: str) -> None:
     """Run recorded failures of older releases again.
 
-    Each must show in the bad releases and be gone in the good ones.
+    Each must appear in the bad releases and not in the good ones.
     """
     from parity.results.report import measured
     from parity.versions import history
@@ -44,7 +44,7 @@ def history_command(ids: tuple[str, ...], recall: bool, profile: str, device: st
 @options.choice("--find", "what to find", "broken", "fixed")
 @options.choice("--failure", "what counts as wrong", "disagree", "crashed", "timed-out", "out-of-memory")
 @click.option("--hold", multiple=True, metavar="PKG==VER", help="keep another package at this version")
-@options.path("--reports", "where the id of --case is looked for", "reports")
+@options.path("--reports", "folder of the run that has the id of --case", "reports")
 @options.device("cpu")
 def bisect_command(
     package: str,
