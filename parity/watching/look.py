@@ -17,6 +17,7 @@ from parity.judge.shaken import unit
 from parity.rollouts import scoring
 from parity.rollouts.causes import Supports
 from parity.rollouts.scoring import Difference, Rows, Scores, agrees, innermost, kept_mass, undisturbed
+from parity.watching.step import checkpointing
 from parity.watching.taps import Taken
 
 LIMITS = "max_prompt_length", "max_length", "vllm_max_model_length", "model_max_length", "max_position_embeddings"
@@ -344,11 +345,3 @@ def _numbers(config: Any) -> dict[str, Any]:
     """What a model computes with besides its weights; token ids are of no forward pass."""
     found = {n: v for n, v in config.to_dict().items() if isinstance(v, int | float | dict) and not isinstance(v, bool)}
     return {n: v for n, v in found.items() if not n.endswith("_token_id")}
-
-
-def checkpointing(model: Any) -> str:
-    """The name of the function that checkpoints activations; empty if none does."""
-    layers = (m for m in model.modules() if getattr(m, "gradient_checkpointing", False))
-    function = next(reversed([f for m in layers if (f := getattr(m, "_gradient_checkpointing_func", None))]), None)
-    function = getattr(function, "func", function)
-    return "" if function is None else f"{function.__module__}.{function.__qualname__}"

@@ -70,6 +70,8 @@ class Step:
             lost = {dtype for dtype, (all, stay) in counts.items() if stay > all / 2}
             kinds = sorted(f"{dtype}".removeprefix("torch.") for dtype in lost)
             at = ", ".join(f"{rate:.3g}" for rate in sorted({rate for p, rate, *_ in self._own if p.dtype in lost}))
+            if still == count and min(dtype.itemsize for dtype in lost) >= 4:
+                return f"the optimizer's step, at lr {at}, changes no parameter"
             share = f"{still / count:.0%} of the weights that have a gradient"
             why = f"steps at lr {at} round away in {' and '.join(kinds)}"
             return f"the optimizer's step leaves {share} as they are: {why}"
@@ -116,3 +118,26 @@ def rates(optimizer: Any) -> list[float]:
 def at_top(now: Sequence[float], last: Sequence[float]) -> bool:
     """Whether the learning rates are no longer on their way up; `last`: those of the step before."""
     return bool(last) and any(now) and not any(a > b for a, b in zip(now, last, strict=False))
+
+
+def broken(model: torch.nn.Module, sloped: bool) -> str:
+    """Gradients that are not finite, or which reach none of a layer although the loss has some, `sloped`."""
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if lost := [n for n, p in named.items() if p.grad is not None and not bool(p.grad.isfinite().all())]:
+        return f"gradients are not finite: {first(lost)}"
+    reached = {n for n, p in named.items() if p.grad is not None and bool(p.grad.any())}
+    layers = [n for n, m in model.named_modules() if hasattr(m, "gradient_checkpointing") and "." in n]
+    still = [n for n in layers if any(k.startswith(n + ".") for k in named)]
+    still = [n for n in still if not any(k.startswith(n + ".") for k in reached)]
+    if not sloped or (reached and not still):
+        return ""
+    by = f", checkpointed by {name}" if (name := checkpointing(model)) else ""
+    return f"no gradient reaches {first(still)}{by}" if reached else "no parameter has a gradient, and the loss has one"
+
+
+def checkpointing(model: Any) -> str:
+    """The name of the function that checkpoints activations; empty if none does."""
+    layers = (m for m in model.modules() if getattr(m, "gradient_checkpointing", False))
+    function = next(reversed([f for m in layers if (f := getattr(m, "_gradient_checkpointing_func", None))]), None)
+    function = getattr(function, "func", function)
+    return "" if function is None else f"{function.__module__}.{function.__qualname__}"

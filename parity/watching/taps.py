@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,23 @@ class Taken:
     labels: Tensor | None = None  # (B, P + T), where those in the loss are not the ids
     # ids and positions (1, T) of the row that the sequences were packed into, and where in it each token is, (B, P + T)
     row: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+def trained(taken: Iterable[Taken], batch: Any) -> Taken | None:
+    """The scoring with gradients, those of the same ids added up; of rows that are scored in turn all of them, if they are those
+    of the micro-batch, whose completions' ids are `batch`."""
+    found = [t for t in taken if t.trained]
+    found = [t for t in found if t.slopes is not None] or found
+    if not found or not torch.is_tensor(batch) or len(batch) == len(found[0].ids):
+        slopes = [t.slopes for t in found if t.slopes is not None and torch.equal(t.ids, found[0].ids)]
+        return dataclasses.replace(found[0], slopes=sum(slopes) if slopes else None) if found else None
+    names = "ids", "attention", "logps", "entropies", "slopes", "positions", "labels"
+    parts = {n: [x for t in found if torch.is_tensor(x := getattr(t, n))] for n in names}
+    alike = len({t.ids.shape[1:] for t in found}) == len({t.logps.shape[1:] for t in found}) == 1
+    if not alike or not torch.equal(torch.cat(parts["ids"])[:, -batch.shape[1] :], batch):
+        return None
+    whole: dict[str, Any] = {n: torch.cat(x) if len(x) == len(found) else None for n, x in parts.items()}
+    return dataclasses.replace(found[0], **whole)
 
 
 class Taps:

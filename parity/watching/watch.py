@@ -1,31 +1,27 @@
 """`parity.watch`: log-probs, gradients and loss of a real training run, held against the model's own forward as it runs."""
 
-import dataclasses
 import functools
-import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
 
 from parity.judge.calls import told
 from parity.results import watched
-from parity.results.watched import Finding
 from parity.rollouts import causes
-from parity.rollouts.scoring import Difference, agrees, drops, farthest, innermost, mismatch, rms, rows_of
+from parity.rollouts.scoring import Difference, agrees, drops, farthest, mismatch, rms, rows_of
 from parity.trainers.definitions.micro_batch import defined, known, loss_mask, nearest
 from parity.watching import batch, definition
-from parity.watching.look import Look, checkpointing
+from parity.watching.look import Look
 from parity.watching.rewards import faults as advantage_faults
-from parity.watching.step import Once, Step, at_top, first, rates
-from parity.watching.taps import Taken, Taps
+from parity.watching.step import Once, Step, at_top, broken, rates
+from parity.watching.taps import Taken, Taps, trained
+from parity.watching.told import Told, logger
 
-logger = logging.getLogger("parity.watch")
 SIDES = {
     "trainer": "the trainer's log-probs differ from the model's own",
     "sampler": "the sampler's log-probs differ from the trainer's",
@@ -37,8 +33,6 @@ SIDES = {
 SCORED = {"trainer": "trainer", "old": "policy before its updates", "reference": "reference"}
 FIXED = {"ref_model": "reference", "teacher_model": "teacher"}
 """Models of a trainer that no step of its optimizer may move."""
-ABOUT = {"trainer": {"logps"}, "reference": {"ref_logps"}, "loss": {"loss", "gradient"}}
-"""What a finding is of -> quantities of the ledger's entries."""
 GIVEN = "_prepare_inputs", "_calculate_rewards_from_functions"
 """Methods that give what the loss is made of; the second is OnlineDPOTrainer's, whose step prepares no inputs."""
 
@@ -47,7 +41,7 @@ class Mismatch(AssertionError):
     """Raised by a watched run under `on_mismatch="raise"`; the message is the warning's."""
 
 
-class Watch(TrainerCallback):
+class Watch(Told):
     """What `parity.watch` returns: `findings` of the run so far; `undo()` ends it. Raises ValueError for options out of
     range, TypeError for what is no trainer.
 
@@ -71,20 +65,14 @@ class Watch(TrainerCallback):
             raise ValueError(f"every={every}, rows={rows}: at least 1")
         if not hasattr(trainer, "training_step") or not hasattr(trainer, "accelerator"):
             raise TypeError(f"watch: {type(trainer).__name__} is no trainer")
-        self.trainer, self.every, self.rows, self.on_mismatch, self.to = trainer, every, rows, on_mismatch, Path(to)
-        self.budget, self.capture = memory_budget, capture
-        self.findings: list[Finding] = []
+        super().__init__(trainer, on_mismatch, Path(to))
+        self.every, self.rows, self.budget, self.capture = every, rows, memory_budget, capture
         self.seconds = 0.0  # spent in it so far
         self._taps = Taps(trainer)
         self._taken: list[Taken] | None = None
         self._inputs: Any = {}
         self._rewards = list[Any]()  # of the completions that are generated just now
-        self._looked: list[dict[str, Any]] = []
-        self._measured: dict[str, float] = {}
-        self._metrics: dict[str, float] = {}
-        self._said: set[tuple[str, ...]] = set()
         self._error: Exception | None = None
-        self._mismatch = ""
         self.on_train_begin()
         if hasattr(trainer, "_generate_and_score_completions"):
             self._generated = -2  # in the midst of a run: wait for completions of the present weights
@@ -130,7 +118,7 @@ class Watch(TrainerCallback):
         if self._looked and self.trainer.is_world_process_zero():
             steps = [*dict.fromkeys(str(look["step"]) for look in self._looked)]
             shown = ", ".join(steps if len(steps) < 8 else [*steps[:3], "…", steps[-1]])
-            found, took = len(self.findings) or "no", f"{self.seconds:.1f} s"
+            found, took = len({(f.what, *f.causes) for f in self.findings}) or "no", f"{self.seconds:.1f} s"
             logger.warning("watch: looked at step %s in %s: %s finding%s", shown, took, found, "s" * (found != 1))
 
     def undo(self) -> None:
@@ -148,7 +136,7 @@ class Watch(TrainerCallback):
             self._once = Once(self.trainer.optimizer)
         elif self._once is not None and self._now > self._begun:
             faults, self._once = self._once.faults(self._model), None
-            self._guarded(lambda: self._stepped_so(faults))
+            self._guarded(lambda: self._finds("update", faults))
         if self._now < self._due and not (self._again and self._stale):
             return original(*args, **kwargs)
         self._taken, looks, items = [], list[Look](), (*args, None, None, None)[2] or kwargs.get("num_items_in_batch")
@@ -288,18 +276,7 @@ class Watch(TrainerCallback):
             return
         named = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         if self._now == self._begun and getattr(self.trainer.accelerator, "scaler", None) is None:
-            broken = [n for n, p in named.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
-            reached = {n for n, p in named.items() if p.grad is not None and bool(p.grad.any())}
-            layers = [n for n, m in self._model.named_modules() if hasattr(m, "gradient_checkpointing") and "." in n]
-            still = [n for n in layers if any(k.startswith(n + ".") for k in named)]
-            still = [n for n in still if not any(k.startswith(n + ".") for k in reached)]
-            if broken:
-                self._find("gradient", math.nan, (), f"gradients are not finite: {first(broken)}")
-            elif self._sloped and (still or not reached):
-                by = f", checkpointed by {name}" if (name := checkpointing(self._model)) else ""
-                text = f"no gradient reaches {first(still)}{by}"
-                text = text if reached else "no parameter has a gradient, and the loss has one"
-                self._find("gradient", math.nan, (), text)
+            self._finds("gradient", [text] if (text := broken(self._model, self._sloped)) else ())
         small = sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget
         if small and aged:
             weights = {n: p.detach().to("cpu", copy=True) for n, p in named.items()}
@@ -309,18 +286,9 @@ class Watch(TrainerCallback):
         step, self._step_of = self._step_of, None
         here = [] if optimizer is None else rates(optimizer)
         self._stepped, self._rates = at_top(here, self._rates), here
-        self._stepped_so(step.faults(self._stepped) if step is not None else ())
+        self._finds("update", step.faults(self._stepped) if step is not None else ())
         if self._stepped and step is not None and (text := step.lost()):
             self._say(("lost",), f"watch, step {self._now + 1}: {text}")
-
-    def _stepped_so(self, faults: Iterable[str]) -> None:
-        for text in faults:
-            if ("update", text) not in self._said:
-                self._find("update", math.nan, (text,), text)
-
-    @property
-    def _now(self) -> int:
-        return int(self.trainer.state.global_step)
 
     @property
     def _stale(self) -> bool:
@@ -337,7 +305,7 @@ class Watch(TrainerCallback):
 
     def _ready(self) -> list[Look]:
         """The micro-batch just scored, if there is anything to look at."""
-        taken = self._trained()
+        taken = trained(self._taken or (), self._inputs.get("completion_ids"))
         if taken is None and known(self.trainer) != "distillation":
             why = "a loss of its own, images or prompt tuning"
             why = "label smoothing" if getattr(self.trainer.args, "label_smoothing_factor", 0) else why
@@ -361,30 +329,13 @@ class Watch(TrainerCallback):
         look = Look(self.trainer, self._model, self._inputs, taken, others, mask, rows, *now, random, self._batch)
         return [look] * bool(rows.picked.any())
 
-    def _trained(self) -> Taken | None:
-        """The scoring with gradients, those of the same ids added up; of rows that are scored in turn all of them, if they are
-        those of the micro-batch."""
-        found, ids = [t for t in self._taken or () if t.trained], self._inputs.get("completion_ids")
-        found = [t for t in found if t.slopes is not None] or found
-        if not found or not torch.is_tensor(ids) or len(ids) == len(found[0].ids):
-            slopes = [t.slopes for t in found if t.slopes is not None and torch.equal(t.ids, found[0].ids)]
-            return dataclasses.replace(found[0], slopes=sum(slopes) if slopes else None) if found else None
-        names = "ids", "attention", "logps", "entropies", "slopes", "positions", "labels"
-        parts = {n: [x for t in found if torch.is_tensor(x := getattr(t, n))] for n in names}
-        alike = len({t.ids.shape[1:] for t in found}) == len({t.logps.shape[1:] for t in found}) == 1
-        if not alike or not torch.equal(torch.cat(parts["ids"])[:, -ids.shape[1] :], ids):
-            return None
-        whole: dict[str, Any] = {n: torch.cat(x) if len(x) == len(found) else None for n, x in parts.items()}
-        return dataclasses.replace(found[0], **whole)
-
     def _look(self, at: Look, items: Any, value: float) -> None:
         """Everything about it; its backward pass is done, the optimizer has not stepped."""
         if at.mine is None:
             return
         self._measured = at.measured
         for whose in (missing := at.missing()):
-            text = f"log-probs of the {SCORED[whose]} are NaN"
-            self._find(whose, math.nan, (text,), text)
+            self._finds(whose, [f"log-probs of the {SCORED[whose]} are NaN"])
         if at.other and not self._looked:
             text = "at step 1 the reference has other weights than the policy: the two are not compared"
             self._say(("other",), f"watch: {text}")
@@ -395,8 +346,9 @@ class Watch(TrainerCallback):
             self._say(("random",), f"watch: {why}: those of the trainer are not compared")
         reference = getattr(self.trainer, "ref_model", None)
         if reference not in (None, self.trainer.model) and drops(reference):
-            text = "the reference's log-probs are random: it is in training mode, and its dropout drops"
-            self._find("reference", math.nan, (text,), text)
+            self._finds(
+                "reference", ["the reference's log-probs are random: it is in training mode, and its dropout drops"]
+            )
         for what in at.sides:
             self._judge(what, at.difference(what), at)
         if at.taken.slopes is not None and not missing:
@@ -429,16 +381,6 @@ class Watch(TrainerCallback):
         size = f"{SIDES[side]} by {rms(units):.3g} times its noise ({len(units)} tokens)"
         self._find(what, rms(units), named, f"{size}: {' or '.join(named) or f'{none}; most: {most}'}", tokens, strips)
 
-    def _known(self, what: str) -> str:
-        """What the ledger has against the log-probs, or the loss, of this run on this stack, with the fix."""
-        try:
-            from parity.tools.settings_check import known_of
-        except ImportError:
-            return ""  # the ledger is read with msgspec, which a training run needs not have
-        model = str(getattr(innermost(self.trainer.model).config, "model_type", ""))
-        found = known_of(self.trainer, model, ABOUT.get(what, ()))
-        return "".join(f"; known of this stack: {e.id}, fix: {e.user.fix}" for e in found)
-
     def _distilled(self, value: float) -> None:
         """The loss of distillation, of all rows, by its value."""
         self._due, self._measured = self._now + self.every, {"tokens": int(loss_mask(self._inputs).sum())}
@@ -466,44 +408,5 @@ class Watch(TrainerCallback):
         else:
             self._wrong(found, own)
 
-    def _wrong(self, found: tuple[str, list[str]] | None, own: bool = False, of: str = "loss") -> None:
-        if found is None:
-            return
-        text = f"{found[0]}: {' or '.join(found[1]) or 'no known cause'}"
-        if not own:
-            self._find("loss", math.nan, tuple(found[1]), text)
-        else:
-            why = f"{type(self.trainer).__name__} has a loss of its own: no finding, if you meant that"
-            self._say(("own", of, str(not found[1])), f"watch, step {self._now + 1}: {text}; {why}")
-
-    def _find(
-        self, what: str, units: float, named: tuple[str, ...], text: str, tokens: Any = (), strips: Sequence[str] = ()
-    ) -> None:
-        text = f"watch, step {self._now + 1}: {text}{self._known(what)}"
-        self.findings.append(Finding(what, units, named, text, tuple(tokens), tuple(strips)))
-        if self.on_mismatch == "warn" or self._mismatch:
-            self._say((what, *named), text)
-        elif (what, *named) not in self._said:
-            self._said.add((what, *named))
-            self._mismatch = text
-
-    def _say(self, about: tuple[str, ...], text: str) -> None:
-        """Once of each."""
-        if about not in self._said:
-            self._said.add(about)
-            logger.warning(text)
-
     def _decoded(self, token: int) -> str:
         return str(self._tokenizer.decode([token])) if hasattr(self._tokenizer, "decode") else str(token)
-
-    def _write(self, found: list[Finding]) -> None:
-        """One line of what was measured and found, and a page of all findings; a file that takes none ends nothing."""
-        measured, self._measured = self._measured, {}
-        self._metrics |= {name: value for name, value in measured.items() if name != "tokens"}
-        self._looked.append({"step": self._now + 1, **measured})
-        if not self.trainer.is_world_process_zero():
-            return
-        try:
-            watched.write(self.to, self._looked, self.findings, found)
-        except OSError as error:
-            self._say(("file",), f"watch: nothing is written: {told(error)}")
