@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.families.policy_losses import CONFIG_FIELDS, GIVEN, losses
+from parity.families.policy_losses import CONFIG_FIELDS, GIVEN, divergence, losses
 from parity.families.preference_losses import DPO, ONLINE, Pairs, unpaired
 
 Define = Callable[[Tensor], Tensor]
@@ -64,8 +64,8 @@ def _grpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, item
     x.num_items_in_batch = float(mask.sum() if count is None else count) / trainer.accelerator.num_processes
     entropies = _exact(taken.entropies)
 
-    def of(x: SimpleNamespace, lp: Tensor, what: str = "loss", s: SimpleNamespace = s) -> Tensor:
-        return losses(s, x, lp, torch.zeros_like(lp) if entropies is None else entropies)[what]
+    def of(x: SimpleNamespace, lp: Tensor, what: str = "loss", s: SimpleNamespace = s, kl: Any = divergence) -> Tensor:
+        return losses(s, x, lp, torch.zeros_like(lp) if entropies is None else entropies, kl)[what]
 
     without = SimpleNamespace(**{**vars(x), "importance_sampling_ratio": None})
     dropped = {"the sampler's importance ratio is not applied": lambda lp: of(without, lp)}
@@ -76,7 +76,14 @@ def _grpo(trainer: Any, inputs: Any, taken: Any, mask: Tensor, others: Any, item
         applied |= {"the ratio to the old log-probs is 1": lambda lp: of(now, lp)}
     if s.beta:
         free = SimpleNamespace(**{**vars(s), "beta": 0.0})
-        applied |= {"beta is ignored: there is no KL": lambda lp: of(x, lp, s=free)}
+        applied |= {
+            "beta is ignored: there is no KL": lambda lp: of(x, lp, s=free),
+            "the KL is subtracted": lambda lp: of(x, lp, kl=lambda r, w: -divergence(r, w)),
+            "the KL has the models exchanged": lambda lp: of(x, lp, kl=lambda r, w: divergence(-r, w)),
+            "the KL is the difference of the log-probs": lambda lp: of(
+                x, lp, kl=lambda r, w: -r * (1 if w is None else w)
+            ),
+        }
     size = float(of(x, _exact(taken.logps), "_terms").abs().sum())
     return Loss(s.loss_type, lambda lp: of(x, lp), mask, padded.get(s.loss_type), applied, size, valued)
 
