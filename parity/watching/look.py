@@ -20,6 +20,8 @@ from parity.rollouts.scoring import Difference, Rows, Scores, agrees, innermost,
 from parity.watching.step import checkpointing
 from parity.watching.taps import Taken
 
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""How a sampler is asked -> what changes nothing."""
 LIMITS = "max_prompt_length", "max_length", "vllm_max_model_length", "model_max_length", "max_position_embeddings"
 """Names of what may cut a prompt."""
 
@@ -283,6 +285,21 @@ class Look:
         )
         return mine == theirs
 
+    def asked(self) -> list[str]:
+        """What the model is asked to sample by, where it generates itself, other than by the trainer's config."""
+        config, args = getattr(self.trainer, "generation_config", None), self.trainer.args
+        other = getattr(self.trainer, "use_vllm", True) or getattr(self.trainer, "rollout_func", None) is not None
+        if other or not getattr(config, "do_sample", False):
+            return []
+        meant = vars(args) | (getattr(args, "generation_kwargs", None) or {})
+        meant["temperature"] = getattr(self.trainer, "temperature", None) or getattr(args, "temperature", None)
+        both = [(n, getattr(config, n, None) or by, meant[n] or by) for n, by in NEUTRAL.items() if n in meant]
+        return [
+            f"completions are sampled by {n} {x:g} where the trainer's is {y:g}"
+            for n, x, y in both
+            if not math.isclose(x, y, rel_tol=1e-5)
+        ]
+
     @property
     def sampling(self) -> Supports:
         """Top-p, top-k and min-p of the run's config and of the model's generation config."""
@@ -334,7 +351,7 @@ class Look:
                     others["padding at the left changes what the model computes"] = self._padded
             for text, rows in scoring.begun(self.model, self.rows).items() if what == "sampler" else ():
                 others[text] = functools.partial(self._by, rows)
-            for dtype in (torch.float16, torch.bfloat16) if what == "sampler" else ():
+            for dtype in (torch.float16, torch.bfloat16) if what != "old" and not self.behind(what) else ():
                 coarser[NAMES[dtype]] = functools.partial(self._own, self.rows, dtype)
         if what != "old" and not self.behind(what):
             others |= scoring.bare_head(self.model, mine, self.rows.token_ids, self.temperature)
