@@ -1,13 +1,22 @@
-"""What a collator made of sequences, held against the sequences themselves: where their loss ends, and what attention sees."""
+"""What a collator made of sequences, held against the sequences themselves: where their loss ends, and what attention sees; and
+against the rows that it was given."""
 
+import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from parity.watching.taps import Taken
 
 Fault = tuple[str, list[str]]
+Tokens = list[tuple[int, int, bool]]
+"""Ids of a row; whether each is in the loss, -1 where that is unknown; whether a sequence begins with it."""
+CUTS = "max_length", "max_seq_length", "max_prompt_length", "max_completion_length"
+"""Settings that may make a sequence shorter."""
 
 
 def faults(taken: Taken, mask: Tensor, tokenizer: Any) -> Iterator[Fault]:
@@ -77,3 +86,81 @@ def seen_padding(taken: Taken, pad: int | None, unknown: int | None) -> Fault | 
         return None
     text = f"{int(runs.amax())} tokens before a sequence, in {int((runs > 0).sum())} of {len(runs)} rows"
     return "attention sees padding", [text]
+
+
+def collated(rows: Any, batch: Any, trainer: Any, pad: int | None) -> Iterator[tuple[Fault, bool]]:
+    """Where a `batch` is not what the columns of its `rows` say, and whether that may be meant. The rows may be in another order,
+    or all in one. Nothing of sequences with other tokens than a row's, or where these are as many others."""
+    if not isinstance(batch, Mapping) or not all(isinstance(row, Mapping) for row in rows):
+        return
+    made, n, labels = _made(batch), len(rows), [*batch.get("label", ())]
+    told = [x for side in zip(*(_told(row, trainer) for row in rows), strict=False) for x in side]
+    labelled = len(labels) == n == len(told) and all("label" in row for row in rows)
+    if len(made) == 1 < n == len(told):
+        told, n = [[token for x in told for token in x]], 1
+    limit = min([x for name in CUTS if isinstance(x := getattr(trainer.args, name, None), int)], default=math.inf)
+    counts = Counter[tuple[str, bool]]()
+    for i, row in enumerate(made if len(made) == len(told) else ()):
+        near = sorted(range(len(told)), key=lambda j: (j // n != i // n, j != i))
+        enough = [j for j in near if len(row) >= min(limit, len(told[j]))]
+        j, k = next(((j, k) for j in enough if (k := _place(row, told[j])) >= 0), (i, _place(row, told[i])))
+        here, out = told[j][k : k + len(row)], told[j][:k] + told[j][k + len(row) :]
+        if k < 0:
+            continue
+        lost = [inside for token, inside, _ in out if j not in enough and token != pad]
+        pairs = list(zip(row[1:], here[1:], strict=True))
+        both = [(x[1], y[1]) for x, y in pairs if x[1] >= 0 and not y[2]]
+        beside = not {"cu_seq_lens_q", "seq_idx"} & {*batch} and any(y[2] > x[2] for x, y in pairs)
+        spared = not all(inside or begins for _, inside, begins in told[j])
+        found = {  # what it does, whether one of the user's own may mean it
+            ("exchanges chosen and rejected", False): j // n != i // n,
+            ("turns labels", False): labelled and bool(labels[i]) != bool(rows[j]["label"]),
+            ("drops tokens of the loss", False): any(lost),
+            ("puts tokens into the loss that the columns leave out", False): any(x > y for x, y in both),
+            ("drops tokens outside the loss", True): bool(lost) and not any(lost),
+            ("leaves tokens of the loss out of it", True): spared and any(x < y for x, y in both),
+            ("lets sequences of one row see each other", True): beside,
+        }
+        counts.update(key for key, one in found.items() if one)
+    for (what, meant), count in counts.items():
+        yield (f"the collator {what}", [f"in {count} of {len(made)} rows"]), meant
+
+
+def _place(row: Tokens, whole: Tokens) -> int:
+    """Where in the `whole` the ids of the row are; -1 where they are not in it."""
+    a, b = [x[0] for x in row], [x[0] for x in whole]
+    places = range(len(b) - len(a) + 1) if a else ()
+    return next((k for k in places if b[k] == a[0] and b[k : k + len(a)] == a), -1)
+
+
+def _told(row: Mapping[str, Any], trainer: Any) -> list[Tokens]:
+    """A row's sequence, or chosen and rejected, by its columns; none where it has other ones."""
+    lists = {n: x.tolist() if hasattr(x, "tolist") else x for n, x in row.items()}
+    given = {n: x for n, x in lists.items() if isinstance(x, list) and all(isinstance(one, int) for one in x)}
+    prompt = given.get("prompt_ids", [])
+    for names in (("chosen_ids", "rejected_ids"), ("completion_ids",)):
+        if given.keys() >= {*names}:
+            return [[(t, i >= len(prompt), not i) for i, t in enumerate(prompt + given[n])] for n in names]
+    ids = given.get("input_ids", [])
+    of_completion = getattr(trainer, "completion_only_loss", True) is not False and "labels" not in given
+    marks = [given[n] for n in ("completion_mask",) * of_completion + ("assistant_masks",) if n in given]
+    marks = [[label != -100 for label in given["labels"]]] if "labels" in given else marks
+    starts, there = {*accumulate(given.get("seq_lengths", []), initial=0)}, given.get("attention_mask", [1] * len(ids))
+    if any(len(x) != len(ids) for x in (there, *marks)):
+        return []
+    return [[(t, all(m[i] for m in marks) and i not in starts, i in starts) for i, t in enumerate(ids) if there[i]]]
+
+
+def _made(batch: Any) -> list[Tokens]:
+    """The rows of a batch (B, T) without their padding; none of another batch."""
+    names = "input_ids", "attention_mask", "labels", "completion_mask", "position_ids"
+    ids, there, labels, inside, places = (batch.get(n) for n in names)
+    if not torch.is_tensor(ids) or ids.dim() != 2 or (there is not None and getattr(there, "shape", ()) != ids.shape):
+        return []
+    first = torch.arange(ids.shape[1]).expand_as(ids)
+    inside = inside if labels is None else labels != -100
+    inside = inside if getattr(inside, "shape", ()) == ids.shape else torch.full_like(ids, -1)
+    begins = (places if getattr(places, "shape", ()) == ids.shape else first) == 0
+    kept = torch.ones_like(ids).bool() if there is None else there.bool()
+    columns = [[x[i][kept[i]].tolist() for x in (ids, inside.int(), begins)] for i in range(len(ids))]
+    return [list(zip(*x, strict=True)) for x in columns]

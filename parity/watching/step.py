@@ -1,5 +1,7 @@
-"""A step of the optimizer: parameters that it lacks, a reference that it moves, weights that it leaves, gradients that stay."""
+"""A step of the optimizer: parameters that it lacks, a reference that it moves, weights that it leaves, gradients that stay,
+or that it gets otherwise than backward passes left them."""
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.judge.shaken import unit
+
 SAMPLE = 4096
 """Elements of a parameter that are compared, at most twice as many."""
+SCALINGS = 4  # of gradients between the backward pass and the step
 
 
 def first(names: Sequence[str]) -> str:
@@ -81,12 +86,43 @@ class Step:
 
 
 class Once:
-    """How often an optimizer steps, and what gradients are there behind it, before the next step's first micro-batch."""
+    """How often an optimizer steps, what gradients it gets, and what is there behind it, before the next step's first
+    micro-batch."""
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: Any, model: torch.nn.Module | None = None):
+        """`model`: whose gradients are to be compared, no scaler's or other rank's in them."""
         inner, self._steps = getattr(optimizer, "optimizer", optimizer), 0
         known = isinstance(inner, torch.optim.Optimizer)
-        self._hooks = [inner.register_step_post_hook(self._stepped)] if known else []
+        self._hooks: list[Any] = [inner.register_step_post_hook(self._stepped)] if known else []
+        self._left, self._gone = dict[str, tuple[Any, Tensor]](), dict[str, None]()
+        for n, p in model.named_parameters() if model is not None else ():
+            if p.requires_grad:
+                self._hooks.append(p.register_post_accumulate_grad_hook(functools.partial(self._came, n)))
+
+    def _came(self, name: str, p: Any) -> None:
+        if p.grad is not None and p.grad.layout is torch.strided:
+            self._left[name] = p, _sample(p.grad)
+
+    def further(self) -> None:
+        """Before one more micro-batch of the step."""
+        none = (n for n, (p, x) in self._left.items() if bool(x.any()) and (p.grad is None or not bool(p.grad.any())))
+        self._gone |= dict.fromkeys(none)
+
+    def changed(self) -> Iterator[tuple[str, list[str]]]:
+        """Before the step: where all gradients are those that backward passes left, times one number that no clipping makes, or
+        the last one's alone. Each of `SCALINGS` products, and of as many factors, is off by its rounding."""
+        both = [(_sample(p.grad).double(), x) for p, x in self._left.values() if p.grad is not None]
+        both = [(g, x.to(g)) for g, x in both if g.shape == x.shape]
+        size = math.fsum(float(x.square().sum()) for _, x in both)
+        off = 2 * SCALINGS * max((unit(x.dtype) for _, x in self._left.values()), default=0.0)
+        times = math.fsum(float((g * x).sum()) for g, x in both) / size if size else 0.0
+        apart = math.fsum(float((g - times * x).square().sum()) for g, x in both)
+        if times == 0 or not apart <= (off * times) ** 2 * size:
+            return
+        if not 0 < times <= 1 + off:
+            yield "the optimizer gets other gradients than backward passes left", [f"{times:.4g} times those"]
+        if self._gone:
+            yield "gradients of earlier micro-batches are lost", [first([*self._gone])]
 
     def _stepped(self, *_: Any) -> None:
         self._steps += 1

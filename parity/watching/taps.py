@@ -55,23 +55,21 @@ class Taps:
         self._sees: Any = None
         self._hooks: list[Any] = []
 
-    def around(self, name: str, wrapper: Callable[..., Any]) -> None:
-        """Calls of the trainer's method `name`, if it has one, go through `wrapper(original, *args, **kwargs)`."""
-        if not hasattr(self.trainer, name):
+    def around(self, name: str, wrapper: Callable[..., Any], of: Any = None) -> None:
+        """Calls of the trainer's method `name`, or another object's, if it has one, go through
+        `wrapper(original, *args, **kwargs)`."""
+        of = self.trainer if of is None else of
+        if not callable(original := getattr(of, name, None)):
             return
-        original, before = getattr(self.trainer, name), vars(self.trainer).get(name)
+        before = vars(of).get(name)
         # of partials: a deep copy of the trainer has those of its own watch
         replaced = functools.wraps(original)(functools.partial(self._call, wrapper, original))
-        setattr(self.trainer, name, replaced)
-        self._undo.append(functools.partial(self._back, name, replaced, before))
+        setattr(of, name, replaced)
+        self._undo.append(functools.partial(_back, of, name, replaced, before))
 
     def _call(self, wrapper: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         # a later hook may still hold one that is undone
         return wrapper(original, *args, **kwargs) if self._undo else original(*args, **kwargs)
-
-    def _back(self, name: str, replaced: Any, before: Any) -> None:
-        if vars(self.trainer).get(name) is replaced:
-            delattr(self.trainer, name) if before is None else setattr(self.trainer, name, before)
 
     def scored(self, seen: Callable[[Callable[[], Taken | None]], None]) -> None:
         """`seen` gets a reader of each scoring, before its result goes on to the trainer."""
@@ -94,6 +92,11 @@ class Taps:
         while self._undo:
             self._undo.pop()()
         self.hooked()
+
+
+def _back(of: Any, name: str, replaced: Any, before: Any) -> None:
+    if vars(of).get(name) is replaced:
+        delattr(of, name) if before is None else setattr(of, name, before)
 
 
 class _Hook:

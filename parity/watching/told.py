@@ -44,14 +44,16 @@ class Told(TrainerCallback):
         found = known_of(self.trainer, model, ABOUT.get(what, ()))
         return "".join(f"; known of this stack: {e.id}, fix: {e.user.fix}" for e in found)
 
-    def _wrong(self, found: tuple[str, list[str]] | None, own: bool = False, of: str = "loss") -> None:
+    def _wrong(
+        self, found: tuple[str, list[str]] | None, own: bool = False, of: str = "loss", has: str = "loss"
+    ) -> None:
         if found is None:
             return
         text = f"{found[0]}: {' or '.join(found[1]) or 'no known cause'}"
         if not own:
             self._find("loss", math.nan, tuple(found[1]), text)
         else:
-            why = f"{type(self.trainer).__name__} has a loss of its own: no finding, if you meant that"
+            why = f"{type(self.trainer).__name__} has a {has} of its own: no finding, if you meant that"
             self._say(("own", of, str(not found[1])), f"watch, step {self._now + 1}: {text}; {why}")
 
     def _find(

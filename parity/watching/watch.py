@@ -85,8 +85,12 @@ class Watch(Told):
             self._taps.around(name, self._given)
         self._taps.scored(self._seen)
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
         """A trainer may train more than once."""
+        if getattr(train_dataloader, "num_workers", None) == 0:  # rows of workers are not here
+            self._taps.around(
+                "collate_fn", self._collated, getattr(train_dataloader, "base_dataloader", train_dataloader)
+            )
         self._due: int | None = None
         self._begun = self._generated = -1
         self._again = False  # whether completions that are used once more are looked at
@@ -133,10 +137,15 @@ class Watch(Told):
     def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._due is None:
             self._due = self._begun = self._now
-            self._once = Once(self.trainer.optimizer)
+            alone = self.trainer.accelerator.num_processes == 1 and not getattr(
+                self.trainer.accelerator, "scaler", None
+            )
+            self._once = Once(self.trainer.optimizer, self._model if alone else None)
         elif self._once is not None and self._now > self._begun:
             faults, self._once = self._once.faults(self._model), None
             self._guarded(lambda: self._finds("update", faults))
+        elif self._once is not None:
+            self._guarded(self._once.further)
         if self._now < self._due and not (self._again and self._stale):
             return original(*args, **kwargs)
         self._taken, looks, items = [], list[Look](), (*args, None, None, None)[2] or kwargs.get("num_items_in_batch")
@@ -209,6 +218,16 @@ class Watch(Told):
         own = not getattr(generates, "__module__", "").startswith("trl.")
         self._wrong(advantage_faults(self.trainer, rewards, given, scored), own, "advantages")
 
+    def _collated(self, original: Any, rows: Any) -> Any:
+        out = original(rows)
+        if self._due is None or (self._now - self._begun) % self.every == 0:
+            self._guarded(lambda: self._made(rows, out))
+        return out
+
+    def _made(self, rows: Any, out: Any) -> None:
+        for fault, meant in batch.collated(rows, out, self.trainer, getattr(self._tokenizer, "pad_token_id", None)):
+            self._wrong(fault, meant or not known(self.trainer), fault[0], "collator")
+
     def _seen(self, read: Callable[[], Taken | None]) -> None:
         if self._taken is not None:
             self._guarded(lambda: self._taken.extend(filter(None, [read()])) if self._taken is not None else None)
@@ -277,6 +296,8 @@ class Watch(Told):
         named = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         if self._now == self._begun and getattr(self.trainer.accelerator, "scaler", None) is None:
             self._finds("gradient", [text] if (text := broken(self._model, self._sloped)) else ())
+        for fault in self._once.changed() if self._now == self._begun and self._once is not None else ():
+            self._wrong(fault, not known(self.trainer), "gradient")
         small = sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget
         if small and aged:
             weights = {n: p.detach().to("cpu", copy=True) for n, p in named.items()}
@@ -349,6 +370,7 @@ class Watch(Told):
             self._finds(
                 "reference", ["the reference's log-probs are random: it is in training mode, and its dropout drops"]
             )
+        self._finds("sampler", at.asked())
         for what in at.sides:
             self._judge(what, at.difference(what), at)
         if at.taken.slopes is not None and not missing:

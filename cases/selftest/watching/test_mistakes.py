@@ -9,7 +9,7 @@ import transformers
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from cases.selftest.watching.runs import of, watched
+from cases.selftest.watching.runs import grpo, of, watched, within
 from parity.trainers.rig import models
 
 
@@ -25,6 +25,16 @@ class On(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, **given):
         self.do(given)
+
+
+class Before(On):
+    """Before each."""
+
+    def on_pre_optimizer_step(self, args, state, control, **given):
+        self.do(given["model"].parameters())
+
+    def on_optimizer_step(self, *args, **given):
+        pass
 
 
 @pytest.mark.parametrize("times", [0, 1])
@@ -144,3 +154,135 @@ def test_the_last_line_names_a_step_once(tmp_path, monkeypatch):
     made.model.model.norm.weight.register_hook(lambda grad: grad * torch.inf)
     watched(made, tmp_path)
     assert lines[-1].startswith("watch: looked at step 1, 2 in ")
+
+
+def exchanged(batch):
+    half = len(batch["input_ids"]) // 2
+    return {name: x.roll(half, 0) for name, x in batch.items()}
+
+
+COLLATED = {
+    "chosen and rejected": ("dpo-trainer", exchanged, "the collator exchanges chosen and rejected"),
+    "prompts": (
+        "dpo-trainer",
+        lambda batch: batch | {"completion_mask": batch["attention_mask"]},
+        "the collator puts tokens into the loss that the columns leave out",
+    ),
+    "labels": ("kto-trainer", lambda batch: batch | {"label": ~batch["label"]}, "the collator turns labels"),
+    "cut": (
+        "sft-trainer",
+        lambda batch: {name: x[:, :-2] for name, x in batch.items()},
+        "the collator drops tokens of the loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLLATED)
+def test_a_collator_that_contradicts_its_rows(tmp_path, said, name):
+    trainer, change, text = COLLATED[name]
+    made = of(trainer, max_steps=1)
+    collate = made.data_collator
+    made.data_collator = lambda rows: change(collate(rows))
+    watch, _ = watched(made, tmp_path)
+    assert text in [told.partition(": ")[0] for _, told in found(watch)]
+
+
+@pytest.mark.parametrize(
+    "trainer, wanted",
+    [
+        ("dpo-trainer", {"max_length": 6}),
+        ("kto-trainer", {"max_length": 6}),
+        ("sft-trainer", {"max_length": 6}),
+        ("sft-trainer", {"packing": True, "max_length": 16}),
+        ("sft-trainer", {"padding_free": True, "max_length": None}),
+    ],
+)
+def test_what_a_collator_may_do_is_silent(tmp_path, said, trainer, wanted):
+    """TRL's cuts and packing, and rows in another order, padded at the left."""
+    made = of(trainer, max_steps=1, **wanted)
+    collate = made.data_collator
+
+    def moved(rows):
+        batch = collate(rows[::-1])
+        for i, pads in enumerate((batch["attention_mask"] == 0).sum(1) if "attention_mask" in batch else ()):
+            for x in batch.values():
+                if x.dim() == 2:
+                    x[i] = x[i].roll(int(pads))
+        return batch
+
+    made.data_collator = moved if "packing" not in wanted else collate
+    watch, _ = watched(made, tmp_path)
+    assert not watch.findings and not any("collator" in line for line in said)
+
+
+def test_prompts_that_a_collator_cuts_are_a_note(tmp_path, said):
+    made = of("dpo-trainer", max_steps=1)
+    collate = made.data_collator
+    made.data_collator = lambda rows: {name: x[:, 1:] for name, x in collate(rows).items()}
+    watch, _ = watched(made, tmp_path)
+    (line,) = [line for line in said if "the collator drops tokens outside the loss" in line]
+    assert not watch.findings and line.endswith("DPOTrainer has a collator of its own: no finding, if you meant that")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor, text", [(-1, "-1 times"), (3, "3 times"), (0.3, None), (1, None)])
+def test_gradients_that_are_changed_before_the_step(tmp_path, factor, text, dtype):
+    """Clipping, by TRL too, is silent."""
+    made = of("sft-trainer", dtype=dtype, max_steps=1, gradient_accumulation_steps=2, max_grad_norm=0 if text else 0.1)
+    made.add_callback(Before(lambda parameters: [p.grad.mul_(factor) for p in parameters if p.grad is not None]))
+    watch, _ = watched(made, tmp_path)
+    of_them = [told for _, told in found(watch) if "backward passes" in told]
+    start = "the optimizer gets other gradients than backward passes left: "
+    assert len(watch.findings) == len(of_them) == (text is not None)
+    assert text is None or of_them[0] == f"{start}{text} those"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_gradients_of_a_micro_batch_that_are_lost(tmp_path, said, kept):
+    """Of one that keeps them elsewhere the step has all."""
+    made = of("sft-trainer", max_steps=1, gradient_accumulation_steps=2)
+    step, sums = made.training_step, {}
+
+    def stepped(*args, **kwargs):
+        out = step(*args, **kwargs)
+        for p in made.model.parameters():
+            sums[p] = sums.get(p, 0) + p.grad
+            p.grad = sums[p].clone() if kept and len(made.seen) else torch.zeros_like(p)
+        made.seen.append(1)
+        return out
+
+    def lost(*args, **kwargs):
+        out = step(*args, **kwargs)
+        if not made.seen:
+            made.model.zero_grad()
+        made.seen.append(1)
+        return out
+
+    made.seen, made.training_step = [], stepped if kept else lost
+    watch, _ = watched(made, tmp_path)
+    text = "gradients of earlier micro-batches are lost"
+    assert [told.partition(": ")[0] for _, told in found(watch)] == [text] * (not kept)
+
+
+@pytest.mark.parametrize("name, value", [("temperature", 0.5), ("top_p", 0.9), (None, None)])
+def test_a_model_that_is_sampled_by_other_settings(tmp_path, name, value):
+    made = grpo(max_steps=1, temperature=0.8, generation_kwargs={"top_k": 7})
+    if name:
+        setattr(made.generation_config, name, value)
+    watch, _ = watched(made, tmp_path)
+    meant = {"temperature": 0.8, "top_p": 1}.get(name)
+    text = f"completions are sampled by {name} {value} where the trainer's is {meant}"
+    assert found(watch) == [("sampler", text)] * (name is not None)
+
+
+def test_a_kl_that_is_subtracted(tmp_path):
+    watch, _ = watched(within(grpo(beta=0.2, learning_rate=0.05), "_compute_loss", beta=-0.2), tmp_path)
+    assert "gradients of the log-probs are not those of dapo: the KL is subtracted" in dict(found(watch)).values()
+
+
+def test_a_step_that_changes_nothing(tmp_path, said):
+    made = of("sft-trainer", max_steps=3, lr_scheduler_type="constant")
+    made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.001)
+    made.optimizer.step = lambda closure=None: None
+    watched(made, tmp_path)
+    assert said == ["watch, step 2: the optimizer's step, at lr 0.001, changes no parameter"]
