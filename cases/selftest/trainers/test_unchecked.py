@@ -24,6 +24,8 @@ def run(*words):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_shows_its_finding(script):
     done = run(script)
+    if done.returncode == 2 and "vLLM is not installed" in done.stdout:
+        pytest.skip("vLLM is not installed")
     assert done.returncode == 1 and "\n|---|" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
