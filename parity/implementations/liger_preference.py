@@ -42,7 +42,7 @@ def _offer(kind: str, wanted: Callable[[Any], Wanted], *limits: Limit) -> None:
             return {"loss": value} | dict(zip(KTO_PARTS, (*logps, chosen, rejected), strict=True))
         other = reference if s.method == "dpo" else ()
         again = s.method == "orpo" and x.case.seed % 2  # the labels of the likelihood, which they are without
-        labels = {"nll_target": ids.contiguous()} if again else {}
+        labels = taking(made.forward, {"nll_target": (own := ids.contiguous(), own)}) if again else {}
         value, (chosen, rejected, _, _, nll, *rewards) = loss(x.weight, x.hidden, ids, x.bias, *other, **labels)
         parts = dict(zip(PARTS, (chosen, rejected, nll, *rewards[:2]), strict=True))
         return {"loss": value} | {n: part for n, part in parts.items() if n != "nll_loss" or s.nll}

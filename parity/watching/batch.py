@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ def faults(taken: Taken, mask: Tensor, tokenizer: Any) -> Iterator[Fault]:
 
 
 def unscored(inputs: Mapping[str, Any], tokenizer: Any) -> Iterator[Fault]:
-    """The same of a batch for a model's own loss, whose labels (B, T) are the ids, or -100, and that no row has more than one
-    sequence of."""
+    """The same of a batch for a model's own loss, whose labels (B, T) are the ids, or -100. Rows may be texts, packed."""
     given: list[Any] = [inputs.get(name) for name in ("input_ids", "labels", "attention_mask")]
     shapes, masked = {getattr(x, "shape", ()) for x in given}, getattr(tokenizer, "mask_token_id", None) is not None
     if masked or "position_ids" in inputs or len(shapes) > 1 or len(*shapes) != 2:
@@ -40,7 +40,19 @@ def unscored(inputs: Mapping[str, Any], tokenizer: Any) -> Iterator[Fault]:
     ids, labels, there = given
     mask = (labels != -100)[:, 1:]
     if not bool(((labels != ids)[:, 1:] & mask).any()):
-        yield from faults(Taken(ids, there, ids.new_zeros(mask.shape), None, mask, True, None), mask, tokenizer)
+        names = {f"{n}_token_id": getattr(tokenizer, f"{n}_token_id", None) for n in ("eos", "pad", "unk", "bos")}
+        if names["pad_token_id"] == names["eos_token_id"] and several(ids, names["eos_token_id"]):
+            names["pad_token_id"] = None  # of packed texts some are empty: EOS after EOS is no padding
+        taken = Taken(ids, there, ids.new_zeros(mask.shape), None, mask, True, None)
+        yield from faults(taken, mask, SimpleNamespace(**names))
+
+
+def several(ids: Tensor, eos: int | None) -> bool:
+    """Whether an `eos` stands between other tokens of a row."""
+    other = (ids != eos).int()
+    return eos is not None and bool(
+        ((other == 0) & (other.cumsum(1) > 0) & (other.flip(1).cumsum(1).flip(1) > 0)).any()
+    )
 
 
 def unended(taken: Taken, mask: Tensor, eos: int | None) -> Fault | None:

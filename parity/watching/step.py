@@ -91,9 +91,14 @@ class Once:
 
     def __init__(self, optimizer: Any, model: torch.nn.Module | None = None):
         """`model`: whose gradients are to be compared, no scaler's or other rank's in them."""
-        inner, self._steps = getattr(optimizer, "optimizer", optimizer), 0
-        known = isinstance(inner, torch.optim.Optimizer)
-        self._hooks: list[Any] = [inner.register_step_post_hook(self._stepped)] if known else []
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self._steps = self._depth = 0  # a step of a subclass may call that of its base, which has the hooks too
+        # one that wraps another may never have called the constructor that makes room for hooks
+        known = isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "_optimizer_step_post_hooks")
+        around = (
+            [inner.register_step_pre_hook(self._begins), inner.register_step_post_hook(self._stepped)] if known else []
+        )
+        self._hooks: list[Any] = around
         self._left, self._gone = dict[str, tuple[Any, Tensor]](), dict[str, None]()
         for n, p in model.named_parameters() if model is not None else ():
             if p.requires_grad:
@@ -124,8 +129,12 @@ class Once:
         if self._gone:
             yield "gradients of earlier micro-batches are lost", [first([*self._gone])]
 
+    def _begins(self, *_: Any) -> None:
+        self._depth += 1
+
     def _stepped(self, *_: Any) -> None:
-        self._steps += 1
+        self._depth -= 1
+        self._steps += self._depth == 0
 
     def end(self) -> int:
         """How often it did."""

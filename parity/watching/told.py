@@ -45,7 +45,12 @@ class Told(TrainerCallback):
         return "".join(f"; known of this stack: {e.id}, fix: {e.user.fix}" for e in found)
 
     def _wrong(
-        self, found: tuple[str, list[str]] | None, own: bool = False, of: str = "loss", has: str = "loss"
+        self,
+        found: tuple[str, list[str]] | None,
+        own: bool = False,
+        of: str = "loss",
+        has: str = "loss",
+        who: Any = None,
     ) -> None:
         if found is None:
             return
@@ -53,7 +58,7 @@ class Told(TrainerCallback):
         if not own:
             self._find("loss", math.nan, tuple(found[1]), text)
         else:
-            why = f"{type(self.trainer).__name__} has a {has} of its own: no finding, if you meant that"
+            why = f"{type(who or self.trainer).__name__} has a {has} of its own: no finding, if you meant that"
             self._say(("own", of, str(not found[1])), f"watch, step {self._now + 1}: {text}; {why}")
 
     def _find(

@@ -101,6 +101,7 @@ class Watch(Told):
         self._random = False  # whether the model in training computes by random numbers that are no dropout
         self._step_of: Step | None = None
         self._once: Once | None = None  # of the first step
+        self._batches = set[tuple[str, int]]()  # what is wrong of batches without log-probs, and at which step
         self._rates: list[float] = []  # of the last step
         self._stepped = False  # whether one was whose learning rates are no longer on their way up
 
@@ -119,6 +120,8 @@ class Watch(Told):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """That nothing was found is said too."""
+        if self._once is not None:  # no second step came
+            self._once.end()
         if self._looked and self.trainer.is_world_process_zero():
             steps = [*dict.fromkeys(str(look["step"]) for look in self._looked)]
             shown = ", ".join(steps if len(steps) < 8 else [*steps[:3], "…", steps[-1]])
@@ -336,8 +339,12 @@ class Watch(Told):
             self._say(("nothing",), f"watch: {type(self.trainer).__name__} shows no log-probs ({why}): {what}")
             own = not type(self.trainer).compute_loss.__module__.startswith(("transformers.", "trl."))
             own, off = own or bool(vars(self.trainer).get("compute_loss_func")), (self._now - self._begun) % self.every
+            model = innermost(self.trainer.model)  # one of the user's own may leave padding out itself
+            who = self.trainer if own or type(model).__module__.startswith(("transformers.", "trl.")) else model
             for fault in batch.unscored(self._inputs, self._tokenizer) if not off else ():
-                self._wrong(fault, own, fault[0])
+                if (here := (fault[0], self._now)) not in self._batches:  # not of each micro-batch
+                    self._batches.add(here)
+                    self._wrong(fault, own or who is model, fault[0], who=who)
         if not self._stale and self._now < (self._due or 0):
             self._again = False  # there are new ones
         if taken is None or not (self._again if self._stale else self._now >= (self._due or 0)):

@@ -11,6 +11,7 @@ from parity.judge.gates import Unit, judge
 from parity.judge.long_sums import drift, mass_of_maxima
 from parity.judge.monte_carlo import MonteCarlo
 from parity.judge.recipe import Recipe
+from parity.testing import check_parity
 
 
 def test_a_log_sum_exp_near_zero_rounds_absolutely():
@@ -166,3 +167,11 @@ def test_a_stack_of_one_replica_begins_with_the_last_part_as_often_as_not():
         for seed in range(8)
     }
     assert min(found) < -0.04 and max(found) > -0.04, found
+
+
+def test_a_product_of_no_terms_has_replicas():
+    """A head's gradient of no rows is one: zeros, of a wrong kernel too."""
+    found = check_parity(
+        lambda x, w: x @ w + 1e-3, lambda x, w: x @ w, {"x": torch.zeros(3, 0), "w": torch.zeros(0, 4)}
+    )
+    assert not found.agrees

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import TrainerCallback
 
 from cases.selftest.watching.runs import grpo, of, watched, within
 from parity.trainers.rig import models
+from parity.watching import batch
 
 
 def found(watch):
@@ -48,6 +50,40 @@ def test_an_optimizer_that_steps_twice(tmp_path, trainer, times):
     assert not made.optimizer.optimizer._optimizer_step_post_hooks
 
 
+class OfTheUser(torch.optim.AdamW):
+    """Its step calls that of its base, which has the hooks too where an AdamW was made before."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Around(torch.optim.Optimizer):
+    """One that wraps another without the constructor of its base: it has no room for hooks."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+        self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("kind", [OfTheUser, lambda params, lr: Around(torch.optim.AdamW(params, lr))])
+def test_an_optimizer_of_the_user_s_own_steps_once(tmp_path, kind):
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    made = of("sft-trainer", max_steps=3)
+    made.optimizer = kind(made.model.parameters(), lr=1e-3)
+    watch, _ = watched(made, tmp_path)
+    assert not watch.findings
+
+
+def test_no_hook_stays_behind_a_run_of_one_step(tmp_path):
+    made = of("sft-trainer", max_steps=1)
+    watched(made, tmp_path)
+    inner = made.optimizer.optimizer
+    assert not inner._optimizer_step_post_hooks and not inner._optimizer_step_pre_hooks
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_gradients_that_stay_for_the_next_step(tmp_path, kept):
     made = of("sft-trainer", max_steps=3)
@@ -62,14 +98,13 @@ def test_gradients_that_stay_for_the_next_step(tmp_path, kept):
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17], [18, 19]]
 
 
-def plain(tmp_path, pad="<pad>", labels=None, cls=transformers.Trainer):
+def plain(tmp_path, pad="<pad>", labels=None, cls=transformers.Trainer, size=4):
     """transformers' own Trainer and collator, of rows that end with EOS."""
     model, tokenizer = copy.deepcopy((models.model("llama"), models.tokenizer()))
     tokenizer.pad_token = tokenizer.eos_token if pad == "<eos>" else tokenizer.pad_token
     collate = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    args = transformers.TrainingArguments(
-        str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, save_strategy="no"
-    )
+    given = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size, "save_strategy": "no"}
+    args = transformers.TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, **given)
     rows = Dataset.from_list([{"input_ids": [*row, tokenizer.eos_token_id]} for row in ROWS])
     made = cls(model, args, train_dataset=rows, processing_class=tokenizer, data_collator=collate)
     if labels is not None:
@@ -84,6 +119,18 @@ class Own(transformers.Trainer):
             logits[:, :-1].transpose(1, 2), inputs["labels"][:, 1:], reduction="none"
         )
         return (told * inputs["attention_mask"][:, 1:]).sum() / inputs["attention_mask"][:, 1:].sum()
+
+
+class LeavesPadding(torch.nn.Module):
+    """A model of the user's own, whose loss ignores padding by its id."""
+
+    def __init__(self, inner, pad):
+        super().__init__()
+        self.inner, self.pad, self.config = inner, pad, inner.config
+
+    def forward(self, input_ids, attention_mask, labels, **_):
+        logits = self.inner(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
+        return {"loss": torch.nn.functional.cross_entropy(logits.mT, labels[:, 1:], ignore_index=self.pad)}
 
 
 ENDS = "the loss ends before the sequence does: the EOS token follows in 4 of 4 rows"
@@ -104,6 +151,39 @@ def test_a_batch_whose_log_probs_are_not_seen(tmp_path, said, wanted, text):
     assert [text in told for _, told in found(watch)] == [True] * (text is not None)
     noted = [line for line in said if line.endswith("Own has a loss of its own: no finding, if you meant that")]
     assert len(noted) == ("cls" in wanted)
+
+
+def test_a_model_of_the_user_s_own_may_leave_padding_out_itself(tmp_path, said):
+    made = plain(tmp_path, labels=lambda batch: batch["input_ids"])
+    made.model = made.model_wrapped = LeavesPadding(made.model, made.processing_class.pad_token_id)
+    watch, _ = watched(made, tmp_path)
+    assert not watch.findings and said[-1].endswith(
+        "LeavesPadding has a loss of its own: no finding, if you meant that"
+    )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("row", [[5, 6, 2, 7, 2, 2, 2], [2, 2, 2, 5, 6, 2, 7]])
+def test_empty_texts_of_a_packed_row_are_no_padding(row, packed):
+    """Where EOS pads too; without an EOS between others the row is one text, and the rest is padding."""
+    ids = torch.tensor([row, [3, 4, 5, 6, 8, 9, 10]])
+    ids = ids if packed else ids.where(ids != 7, 2).where(torch.arange(7) != (2 if row[0] == 5 else 5), 5)
+    ones = SimpleNamespace(eos_token_id=2, pad_token_id=2)
+    given = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    assert bool([*batch.unscored(given, ones)]) != packed
+
+
+def test_padding_in_each_micro_batch_of_a_step_is_one_finding(tmp_path):
+    made = plain(tmp_path, labels=lambda batch: torch.nn.functional.pad(batch["input_ids"], (0, 3)), size=2)
+    collate = made.data_collator
+
+    def padded(rows):
+        batch = collate(rows)
+        return {n: x if n == "labels" else torch.nn.functional.pad(x, (0, 3)) for n, x in batch.items()}
+
+    made.data_collator = padded
+    watch, _ = watched(made, tmp_path, every=50)
+    assert len(watch.findings) == 1
 
 
 @pytest.mark.parametrize("trains, dropout, random", [(True, 0.2, True), (True, 0.0, False), (False, 0.2, False)])
