@@ -82,3 +82,10 @@ def test_one_upstream_gradient_of_one_is_not_all():
     case = FAMILY.case(3, "fp32", {"B": 2, "T": 8, "cotangent": "sparse"})
     given = FAMILY.build(case).cotangents["logps"]
     assert given.max() == 1 == given.sum()
+
+
+def test_a_bias_is_0_at_some_seeds():
+    """A backward that leaves out a bias of zeros is right at no other."""
+    for seed in range(16):
+        bias = FAMILY.build(FAMILY.case(seed, "fp32", {"bias": "random"})).tensors["bias"]
+        assert bool(bias.any()) == (seed % 8 != 5)

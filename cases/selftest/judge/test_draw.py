@@ -228,6 +228,13 @@ def test_whole_rows_and_vectors_are_zero(seed):
         [case.assert_parity(no_gradient_of_zeros, lambda x, bias: x + bias, protocol="none") for case in biased]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_one_case_of_24_has_equal_sizes(seed):
+    """Where a kernel that exchanges two dimensions reads no memory of others: it shows in its values alone."""
+    cases = draw(x=tensor("N", "H"), weight=tensor("H"), seed=seed).cases()
+    assert any(case.sizes["N"] == case.sizes["H"] > 1 for case in cases)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_weight_s_gradient_summed_over_blocks_in_16_bits_is_found(seed):
     """Not in each tall case: where few rows are large, a sum of them has few roundings."""
