@@ -49,10 +49,10 @@ def unscored(inputs: Mapping[str, Any], tokenizer: Any) -> Iterator[Fault]:
 
 def several(ids: Tensor, eos: int | None) -> bool:
     """Whether an `eos` stands between other tokens of a row."""
+    if eos is None:
+        return False
     other = (ids != eos).int()
-    return eos is not None and bool(
-        ((other == 0) & (other.cumsum(1) > 0) & (other.flip(1).cumsum(1).flip(1) > 0)).any()
-    )
+    return bool(((other == 0) & (other.cumsum(1) > 0) & (other.flip(1).cumsum(1).flip(1) > 0)).any())
 
 
 def unended(taken: Taken, mask: Tensor, eos: int | None) -> Fault | None:

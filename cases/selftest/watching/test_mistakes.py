@@ -162,6 +162,13 @@ def test_a_model_of_the_user_s_own_may_leave_padding_out_itself(tmp_path, said):
     )
 
 
+def test_a_batch_without_a_tokenizer_is_judged_by_its_mask():
+    ids = torch.tensor([[5, 6, 7], [5, 6, 7]])
+    for there, lost in (([1, 1, 1], []), ([1, 0, 0], ["1 of 4"])):
+        given = {"input_ids": ids, "labels": ids, "attention_mask": torch.tensor([[1, 1, 1], there])}
+        assert [size for _, (size,) in batch.unscored(given, None)] == lost
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("row", [[5, 6, 2, 7, 2, 2, 2], [2, 2, 2, 5, 6, 2, 7]])
 def test_empty_texts_of_a_packed_row_are_no_padding(row, packed):
