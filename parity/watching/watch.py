@@ -13,7 +13,7 @@ from torch import Tensor
 from parity.judge.calls import told
 from parity.results import watched
 from parity.rollouts import causes
-from parity.rollouts.scoring import Difference, agrees, drops, farthest, mismatch, rms, rows_of
+from parity.rollouts.scoring import Difference, agrees, drops, farthest, innermost, mismatch, rms, rows_of
 from parity.trainers.definitions.micro_batch import defined, known, loss_mask, nearest
 from parity.watching import batch, definition
 from parity.watching.look import Look
