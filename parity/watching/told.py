@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from parity.rollouts.scoring import innermost
 logger = logging.getLogger("parity.watch")
 ABOUT = {"trainer": {"logps"}, "reference": {"ref_logps"}, "loss": {"loss", "gradient"}}
 """What a finding is of -> quantities of the ledger's entries."""
+
+
+def kind(what: str, causes: Sequence[str]) -> tuple[str, ...]:
+    """What a finding is of and its causes, whatever the count of rows or tokens."""
+    return (what, *(re.sub(r"\d+ of \d+", "some of", cause) for cause in causes))
 
 
 class Told(TrainerCallback):
@@ -66,16 +72,17 @@ class Told(TrainerCallback):
     ) -> None:
         text = f"watch, step {self._now + 1}: {text}{self._known(what)}"
         self.findings.append(Finding(what, units, named, text, tuple(tokens), tuple(strips)))
+        about = kind(what, named)
         if self.on_mismatch == "warn" or self._mismatch:
-            self._say((what, *named), text)
-        elif (what, *named) not in self._said:
-            self._said.add((what, *named))
+            self._say(about, text)
+        elif about not in self._said:
+            self._said.add(about)
             self._mismatch = text
 
     def _finds(self, what: str, texts: Iterable[str]) -> None:
         """Each is a cause, too, that is found once."""
         for text in texts:
-            if (what, text) not in self._said:
+            if kind(what, (text,)) not in self._said:
                 self._find(what, math.nan, (text,), text)
 
     def _say(self, about: tuple[str, ...], text: str) -> None:

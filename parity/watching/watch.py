@@ -20,7 +20,7 @@ from parity.watching.look import Look
 from parity.watching.rewards import faults as advantage_faults
 from parity.watching.step import Once, Step, at_top, broken, rates
 from parity.watching.taps import Taken, Taps, trained
-from parity.watching.told import Told, logger
+from parity.watching.told import Told, kind, logger
 
 SIDES = {
     "trainer": "the trainer's log-probs differ from the model's own",
@@ -125,7 +125,7 @@ class Watch(Told):
         if self._looked and self.trainer.is_world_process_zero():
             steps = [*dict.fromkeys(str(look["step"]) for look in self._looked)]
             shown = ", ".join(steps if len(steps) < 8 else [*steps[:3], "…", steps[-1]])
-            found, took = len({(f.what, *f.causes) for f in self.findings}) or "no", f"{self.seconds:.1f} s"
+            found, took = len({kind(f.what, f.causes) for f in self.findings}) or "no", f"{self.seconds:.1f} s"
             logger.warning("watch: looked at step %s in %s: %s finding%s", shown, took, found, "s" * (found != 1))
 
     def undo(self) -> None:

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from cases.selftest.watching.runs import grpo, of, watched, within
 from parity.trainers.rig import models
 from parity.watching import batch
+from parity.watching.told import Told
 
 
 def found(watch):
@@ -241,6 +242,22 @@ def test_the_last_line_names_a_step_once(tmp_path, monkeypatch):
     made.model.model.norm.weight.register_hook(lambda grad: grad * torch.inf)
     watched(made, tmp_path)
     assert lines[-1].startswith("watch: looked at step 1, 2 in ")
+
+
+def test_a_finding_with_another_count_is_said_once(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging.getLogger("parity.watch"), "warning", lambda text: lines.append(text))
+    made = Told(SimpleNamespace(state=SimpleNamespace(global_step=1)), "warn", tmp_path)
+    monkeypatch.setattr(made, "_known", lambda what: "")
+    for rows in (2, 3):
+        made._wrong(("the collator turns labels", [f"in {rows} of 4 rows"]))
+    made._wrong(("the loss is another", ["a factor of 2"]))
+    made._wrong(("the loss is another", ["a factor of 4"]))
+    assert len(made.findings) == 4 and [line.rpartition(": ")[2] for line in lines] == [
+        "in 2 of 4 rows",
+        "a factor of 2",
+        "a factor of 4",
+    ]
 
 
 def exchanged(batch):
