@@ -373,7 +373,7 @@ class Watch(Told):
             why = "dropout or other noise makes log-probs in training random"
             self._say(("random",), f"watch: {why}: those of the trainer are not compared")
         reference = getattr(self.trainer, "ref_model", None)
-        if reference not in (None, self.trainer.model) and drops(reference):
+        if reference not in (None, self.trainer.model) and reference.training and drops(reference):
             self._finds(
                 "reference", ["the reference's log-probs are random: it is in training mode, and its dropout drops"]
             )
