@@ -128,10 +128,11 @@ class MonteCarlo(TorchDispatchMode):
             partial = self.u_partial() if self.backward else 0.0
             if partial:  # a bias gradient is summed across chunks as the head's is
                 out = torch.where(scale > unit * self.range_partial(), torch.inf, out)
-                scale = scale + self.off_in_parts(func(args[0].square(), *args[1:], **kwargs))
-                if len(dims) == 1 and args[0].shape[dims[0]] >= MANY_PARTS:
+                root = func(args[0].square(), *args[1:], **kwargs).sqrt_()
+                scale = scale + self.off_in_parts(root)
+                if len(dims) == 1 and (here := self.loses(root, args[0].shape[dims[0]])) is not None:
                     pieces = args[0].chunk(min(self.recipe.partials, args[0].shape[dims[0]]), dims[0])
-                    out = out + self.lost(func(piece, *args[1:], **kwargs) for piece in pieces)
+                    out = out + self.lost(func(piece, *args[1:], **kwargs) for piece in pieces) * here
             return self.rounded(self.scattered(out, scale))
         if name == "_log_softmax":
             return self.rounded(self.log_softmax(out, args[0], args[1]), self.softmax)
@@ -325,9 +326,10 @@ class MonteCarlo(TorchDispatchMode):
         if partial and self.recipe.partial_terms:
             out = self._added(a, b)
         elif partial:
-            out = self.scattered(out, self.off_in_parts(matmul(a * a, b * b)))
-            if a.shape[-1] >= MANY_PARTS:
-                out = out + self.lost(split(a, b, min(self.recipe.partials, a.shape[-1])))
+            root = matmul(a * a, b * b).sqrt_()
+            out = self.scattered(out, self.off_in_parts(root))
+            if (here := self.loses(root, a.shape[-1])) is not None:
+                out = out + self.lost(split(a, b, min(self.recipe.partials, a.shape[-1]))) * here
         return out
 
     def _in_float32(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -364,6 +366,16 @@ class MonteCarlo(TorchDispatchMode):
         )
         return (total - exact).nan_to_num_(0.0, 0.0, 0.0)
 
+    def loses(self, root: torch.Tensor, terms: int) -> torch.Tensor | None:
+        """Where a sum of so many terms loses what `lost` says, 1 or 0, given √Σ terms²; None for nowhere. Few terms do in
+        float16 where parts may be subnormal: equal ones are rounded to the same side."""
+        if terms >= MANY_PARTS:
+            return torch.ones((), device=root.device)
+        if terms < 2 or self.recipe.accumulate != "fp16" or self.recipe.upstream < 1.0:
+            return None
+        faint = root < torch.finfo(torch.float16).smallest_normal * self.recipe.partials**0.5
+        return faint if bool(faint.any()) else None
+
     def _totals(self, parts: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the parts, each stored and added to what is stored on one grid; and the sum itself."""
         dtype, stretch, total, exact = self.recipe.accumulate, None, torch.zeros(()), torch.zeros(())
@@ -391,10 +403,9 @@ class MonteCarlo(TorchDispatchMode):
             return 0.0
         return UNIT_ROUNDOFF[self.recipe.accumulate] * self.recipe.partials**0.5
 
-    def off_in_parts(self, squares: torch.Tensor) -> torch.Tensor:
-        """By how much partial gradients stored one by one put their sum off, given Σ terms²: u·√n of its root for n of them,
+    def off_in_parts(self, root: torch.Tensor) -> torch.Tensor:
+        """By how much partial gradients stored one by one put their sum off, given √Σ terms²: u·√n of it for n of them,
         and below the normal numbers η·√n, half a quantum each, at most the root itself: a part below η is lost whole."""
-        root = squares.sqrt_()
         lost = HALF_SUBNORMAL[self.recipe.accumulate] * self.recipe.upstream * self.recipe.partials**0.5
         return torch.maximum(root.clamp(max=lost), root * self.u_partial())
 

@@ -154,7 +154,7 @@ def test_partial_gradients_below_the_normal_numbers_are_off_by_their_quantum():
         for size, late, least, most in (
             (1.0, 1.0, 0.8, 1.3),
             (1.0, 1 / 4, 0.2, 0.33),  # held without an upstream gradient of 1/4
-            (1e-4, 1.0, 0.0, 1e-2),
+            (1e-4, 1.0, 0.009, 0.035),  # all are lost: 0.0175
             (1e6, 1.0, 1e5, 2e5),
         ):
             mode = MonteCarlo(Recipe(elementwise="fp32", accumulate="fp16", partials=8, upstream=late), "fp16", 1)
@@ -163,6 +163,21 @@ def test_partial_gradients_below_the_normal_numbers_are_off_by_their_quantum():
                 out = add(parts * size)
             spread = (out - add(parts * size)).square().mean().sqrt()
             assert least * float(real) <= float(spread) <= most * float(real), (size, float(spread / real))
+
+
+@pytest.mark.parametrize("terms", [4, 8, 12, 16])
+def test_equal_partial_gradients_of_half_a_quantum_are_off_to_the_same_side(terms):
+    """Each of 0.49 quanta is 0 in float16, each of 0.6 is 1: a sum of n is off by n of these errors."""
+    for size in (0.49, 0.6, 1.4):
+        parts = torch.full((32, 40, terms), size * 2.0**-24, dtype=torch.float64)
+        exact, real = parts.sum(-1), parts.half().double().sum(-1)
+        for add in (lambda x: (x @ torch.ones(32, terms, 1, dtype=torch.float64))[..., 0], lambda x: x.sum(-1)):
+            mode = MonteCarlo(Recipe(elementwise="fp32", accumulate="fp16", partials=terms), "fp16", 1)
+            mode.backward = True
+            with mode:
+                out = add(parts)
+            off = (out - exact).square().sum(-1).mean().sqrt()
+            assert float((real - exact)[0].norm()) <= 3 * float(off), (size, float((real - exact)[0].norm() / off))
 
 
 def test_a_stack_of_one_replica_begins_with_the_last_part_as_often_as_not():
