@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from parity.case.inputs import Inputs
+from parity.implementations import plain
 from parity.implementations.limits import require
 from parity.upstream import trl
 
@@ -50,7 +51,9 @@ def classes() -> tuple[type, type]:
             return self.embed_tokens
 
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
-            hidden = self.hidden + self.embed_tokens(self.previous_ids) if self.tied else self.hidden
+            hidden = self.hidden
+            if self.tied:
+                hidden = hidden + plain.embedded(self.previous_ids, self.embed_tokens.weight)
             # a subclass scores some rows, in another order, or with their padding changed or cut
             if not torch.equal(input_ids, self.ids):
                 rows, width, mask = input_ids[:, PROMPT - 1], input_ids.shape[1], kwargs.get("attention_mask")
