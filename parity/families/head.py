@@ -16,6 +16,7 @@ from parity.case.family import Relation
 from parity.case.inputs import Inputs, Setting, product_dtype
 from parity.errors import UsageError
 from parity.judge import stages
+from parity.judge.monte_carlo import walk
 from parity.judge.protocol import same_bits
 from parity.judge.recipe import DTYPES, LARGEST
 from parity.judge.stages import by_index, scaled, stored
@@ -227,7 +228,7 @@ def log_softmax(x: Inputs, z: torch.Tensor) -> torch.Tensor:
         if x.bias is not None:
             bias = x.bias[(0,) * (x.bias.dim() - 1)].detach().abs()
             sums = sums + bias.masked_fill(bias.isinf(), 0.0)
-        return sums * (2 * _walk(hidden.shape[-1]) * abs(s.logit_scale) / s.temperature)
+        return sums * (walk(hidden.shape[-1]) * abs(s.logit_scale) / s.temperature)
 
     return stages.log_softmax(z, size)
 
@@ -247,12 +248,7 @@ def selected(x: Inputs, all_logps: torch.Tensor) -> torch.Tensor:
         return hidden * weight[ids] * (abs(s.logit_scale) / s.temperature)
 
     logps = stored(logps, "selected", lambda: products().norm(dim=-1))
-    return stored(logps, "target", lambda: products().abs().sum(-1) * _walk(x.hidden.shape[-1]))
-
-
-def _walk(terms: int) -> float:
-    """By how many u·Σ|x| a float32 sum of so many terms is off, halved: as `monte_carlo` has a product."""
-    return max(1.0, terms**0.5 / 4)
+    return stored(logps, "target", lambda: products().abs().sum(-1) * (walk(x.hidden.shape[-1]) / 2))
 
 
 def entropy(x: Inputs, z: torch.Tensor, all_logps: torch.Tensor) -> torch.Tensor:

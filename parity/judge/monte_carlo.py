@@ -50,10 +50,10 @@ MANY_PARTS = 16
 """Terms of a sum from which on its partial sums may be many times their size."""
 
 
-def _walk(terms: torch.Tensor, sums: torch.Tensor) -> float:
+def walk(terms: float) -> float:
     """What a sum of n terms is off by, in u·Σ|x|: max(2, √n/2). Few rows, and a loss of token after token, are summed one term
     after another: the random walk of Higham and Mary (2019), √n·u, halved."""
-    return float(max(2.0, (terms.numel() / max(sums.numel(), 1)) ** 0.5 / 2))
+    return float(max(2.0, terms**0.5 / 2))
 
 
 def _in_turn(terms: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
@@ -119,7 +119,7 @@ class MonteCarlo(TorchDispatchMode):
         if name in _MATMULS:
             return self.product(out, args[0], args[1])
         if name in _SUMS:
-            unit = _walk(args[0], out) * self.u_sum
+            unit = walk(args[0].numel() / max(out.numel(), 1)) * self.u_sum
             scale = func(args[0].abs(), *args[1:], **kwargs).mul_(unit)
             dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
             if (self.backward or self.drifts) and dims and (n := math.prod(args[0].shape[d] for d in dims)) >= MANY:
@@ -301,7 +301,6 @@ class MonteCarlo(TorchDispatchMode):
     ) -> torch.Tensor:
         """`out` = a·b + `beside`, (…, M, N), as the recipe multiplies, before the result is rounded."""
         matmul = torch.bmm if a.dim() == 3 else torch.mm
-        walk = max(2.0, a.shape[-1] ** 0.5 / 2)  # also of a sum of no terms
         precision = self.recipe.matmul_backward if self.backward else self.recipe.matmul
         if precision != "ieee":
             a, b = (cut(x, precision, self._stretch(x)) for x in (a, b))
@@ -315,7 +314,7 @@ class MonteCarlo(TorchDispatchMode):
                 out = out + part.mul_(u).mul_(self.noise.like(part))
         bounded = self.backward and self.range_partial() < torch.inf
         beyond = size > self.range_partial() if bounded else None
-        out = self.scattered(out, size.mul_(walk * self.u_sum))
+        out = self.scattered(out, size.mul_(walk(a.shape[-1]) * self.u_sum))
         if beyond is not None:
             out = torch.where(beyond, torch.copysign(torch.full_like(out, torch.inf), out), out)
         if a.shape[-1] == 1 and not self.backward and self.recipe.logits in ("fp16", "bf16"):

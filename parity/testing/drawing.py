@@ -373,8 +373,10 @@ class Description:
             room = 24 // each - len(edges)  # where it is short, several are the largest together
             most = [{n: high for one in most[i::room] for n, high in one.items()} for i in range(min(room, len(most)))]
             alike = [s for s in SIZES if all(max(low, 2) <= s <= high for low, high in self.sizes.values())]
-            same = [dict.fromkeys(self.sizes, alike[len(alike) // 2])] if alike and turn % each == 0 else []  # a square
-            edges += [*same, *[{}] * (room - len(most))][: max(room - len(most), 0)] + most
+            others: list[dict[str, int]] = [{}] * (room - len(most))
+            if others and alike and turn % each == 0:
+                others[0] = dict.fromkeys(self.sizes, alike[len(alike) // 2])  # a square
+            edges += others + most
             edges[1:] = random.Random(turn).sample(edges[1:], len(edges) - 1)
         # dealt as the first tensor's values are, if as many: one of 0 beside "plain", which loses least
         edge = pick(f"{next(iter(self.tensors), None)} values {dtype}", edges, each)
