@@ -173,8 +173,10 @@ def features(case: Case) -> dict[str, Any]:
     s = FAMILY.full_settings(case)
     student, teacher = inputs_of.bans(s)
     dense = s.sparse == "none"
-    # the size of the log-probs of student and teacher, whichever is larger
+    caps = ((s.softcap, s.bias), (s.teacher_softcap, s.teacher_bias))
+    # the size of the log-probs of student and teacher, whichever is larger; a softcap c makes a logit of -inf -c
     nats = max(s.peak * abs(s.logit_scale), s.teacher_peak * abs(s.teacher_logit_scale)) / s.temperature
+    nats = max([nats, *(c / s.temperature for c, b in caps if c and b == "banned")])
     return head.features(case, s) | {
         "one token": s.B * s.T == 1,
         "divergence": "forward" if s.beta == 0.0 else "reverse" if s.beta == 1.0 else "jsd",

@@ -159,3 +159,9 @@ def test_a_gradient_into_the_teacher_is_seen():
 
     assert failing(True) == set()
     assert failing(False) == {"grad_weight"}
+
+
+def test_a_softcap_bounds_what_a_bias_of_minus_inf_adds_to_a_sum():
+    banned = {"B": 5, "T": 8, "temperature": 0.007, "softcap": 50.0, "teacher_bias": "banned"}
+    for bias, beyond in (("banned", True), ("none", False)):
+        assert FAMILY.features(FAMILY.case(1, "fp16", banned | {"bias": bias})).get("fp16 sum", False) is beyond
