@@ -18,6 +18,7 @@ from parity.families.head import IGNORE_INDEX
 from parity.implementations import plain
 from parity.implementations.implementation import EVERY_CONTEXT, Outputs, implementation
 from parity.implementations.limits import ONE_DTYPE, accepted, fitting, only, taking
+from parity.implementations.reduced import ONE_BY_ONE, each_reduced, one_by_one
 from parity.judge.recipe import Recipe
 
 SOURCES = (
@@ -113,11 +114,25 @@ def _variant(name: str, impl: str, fields: Mapping[str, Any], **options: Any) ->
     implementation(f"cce.{name}", **fields)(functools.partial(_call, impl=impl, **options))
 
 
+def _reduced(x: Inputs) -> Outputs:
+    """Minus the mean, or in every second case the sum, of a position's loss and of ignored ones."""
+    function, reduction = accepted(FUNCTION), "mean" if x.case.seed % 2 else "sum"
+
+    def loss(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return function(rows, x.weight, ids, softcap=x.settings.softcap, reduction=reduction, filter_eps=None)
+
+    return each_reduced(x, loss, reduction)
+
+
 _variant("default", "cce", {**KERNEL, "seeks": frozenset({"rare"})})  # as it comes: gradient filtering at "high"
 _variant("auto", "cce", {**KERNEL, "every": 16}, filter_eps="auto")
 _variant("unfiltered", "cce", KERNEL, filter_eps=None)  # every block of the gradient
 SHIFTED: dict[str, Any] = {"filter_eps": -math.inf, "shift": True, "ignore_index": -1}  # and filters nothing either
 _variant("shifted", "cce", {**KERNEL, "every": 16}, **SHIFTED)
+implementation(
+    "cce.reduced",
+    **KERNEL | {"recipe": lambda x: one_by_one(_kernel(x), x, "mean"), "limits": (*KERNEL["limits"], ONE_BY_ONE)},
+)(_reduced)
 _variant(
     "torch_compile",
     "torch_compile",

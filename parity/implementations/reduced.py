@@ -22,8 +22,9 @@ REPEATED = 4
 
 
 def counted_rows(x: Inputs, reduction: str) -> int:
-    """Of a position in a call; in float16 one, whose smallest gradients lose digits where they are divided."""
-    return REPEATED if reduction == "mean" and x.case.dtype != "fp16" else 1
+    """Of a position in a call; in float16 without a loss scale one: smallest gradients lose digits where they are divided."""
+    digits = x.case.dtype != "fp16" or x.settings.cotangent == "scaled"
+    return REPEATED if reduction == "mean" and digits else 1
 
 
 def each_reduced(x: Inputs, loss: Loss, reduction: str) -> Outputs:

@@ -1,5 +1,6 @@
 """Reduced cross entropies: the log-prob of each position from calls that count several labels."""
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -27,3 +28,13 @@ def test_a_mean_by_the_labels_of_a_chunk_shows():
     assert not torch.isclose(wrong, want).any()
     unseen = each_reduced(x, lambda rows, ids: mean(rows, ids, by_chunk=True), "sum")["logps"]
     torch.testing.assert_close(unseen, want)  # one label is its own count
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cotangent", "rows"), [("fp16", "ones", 1), ("fp16", "scaled", 4), ("bf16", "ones", 4)]
+)
+def test_a_mean_in_float16_has_a_divisor_where_the_loss_is_scaled(dtype, cotangent, rows):
+    x = family("logprobs").build(family("logprobs").case(0, dtype, {"cotangent": cotangent}))
+    counted = []
+    each_reduced(x, lambda _, ids: counted.append(int((ids != IGNORE_INDEX).sum())) or torch.zeros(()), "mean")
+    assert set(counted) == {rows}
