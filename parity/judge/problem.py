@@ -56,11 +56,13 @@ SCALED, SCALED_FP16 = 65536.0, 1024.0
 
 def upstream(kind: str, name: str, like: torch.Tensor, seed: int, dtype: str) -> torch.Tensor:
     """An upstream gradient of one of the kinds in `UPSTREAM`: ones and zeros are expanded, as `.sum().backward()` sends them;
-    fine ones have all bits of the dtype, so that no sum of a few is exact."""
+    fine ones have all bits of the dtype, so that no sum of a few is exact, and are 0 in every third row, as behind a mask."""
     if kind in ("ones", "zeros"):
         return torch.full((), float(kind == "ones"), device=like.device).expand(like.shape)
     random = cotangent(name, like, seed)
     if kind == "fine":
+        if like.dim():
+            random[1::3] = 0.0
         return (random * math.pi).to(DTYPES[dtype]).double()
     return random * (1 if kind == "random" else SCALED_FP16 if dtype == "fp16" else SCALED)
 

@@ -335,3 +335,26 @@ def test_no_kind_of_upstream_gradient_is_lost_on_a_size_of_zero_or_one(dtype):
     kinds = collections.Counter(case.upstream for case in cases if case not in small)
     assert len(small) > 3 and {(case.upstream, case.grad) for case in small} == {("random", "all")}
     assert all(kinds[kind] > 1 for kind in UPSTREAM), kinds
+
+
+class Skipping(torch.autograd.Function):
+    """x·w, whose backward pass leaves out 16 rows where the upstream gradient of the first is 0."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        blocks = [g if g[:1].any() else torch.zeros_like(g) for g in grad.split(16)]
+        grad = torch.cat(blocks)
+        return grad * weight, (grad.float() * x.float()).sum(0).to(weight.dtype)
+
+
+def test_blocks_behind_a_mask_are_not_taken_for_empty():
+    scaled = draw(x=tensor("N", "H"), weight=tensor("H"), device="cpu")
+    with pytest.raises(ParityError, match="upstream:fine"):
+        for case in scaled.cases():
+            case.assert_parity(Skipping.apply, lambda x, weight: x * weight, protocol="none")
