@@ -28,6 +28,9 @@ def rollouts() -> None:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--name", default=None, help="name of the files; default: the model's")
 @click.option("--contract", is_flag=True, help="also test the engine with top-k, other orders, batch sizes, its cache")
+@options.path("--push", "move each weight, save the model in this new folder, push it to vLLM as TRL does, then record")
+@options.path("--adapter", "a PEFT adapter on the model that is pushed")
+@click.option("--sleep", is_flag=True, help="vLLM's weights are 0 before: vllm_enable_sleep_mode loses them")
 @options.path("--out", default="reports/rollouts")
 def record_command(**given: Any) -> None:
     """Sample with an engine, store ids and log-probs.

@@ -20,15 +20,13 @@ LINES = {
     "order": "prompts in another order get their own",
     "batch size": "a prompt alone gets those of its definition too",
     "prefix cache": "prompts that the engine has seen get them too",
+    "push": "all weights that TRL pushes arrive",
 }
-"""Line -> what it promises; the last three are asked by `questions`, the others by any recording that can show them."""
+"""Line -> what it promises; the last is asked by `push`, three by `questions`, the others by any recording that can show them."""
 SHARED = 64
 """Tokens that all prompts begin with when the cache is asked: whole blocks of it."""
-BLAMED = {
-    **dict.fromkeys(("token before", "token after", "likeliest"), "place"),
-    "filled": "missing",
-    "temperature": "temperature",
-}
+BLAMED = dict.fromkeys(("token before", "token after", "likeliest"), "place")
+BLAMED |= {"filled": "missing", "temperature": "temperature"}
 """Words of an explanation -> the line that it breaks."""
 
 
@@ -53,7 +51,7 @@ def lines_of(recording: Recording) -> list[str]:
     f = recording.facts
     shown = {"raw": recording.raw_logps is not None, "temperature": f["temperature"] != 1, "top-p": f["top_p"] < 1}
     shown |= {"top-k": f["top_k"] > 0, "prefix cache": f.get("asked") == "prefix cache" and f.get("cached_tokens") != 0}
-    shown |= {name: f.get("asked") == name for name in ("order", "batch size")}
+    shown |= {name: f.get("asked") == name for name in ("order", "batch size")} | {"push": "pushed_by" in f}
     return [name for name in LINES if shown.get(name, True)]
 
 
@@ -71,9 +69,11 @@ def held(recording: Recording, model: str | None, adapter: Path | None, support:
 def broken(recording: Recording, verdict: Verdict, raw: Verdict | None) -> dict[str, str]:
     """Line -> why this recording breaks it. `raw`: the verdict of its raw log-probs as such.
 
-    A disagreement that is explained breaks the line of its explanation; another one what the recording was asked for, else
-    "processed".
+    Weights that a push lost break its line alone. A disagreement that is explained breaks the line of its explanation; another
+    one what the recording was asked for, else "processed".
     """
+    if why := recording.facts.get("not_pushed"):
+        return {"push": f"{recording.name}: {why}"}
     out = {} if raw is None or raw.agrees else {"raw": f"{recording.name}: {raw.fails_by}"}
     absent = int((~recording.sampler_logps.isfinite())[recording.mask].sum())
     if absent:
@@ -94,8 +94,9 @@ def table(judged: Iterable[tuple[Recording, Mapping[str, str]]]) -> dict[str, st
     for recording, found in judged:
         for name, why in found.items():
             faults.setdefault(name, []).append(why)
-        # one that nothing explains shows no other line
-        shown |= {name: shown.get(name, 0) + 1 for name in lines_of(recording) if "processed" not in found}
+        # one that nothing explains, or with other weights, shows no other line
+        blind = not found.keys().isdisjoint(("processed", "push"))
+        shown |= {name: shown.get(name, 0) + 1 for name in lines_of(recording) if name == "push" or not blind}
     said = {
         n: every[0] + (f"; {len(every) - 1} more recordings" if len(every) > 1 else "") for n, every in faults.items()
     }

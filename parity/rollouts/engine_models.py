@@ -27,16 +27,20 @@ def folder_of(model: str) -> Path:
     return Path(model)
 
 
-def loaded(folder: Path, dtype: torch.dtype) -> Any:
-    """The causal language model in `folder`, in evaluation mode, in eager attention: the others may be another
-    function. transformers 5.19 runs Gemma-2 with sdpa and drops the softcap on its attention scores. Experts in turn: its
-    grouped product knows no float64."""
+def loaded(folder: Path, dtype: torch.dtype, adapter: Path | None = None) -> Any:
+    """The causal language model in `folder`, with a PEFT adapter if one is given, in evaluation mode. Eager attention: the
+    others may be another function. transformers 5.19 runs Gemma-2 with sdpa and drops the softcap on its attention scores.
+    Experts in turn: its grouped product knows no float64."""
     import transformers
 
     with trl.quiet():
         out = transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=dtype, attn_implementation="eager")
     if hasattr(out, "set_experts_implementation"):
         out.set_experts_implementation("eager")
+    if adapter is not None:
+        from peft import PeftModel
+
+        out = PeftModel.from_pretrained(out, adapter)
     return out.eval()
 
 

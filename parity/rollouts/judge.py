@@ -66,18 +66,19 @@ def score(model: Any, rows: Pairs, width: int, sampling: Sampling) -> Scores:
 @dataclasses.dataclass(frozen=True)
 class Trainer:
     """The model whose log-probs the sampler's are held against. `folder`: where the model lies; `dtype`: of its weights
-    and arithmetic; `change`: what happens to the model after it is loaded: an adapter, a step of training."""
+    and arithmetic; `change`: what happens to the model after it is loaded with its PEFT adapter."""
 
     folder: Path
     dtype: torch.dtype
     change: Callable[[Any], Any] = lambda model: model
+    adapter: Path | None = None
 
     def loaded(self) -> Any:
-        return self.change(engine_models.loaded(self.folder, self.dtype))
+        return self.change(engine_models.loaded(self.folder, self.dtype, self.adapter))
 
     def in_float64(self) -> Any:
         """The model with the same rounded weights, for arithmetic in float64."""
-        return self.change(engine_models.loaded(self.folder, self.dtype).double())
+        return self.change(engine_models.loaded(self.folder, self.dtype, self.adapter).double())
 
 
 PRODUCTS = 1 << 40
@@ -127,6 +128,7 @@ class Verdict:
         ]
         if not self.agrees:
             cause = f"what fits better: {self.explanation}" if self.explanation else "no known cause"
+            cause = "weights were lost by the push" if recording.facts.get("not_pushed") else cause
             lines += [f"  {self.fails_by}; {cause}", *([f"  {self.off}"] if self.off else [])]
         d = self.log_ratios[self.log_ratios.isfinite()]
         cut, unscored = int(self.log_ratios.isinf().sum()), int(self.log_ratios.isnan().sum())
@@ -335,9 +337,4 @@ def trainer_of(recording: Recording, model: str | None, adapter: Path | None) ->
     folder = engine_models.folder_of(model or str(recording.facts["model"]))
     if model is None and engine_models.weights_hash(folder) != recording.facts["weights"]:
         raise UsageError(f"{recording.name}: {folder} has other weights than recorded; name the trainer's with --model")
-    trainer = Trainer(folder, DTYPES[str(recording.facts["dtype"])])
-    if adapter is None:
-        return trainer
-    from peft import PeftModel
-
-    return dataclasses.replace(trainer, change=lambda loaded: PeftModel.from_pretrained(loaded, adapter))
+    return Trainer(folder, DTYPES[str(recording.facts["dtype"])], adapter=adapter)

@@ -1,6 +1,8 @@
 """`parity rollouts record`: sample with an engine, score with the trainer's model, write recordings."""
 
 import dataclasses
+import functools
+import importlib.metadata
 import itertools
 import json
 import shlex
@@ -17,7 +19,7 @@ from parity.case.case import hashes
 from parity.errors import UsageError
 from parity.judge.recipe import DTYPES
 from parity.recording import Recording
-from parity.rollouts import contract, engine_models, server, vllm_engine
+from parity.rollouts import contract, engine_models, push, server, vllm_engine
 from parity.rollouts.judge import score
 from parity.rollouts.server import Request, Sampled
 
@@ -41,6 +43,9 @@ class RecordingOptions:
     seed: int = 0
     name: str | None = None
     contract: bool = False
+    push: Path | None = None
+    adapter: Path | None = None
+    sleep: bool = False
 
 
 def record(options: RecordingOptions) -> Iterator[Path]:
@@ -49,6 +54,8 @@ def record(options: RecordingOptions) -> Iterator[Path]:
     prompts = read_prompts(options, folder)
     longest = max(map(len, prompts)) + options.max_tokens + 1 + contract.SHARED * options.contract
     sample = engine(options, folder, longest)
+    if options.push is not None:
+        folder, options = options.push, dataclasses.replace(options, model=str(options.push))
     for temperature, top_p in itertools.product(options.temperatures, options.top_ps):
         request = Request(prompts, temperature, top_p, options.top_k, options.max_tokens, options.seed)
         yield recording.save(_recording(options, folder, request, sample(request)), options.out)
@@ -58,9 +65,16 @@ def record(options: RecordingOptions) -> Iterator[Path]:
 
 
 def engine(options: RecordingOptions, folder: Path, max_length: int) -> Callable[[Request], Sampled]:
-    """The engine called for. Raises UsageError for one that does not exist or is not there."""
+    """The engine called for, and what `push` pushes to it. Raises UsageError for one that does not exist or is not there."""
+    change = None
+    if (options.push and options.engine != "vllm") or (not options.push and (options.adapter or options.sleep)):
+        raise UsageError("--push needs --engine vllm, --adapter and --sleep need --push")
+    if options.push is not None:
+        vllm_engine.prepare()
+        model, merged = push.moved(folder, DTYPES[options.dtype], options.push, options.adapter)
+        change = functools.partial(push.pushed, model=model, folder=merged, asleep=options.sleep)
     if options.engine == "vllm":
-        return vllm_engine.opened(str(folder), options.dtype, max_length)
+        return vllm_engine.opened(str(folder), options.dtype, max_length, change)
     if options.engine == "transformers":
         return engine_models.opened(str(folder), options.dtype, max_length)
     if options.engine.startswith(("http://", "https://")):
@@ -98,24 +112,21 @@ def _ids(line: str, folder: Path) -> list[int]:
 
 
 def _recording(options: RecordingOptions, folder: Path, request: Request, found: Sampled, asked: str = "") -> Recording:
-    import importlib.metadata
-
     rows = list(zip(request.prompts, found.completions, strict=True))
     sampling = (request.temperature, request.top_p, request.top_k)
     completion_ids = padded(found.completions, torch.int32, request.max_tokens)
-    scores = score(engine_models.loaded(folder, DTYPES[options.dtype]), rows, request.max_tokens, sampling)
+    trainer = engine_models.loaded(folder, DTYPES[options.dtype], options.adapter)
+    scores = score(trainer, rows, request.max_tokens, sampling)
     kept = scores.kept.float() if request.top_p < 1 or request.top_k > 0 else None
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     facts = {
         **found.facts,
         "model": options.model,
         "weights": engine_models.weights_hash(folder),
         "dtype": options.dtype,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
+        **request.sampling,
         "top_k": request.top_k,
         "seed": request.seed,
-        "versions": versions,
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "processor": torch.backends.cpu.get_cpu_capability(),
         "command": shlex.join(["parity", *sys.argv[1:]]),
         **({"asked": asked} if asked else {}),

@@ -2,8 +2,9 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -38,17 +39,33 @@ def prepare() -> None:
         os.environ.setdefault(name, value)
 
 
-def opened(model: str, dtype: str, max_length: int) -> Callable[[Request], Sampled]:
+def opened(
+    model: str, dtype: str, max_length: int, change: Callable[[Any], Mapping[str, Any]] | None = None
+) -> Callable[[Request], Sampled]:
     """Starts the engine once; what it returns samples a request. The log-probs beside sampled tokens are processed:
     behind temperature and top-p, of the distribution that was sampled from. The raw ones come from a second pass, which
-    reads prompt and completion as a prompt: vLLM reports those at temperature 1 over the whole vocabulary."""
+    reads prompt and completion as a prompt: vLLM reports those at temperature 1 over the whole vocabulary.
+
+    `change` is given vLLM's model once it is loaded, on a CPU before its weights are packed, which cannot be loaded again; it
+    returns facts of a manifest."""
     prepare()
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.model_loader import base_loader
+    from vllm.platforms import current_platform
 
     fixed = {"logprobs_mode": "processed_logprobs", "enforce_eager": True, "seed": 0}
     if max_length <= 128:  # a block of the CPU's cache would never be full, and nothing be read from it
         fixed["block_size"] = 32
-    llm = LLM(model=model, dtype=DTYPES[dtype], max_model_len=max_length, **fixed)
+    more, pack, early = dict[str, Any](), base_loader.process_weights_after_loading, current_platform.is_cpu()
+
+    def changed(inside: Any, *how: Any) -> None:
+        more.update(change(inside) if change else {})
+        pack(inside, *how)
+
+    with mock.patch.object(base_loader, "process_weights_after_loading", changed if early else pack):
+        llm = LLM(model=model, dtype=DTYPES[dtype], max_model_len=max_length, **fixed)
+    if change and not early:
+        more.update(change(llm.llm_engine.model_executor.driver_worker.model_runner.model))
 
     def sample(request: Request) -> Sampled:
         how = {"top_k": request.top_k, "max_tokens": request.max_tokens, "logprobs": 0, **request.sampling}
@@ -61,9 +78,8 @@ def opened(model: str, dtype: str, max_length: int) -> Callable[[Request], Sampl
         again = llm.generate([{"prompt_token_ids": ids} for ids in whole], asked, use_tqdm=False)
         three = zip(again, request.prompts, completions, strict=True)
         raw = [_of(out.prompt_logprobs[len(p) :], ids) for out, p, ids in three]
-        return Sampled(
-            completions, logps, raw, {**facts(), "cached_tokens": sum(o.num_cached_tokens or 0 for o in outs)}
-        )
+        cached = sum(o.num_cached_tokens or 0 for o in outs)
+        return Sampled(completions, logps, raw, {**facts(), **more, "cached_tokens": cached})
 
     return sample
 

@@ -23,7 +23,8 @@ def test_a_real_vllm_keeps_every_line():
     found = [(r, contract.held(r, **JUDGED)[1]) for r in (of(name, 4) for name in names)]
     assert len(found) == 8 and all(r.facts["engine"].startswith("vllm") for r, _ in found)
     assert not any(broken for _, broken in found)
-    assert all(answer.startswith("holds") for answer in contract.table(found).values())
+    table = contract.table(found)
+    assert table.pop("push") == "not asked" and all(answer.startswith("holds") for answer in table.values())
 
 
 def put(values, at, value):
@@ -80,7 +81,7 @@ def test_what_nothing_explains_blames_no_setting_and_every_recording_counts():
 def test_what_nothing_was_recorded_of_is_not_asked():
     table = contract.table([(of("t1-p1"), {})])
     assert [name for name, answer in table.items() if answer == "not asked"] == [
-        *("temperature", "top-p", "top-k", "order", "batch size", "prefix cache")
+        *("temperature", "top-p", "top-k", "order", "batch size", "prefix cache", "push")
     ]
     uncached = dataclasses.replace(
         of("t1-p1-prefix-cache"), facts={**of("t1-p1-prefix-cache").facts, "cached_tokens": 0}
