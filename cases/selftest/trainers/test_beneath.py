@@ -27,7 +27,8 @@ def even(trainer, loss):
 
 SGD, ADAM = (of("sft", "update", **settings) for _, settings in update.PR)
 ALONE, GROUPED = of("sft", "architecture"), of("sft", "architecture", model=models.GROUPED)
-ADAPTER, RSLORA = of("dpo", "adapters"), of("dpo", "adapters", adapter="rslora")
+ADAPTER = of("dpo", "adapters")
+RSLORA, DORA, BIASED = (of("dpo", "adapters", adapter=kind) for kind in ("rslora", "dora", "lora-bias"))
 GRPO, ONLINE_DPO = (of(trainer, "generation", temperature=1.4) for trainer in ("grpo", "online-dpo"))
 QUEUE, SMALL = of("async-grpo", "rollout-queue"), of("async-grpo", "rollout-queue", budget=True)
 BOTH = ("loss", "gradient")
@@ -75,6 +76,11 @@ def decayed_everywhere(original, self, model):
     return [n for n, _ in model.named_parameters()]
 
 
+@mistake(f"{TRAINER}.get_decay_parameter_names", SGD, "parameters behind step 1")
+def norms_of_keys_decayed(original, self, model):
+    return [*original(self, model), *(n for n, _ in model.named_parameters() if n.endswith("k_norm.weight"))]
+
+
 mistake(SCHEDULE, SGD, "parameters behind step 2", name="constant rate")(lambda *given, **more: 1.0)
 mistake(f"{TRAINER}._load_optimizer_and_scheduler", ADAM, "parameters behind step 2", name="state forgotten")(
     lambda *_: None
@@ -112,6 +118,18 @@ def scaled_twice(original, self, name, *given, **more):
 def rank_as_ever(original, self, *given, config, **more):
     config.use_rslora = False
     original(self, *given, config=config, **more)
+
+
+@mistake(f"{LORA}.dora.DoraLinearLayer.get_weight_norm", DORA, *BOTH)
+def norm_of_the_base_alone(original, self, weight, *given, **more):
+    return weight.norm(dim=1)
+
+
+@mistake(f"{LORA}.Linear.merge", BIASED, "logits, merged")
+def bias_left_unmerged(original, self, *given, **more):
+    kept = self.base_layer.bias.clone()
+    original(self, *given, **more)
+    self.base_layer.bias.data.copy_(kept)
 
 
 TRAINABLE = "peft.tuners.tuners_utils.BaseTuner._mark_only_adapters_as_trainable"

@@ -202,6 +202,8 @@ BATCHED = "use_transformers_continuous_batching"
 SMALL = {"num_blocks": 16, "page_size": 16, "max_batch_tokens": 64}
 """Its default takes half of the memory."""
 GROUPED = ("grpo-trainer", "rloo-trainer")
+EVALUATED = 2 * stored_window.GENERATIONS
+"""Completions of a prompt in evaluation."""
 AROUND = {
     BATCHED: Setting(False, "generate_batch in place of generate", (False, True)),
     "precision": Setting("fp32", "float32, or autocast to bfloat16", ("fp32", "autocast")),
@@ -222,7 +224,7 @@ def around_generation(call: CheckCall) -> Iterator[Quantity]:
         given = {BATCHED: True, "transformers_continuous_batching_config": SMALL}
     drive.needs(call.trainer, *given)
     given |= {"bf16": call.settings.precision == "autocast", "steps_per_generation": 2}
-    wanted = recorder.plain("4x1") | {"per_device_eval_batch_size": 4} | given
+    wanted = recorder.plain("4x1") | {"per_device_eval_batch_size": 4, "num_generations_eval": EVALUATED} | given
     rows = stored_window.brief()
     data, other = (stored_window.dataset(part, "prompts") for part in (rows[:4], rows[4:]))
     trainer = drive.build(call.trainer, models.model("llama"), wanted, train_dataset=data, eval_dataset=other)
@@ -243,7 +245,7 @@ def around_generation(call: CheckCall) -> Iterator[Quantity]:
     yield holds("weights", not off, f"{len(off)} are not what they were, first {off[:1]}")
     modes = [{training for _, training in part} for part in (seen[:steps], seen[steps:])]
     yield holds("mode", modes == [{True}, {False}], f"training in a step, then in evaluation: {modes}")
-    own = sorted(stored_window.ids(row.prompt) for row in rows[4:] for _ in range(stored_window.GENERATIONS))
+    own = sorted(stored_window.ids(row.prompt) for row in rows[4:] for _ in range(EVALUATED))
     found = sorted(prompt for prompt, _ in seen[steps:])
     others = sum(prompt not in own for prompt in found)
     yield holds("prompts", found == own, f"{others} of the evaluation's {len(found)} are not its own")

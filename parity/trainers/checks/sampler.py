@@ -49,6 +49,7 @@ FIELDS = {
 }
 SAMPLED: list[dict[str, Any]] = [
     {"mode": "token_truncate"},
+    {"mode": "token_mask", "low": 0.5},
     {"tools": True, "split": "2x4"},
     {"mode": "token_truncate", "tools": True, "threshold": 0.5},
 ]

@@ -38,6 +38,8 @@ SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_al
 CLIPPED = {"epsilon": 0.2, "epsilon_high": 1.5}
 """Bounds that some ratios are beyond, and some between: in the place of the other each would clip other tokens."""
 QUANTILE = "top_entropy_quantile"
+BEFORE = 4
+"""Seed of the older policy whose largest share of a completion is not that of a longest one, whose mean needs no mask."""
 BONUS = {QUANTILE: 0.6, "entropy_coef": 0.1}
 """An entropy bonus of the tokens that are trained on."""
 BOUNDED = {"reward_weights": [1.0, -0.5], "reward_clip_range": (0.125, 0.375)}
@@ -272,12 +274,13 @@ def _synced(run: WindowRun) -> Iterator[Quantity]:
 def _clipped(run: WindowRun) -> Iterator[Quantity]:
     """One step with the log-probs of an older policy: ratios within and beyond both bounds; their logged shares."""
     window = run.window.sequences
-    older = stored_window.policy(run.s.model, torch.float64, stored_window.OLDER)
+    whole = SPECS[run.trainer].clips == "sequences" or "importance_sampling_level" in run.kind.own
+    older = stored_window.policy(run.s.model, torch.float64, stored_window.OLDER if whole else BEFORE)
     made = functools.partial(Loss, run.window, run.s, generation=Generation(window, older, steps=1))
     loss = made(policy=run.kind.own)
     twin_runs.hand_old(run.built, {tuple(t): lp for (t, _), lp in zip(window, loss.old([]), strict=True)})
     yield from judged(run.call, run, loss)
-    if "importance_sampling_level" in run.kind.own:  # whole completions are clipped
+    if "importance_sampling_level" in run.kind.own:
         return
     model = stored_window.policy(run.s.model, torch.float64)
     counts = measured(model, functools.partial(beyond, loss), beyond(loss, model))
@@ -342,7 +345,9 @@ WINDOWS = {
     "packed": Kind(_packed, ("sft-trainer",), config={**EVALUATED, "packing": True, "max_length": 48}),
     "mismatched": Kind(_mismatched, ("kto-trainer",), "4x1", config={**EPOCH, "loss_type": "kto"}, count=5),
     "clipped": Kind(_clipped, ("grpo-trainer", "rloo-trainer"), config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
-    "entropies": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | {QUANTILE: 0.6}, losses=("dapo",)),
+    "entropies": Kind(
+        _clipped, TOKENS, beta=0.04, config=recorder.LOGGED, own=CLIPPED | {QUANTILE: 0.6}, losses=("dapo",)
+    ),
     "bonus": Kind(_clipped, TOKENS, config=recorder.LOGGED, own=CLIPPED | BONUS, losses=("dapo",)),
     "sequence": Kind(_clipped, ("grpo-trainer",), beta=0.04, own=OF_SEQUENCES),
     "bounded": Kind(_bounded, ("rloo-trainer",), beta=0.04, own=BOUNDED),

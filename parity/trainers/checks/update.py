@@ -30,8 +30,6 @@ from parity.trainers.specs import JUDGED
 STEPS, RATE = 2, 0.02
 BETAS, EPSILON = (0.8, 0.9), 1e-3
 """AdamW's, away from their defaults; ε is of the size of the gradients, so that one that is left out shows."""
-MODEL = "phi"
-"""It has biases, layer norms, and no tied head."""
 SCHEDULES = {
     "constant": "the learning rate of the config",
     "linear": "falls to 0 in two steps",
@@ -43,9 +41,10 @@ SETTINGS = {
     "decay": Setting(0.0, "weight_decay: of matrices, not of biases and norms", (0.0, 0.5)),
     "schedule": Setting("constant", "; ".join(f"{k}: {v}" for k, v in SCHEDULES.items()), tuple(SCHEDULES)),
     "resumed": Setting(False, "the second step by another trainer, from the first one's checkpoint", (False, True)),
+    "model": Setting("phi", "it has biases and layer norms, Qwen3 norms of queries and keys", ("phi", "qwen3")),
 }
 PR: list[CheckCase] = [
-    ("sft-trainer", {"clip": 0.2, "decay": 0.5, "schedule": "linear"}),
+    ("sft-trainer", {"clip": 0.2, "decay": 0.5, "schedule": "linear", "model": "qwen3"}),
     ("sft-trainer", {"optimizer": "adamw_torch", "clip": 0.2, "decay": 0.5, "schedule": "warm-up", "resumed": True}),
 ]
 RESTORED = {"restored": Setting(False, "the model gets its own forward back before the copy", (False, True))}
@@ -69,7 +68,7 @@ def update(call: CheckCall) -> Iterator[Quantity]:
     with tempfile.TemporaryDirectory(prefix="parity-update-") as folder:
         run = Run(
             call.case.family,
-            twin(call.case.family, model=MODEL, split="2x2" if call.spec.accumulates else "4x1"),
+            twin(call.case.family, model=s.model, split="2x2" if call.spec.accumulates else "4x1"),
             **_config(s, folder),
         )
         first = run.steps
@@ -83,7 +82,7 @@ def update(call: CheckCall) -> Iterator[Quantity]:
     taken: list[Mapping[str, Tensor]] = []
     for number, (own, steps, i) in enumerate(runs):
         before, step = steps.parameters[i], f"of step {number + 1}"
-        policy = stored_window.policy(MODEL, torch.float64)
+        policy = stored_window.policy(s.model, torch.float64)
         policy.load_state_dict(before)
         loss = Loss(run.window.found_in(steps.window(i)), run.s)
         exact = exact_step(policy, loss)

@@ -32,8 +32,10 @@ ADAPTERS = {
     "saved-head": "peft_config with the LM head in modules_to_save: the reference has the base model's head",
     "saved-embeddings": "peft_config with the embeddings in modules_to_save: the reference has the base model's",
     "rslora": "peft_config with use_rslora: scaled by α/√r",
+    "dora": "peft_config with use_dora: rows of the weight that have a trained norm",
     "pissa": "peft_config with init_lora_weights pissa, which moves a part of the weights into the adapter: as new",
     "biases": "peft_config with bias all, on Qwen2: the reference keeps the base model's biases",
+    "lora-bias": "peft_config with lora_bias, on Qwen2: B has one, which is merged into the base's",
     "existing-embeddings": "as existing, on embed_tokens too",
     "existing-pissa": "as existing, made by pissa",
 }
@@ -41,8 +43,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "saved-head": {"modules_to_save": ["lm_head"]},
     "saved-embeddings": {"modules_to_save": ["embed_tokens"]},
     "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
     "pissa": {"init_lora_weights": "pissa"},
     "biases": {"bias": "all"},
+    "lora-bias": {"lora_bias": True},
     "existing-embeddings": {"targets": (*models.PROJECTIONS, "embed_tokens")},
     "existing-pissa": {"init_lora_weights": "pissa"},
 }
@@ -98,7 +102,7 @@ def adapter_cases(seed: int) -> Iterator[CheckCase]:
         *((t, {"adapter": "existing", "precomputed": True}) for t in ("dpo-trainer", "kto-trainer")),
         *((t, {"adapter": "saved-head"}) for t in ("grpo-trainer", "dpo-trainer", "kto-trainer")),  # Liger takes heads
         ("kto-trainer", {"kl": True}),
-        *(("dpo-trainer", {"adapter": kind}) for kind in ("rslora", "saved-embeddings")),
+        *(("dpo-trainer", {"adapter": kind}) for kind in ("rslora", "dora", "lora-bias", "saved-embeddings")),
         *((t, {"checkpointing": drive.REENTRANT}) for t in ("grpo-trainer", "online-dpo-trainer")),
     ],
     paths=EVERY_PATH,
@@ -113,7 +117,7 @@ def adapters(call: CheckCall) -> Iterator[Quantity]:
     more: dict[str, Any] = {PRECOMPUTED: True} if s.precomputed else {}
     drive.needs(call.trainer, *more)
     settings = twin(trainer, beta=0.04, kl=s.kl, checkpointing=s.checkpointing)
-    settings.model = "qwen2" if s.adapter == "biases" else settings.model  # which has some
+    settings.model = "qwen2" if s.adapter in ("biases", "lora-bias") else settings.model  # which has some
     more |= {} if s.checkpointing == drive.OFF else {"learning_rate": RATE}
     more |= EVALUATED if s.precomputed else {}
 
@@ -168,16 +172,19 @@ def _kept(name: str, model: Any, adapted: Any, window: Window) -> Iterator[Quant
 
 
 def _trained(model: Any, options: Mapping[str, Any]) -> Quantity:
-    """The parameters that are trained are A and B of each target, and the copies of what is saved with them."""
-    name = model.active_adapter
+    """The parameters that are trained are A and B of each target, DoRA's norms, and the copies of what is saved with them."""
+    name, parts = model.active_adapter, ("A", "B", "magnitude_vector")[: 3 if "use_dora" in options else 2]
     modules = [n for n, _ in model.named_modules()]
     wanted = {
-        f"{n}.lora_{part}.{name}.weight" for n in modules if n.rpartition(".")[2] in models.PROJECTIONS for part in "AB"
+        f"{n}.lora_{part}.{name}.weight"
+        for n in modules
+        if n.rpartition(".")[2] in models.PROJECTIONS
+        for part in parts
     }
     if "targets" in options:
         wanted |= {f"{n}.lora_embedding_{part}.{name}" for n in modules if n.endswith("embed_tokens") for part in "AB"}
-    if "bias" in options:
-        wanted |= {n for n, _ in model.named_parameters() if n.endswith(".bias")}
+    biases = ".bias" if "bias" in options else f".lora_B.{name}.bias"
+    wanted |= {n for n, _ in model.named_parameters() if n.endswith(biases)}
     wanted |= {
         f"{n}.modules_to_save.{name}.weight"
         for n in modules

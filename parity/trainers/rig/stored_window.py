@@ -258,7 +258,7 @@ def with_adapter(base: Any, **options: Any) -> Any:
 def written_out(model: Any) -> Any:
     """The PeftModel of a definition: its modules and parameters are PEFT's, what they compute is written here. Of a linear
     layer W·x + (α/r)·B·A·x, α/√r with use_rslora (arXiv 2106.09685, section 4.1; 2312.03732); x of an embedding is one-hot;
-    of a saved module its copy."""
+    of a saved module its copy. DoRA (2402.09353, equations 5 and 11): the weight's rows times m over their norm, a constant."""
     given = model.peft_config["default"]
     scale = given.lora_alpha / (given.r**0.5 if given.use_rslora else given.r)
     for module in model.modules():
@@ -275,6 +275,10 @@ def _low_rank(module: Any, scale: float, x: Tensor) -> Tensor:
         return out
     if len(module.lora_embedding_A):
         return out + module.lora_embedding_A["default"].T[x] @ module.lora_embedding_B["default"].T * scale
+    if len(module.lora_magnitude_vector):
+        weight = module.base_layer.weight + module.lora_B["default"].weight @ module.lora_A["default"].weight * scale
+        norms = module.lora_magnitude_vector["default"].weight / weight.norm(dim=1).detach()
+        return torch.nn.functional.linear(x, weight * norms.unsqueeze(1), module.base_layer.bias)
     return out + module.lora_B["default"](module.lora_A["default"](x)) * scale
 
 
@@ -301,9 +305,13 @@ def fill_adapter(model: Any, seed: int, size: float = ADAPTER_SIZE, nudge: float
         for name, parameter in model.named_parameters():
             if ".ref" in name:
                 continue
-            if "lora_" in name:
+            if "lora_" in name and "magnitude" not in name:
                 parameter.copy_(size * normal(seed, name, parameter.shape).to(parameter))
-            elif "modules_to_save" in name or (beside and parameter.requires_grad and name.endswith(".bias")):
+            elif (
+                "modules_to_save" in name
+                or "magnitude" in name
+                or (beside and parameter.requires_grad and name.endswith(".bias"))
+            ):
                 _move(parameter, seed, name, nudge)
 
 
