@@ -11,7 +11,7 @@ pytest.importorskip("trl")
 
 from cases.selftest.trainers.asked import planted, right, wrong
 from parity.trainers import catalogue
-from parity.trainers.checks import generation, twins, update
+from parity.trainers.checks import generation, self_distillation, twins, update
 from parity.trainers.checks.twin_windows import OF_SEQUENCES
 from parity.trainers.definitions import decoder
 from parity.trainers.rig import drive, models
@@ -130,6 +130,20 @@ def bias_left_unmerged(original, self, *given, **more):
     kept = self.base_layer.bias.clone()
     original(self, *given, **more)
     self.base_layer.bias.data.copy_(kept)
+
+
+SDPO = next(of("sdpo", "self-distillation", **s) for trainer, s in self_distillation.PR if trainer == "sdpo-trainer")
+
+
+@mistake("trl.experimental.sdpo.loss_utils.add_tail_bucket", SDPO, "gradient")
+def tail_without_a_gradient(original, log_probs):
+    *kept, tail = original(log_probs).unbind(-1)
+    return torch.stack([*kept, tail.detach()], -1)
+
+
+@mistake("trl.experimental.sdpo.loss_utils.compute_divergence", SDPO, *BOTH)
+def mixed_the_other_way(original, student, teacher, alpha):
+    return original(student, teacher, 1 - alpha)
 
 
 TRAINABLE = "peft.tuners.tuners_utils.BaseTuner._mark_only_adapters_as_trainable"

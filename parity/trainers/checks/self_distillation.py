@@ -91,9 +91,9 @@ PR: list[CheckCase] = [
     (SDFT, {**TOPK, "alpha": 0.3, "skip": 2, "split": "2x4"}),
     (SDFT, {**FULL, "alpha": 0.0, "teacher": "ema", "window": "again", "temperature": 0.7}),
     (SDFT, {"mode": "topk_logits", "alpha": 0.3}),
-    (SDPO, {"split": "2x4", "teacher": "ema", "window": "second", "mode": "topk_logits"}),
+    (SDPO, {**TOPK, "alpha": 0.3, "split": "2x4", "teacher": "ema", "window": "second"}),
     (SDPO, {"weight": 0.4, "loss": "grpo", "scale": "batch", "window": "again"}),
-    (SDPO, {"feedback": True, "spared": True, "others": False}),
+    (SDPO, {"feedback": True, "spared": True, "others": False, "mode": "topk_logits"}),
     (A2PO, {"split": "2x4", "window": "second"}),
 ]
 
