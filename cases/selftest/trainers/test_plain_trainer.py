@@ -59,6 +59,19 @@ def test_a_patch_whose_backward_alone_is_wrong_is_red(monkeypatch):
     assert verdicts(FUSED) == RIGHT | {"gradient": "disagree"}
 
 
+@LIGER
+def test_a_factor_that_is_left_out_of_the_gate_s_gradient_is_red(monkeypatch):
+    """Falcon-H1's, of 0.5."""
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    def backward(ctx, g, whole=LigerSiLUMulFunction.backward):
+        gate, *others = whole(ctx, g)
+        return 2 * gate, *others
+
+    monkeypatch.setattr(LigerSiLUMulFunction, "backward", staticmethod(backward))
+    assert verdicts(FUSED, model="falcon_h1") == RIGHT | {"gradient": "disagree"}
+
+
 @pytest.mark.parametrize("settings", [{"split": "1x4", "smoothing": 0.1}, {"model": "classifier"}, {"adapter": "head"}])
 def test_the_released_trainer_agrees(settings):
     assert verdicts(RELEASED, **settings) == RIGHT

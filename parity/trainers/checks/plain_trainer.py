@@ -37,7 +37,10 @@ SETTINGS = {
     "derived": Setting(False, "the model's class is derived from transformers', as it is under FSDP2", (False, True)),
     "adapter": Setting("", "a LoRA on the layers, or on the LM head too", tuple(ADAPTERS)),
 }
-PR: list[CheckCase] = [(FAMILY, {"split": "1x4", "smoothing": SMOOTHED}), (FAMILY, {"model": "gemma2"})]
+PR: list[CheckCase] = [
+    (FAMILY, {"split": "1x4", "smoothing": SMOOTHED}),
+    *((FAMILY, {"model": name}) for name in ("gemma2", "falcon_h1")),
+]
 Batch = dict[str, Tensor]
 
 

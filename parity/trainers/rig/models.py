@@ -202,6 +202,9 @@ _CLIP = {**_VISION, "image_size": 8, "model_type": "clip_vision_model"}
 _ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
 MORE = {
     "llama_relu": _text("Llama", hidden_act="relu"),
+    "falcon_h1": _text(
+        "FalconH1", mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8, mlp_multipliers=[0.5, 0.7]
+    ),
     "llava": Architecture(
         "LlavaForConditionalGeneration",
         "LlavaConfig",
