@@ -3,7 +3,7 @@ against the rows that it was given."""
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,8 @@ from parity.watching.taps import Taken
 Fault = tuple[str, list[str]]
 Tokens = list[tuple[int, int, bool]]
 """Ids of a row; whether each is in the loss, -1 where that is unknown; whether a sequence begins with it."""
+SIDES = "chosen_ids", "rejected_ids", "completion_ids", "KL_completion_ids"
+"""Columns of what follows a prompt."""
 CUTS = "max_length", "max_seq_length", "max_prompt_length", "max_completion_length"
 """Settings that may make a sequence shorter."""
 
@@ -100,17 +102,29 @@ def seen_padding(taken: Taken, pad: int | None, unknown: int | None) -> Fault | 
     return "attention sees padding", [text]
 
 
+def overwritten(made: Iterable[tuple[str, Tensor, Tensor]], batches: Iterable[Any]) -> Fault | None:
+    """Where tensors of a step's `batches` are no longer what the collator made, name, tensor and copy of each: it has used their
+    memory again."""
+    given = {id(x) for batch in batches if isinstance(batch, Mapping) for x in batch.values()}
+    shared = Counter(x.untyped_storage().data_ptr() for _, x, _ in made)
+    other = [(n, x) for n, x, copy in made if id(x) in given and not torch.equal(x, copy)]
+    names = dict.fromkeys(n for n, x in other if shared[x.untyped_storage().data_ptr()] > 1)
+    return ("the collator writes over a batch before the step has used it", [", ".join(names)]) if names else None
+
+
 def collated(rows: Any, batch: Any, trainer: Any, pad: int | None) -> Iterator[tuple[Fault, bool]]:
     """Where a `batch` is not what the columns of its `rows` say, and whether that may be meant. The rows may be in another order,
     or all in one. Nothing of sequences with other tokens than a row's, or where these are as many others."""
     if not isinstance(batch, Mapping) or not all(isinstance(row, Mapping) for row in rows):
         return
-    made, n, labels = _made(batch), len(rows), [*batch.get("label", ())]
+    made, n, labels = _made(batch) + _made(batch, "KL_"), len(rows), [*batch.get("label", ())]
     told = [x for side in zip(*(_told(row, trainer) for row in rows), strict=False) for x in side]
-    labelled = len(labels) == n == len(told) and all("label" in row for row in rows)
+    told = told[:n] if len(made) == n == len(labels) else told  # a loss without KTO's KL
+    labelled = len(labels) == n and all("label" in row for row in rows)
     if len(made) == 1 < n == len(told):
         told, n = [[token for x in told for token in x]], 1
     limit = min([x for name in CUTS if isinstance(x := getattr(trainer.args, name, None), int)], default=math.inf)
+    swaps = f"exchanges {'completions and those of the KL' if labels else 'chosen and rejected'}"
     counts = Counter[tuple[str, bool]]()
     for i, row in enumerate(made if len(made) == len(told) else ()):
         near = sorted(range(len(told)), key=lambda j: (j // n != i // n, j != i))
@@ -125,8 +139,8 @@ def collated(rows: Any, batch: Any, trainer: Any, pad: int | None) -> Iterator[t
         beside = not {"cu_seq_lens_q", "seq_idx"} & {*batch} and any(y[2] > x[2] for x, y in pairs)
         spared = not all(inside or begins for _, inside, begins in told[j])
         found = {  # what it does, whether one of the user's own may mean it
-            ("exchanges chosen and rejected", False): j // n != i // n,
-            ("turns labels", False): labelled and bool(labels[i]) != bool(rows[j]["label"]),
+            (swaps, False): j // n != i // n,
+            ("turns labels", False): labelled and i < n and bool(labels[i]) != bool(rows[j % n]["label"]),
             ("drops tokens of the loss", False): any(lost),
             ("puts tokens into the loss that the columns leave out", False): any(x > y for x, y in both),
             ("drops tokens outside the loss", True): bool(lost) and not any(lost),
@@ -150,9 +164,8 @@ def _told(row: Mapping[str, Any], trainer: Any) -> list[Tokens]:
     lists = {n: x.tolist() if hasattr(x, "tolist") else x for n, x in row.items()}
     given = {n: x for n, x in lists.items() if isinstance(x, list) and all(isinstance(one, int) for one in x)}
     prompt = given.get("prompt_ids", [])
-    for names in (("chosen_ids", "rejected_ids"), ("completion_ids",)):
-        if given.keys() >= {*names}:
-            return [[(t, i >= len(prompt), not i) for i, t in enumerate(prompt + given[n])] for n in names]
+    if sides := [n for n in SIDES if n in given]:
+        return [[(t, i >= len(prompt), not i) for i, t in enumerate(prompt + given[n])] for n in sides]
     ids = given.get("input_ids", [])
     of_completion = getattr(trainer, "completion_only_loss", True) is not False and "labels" not in given
     marks = [given[n] for n in ("completion_mask",) * of_completion + ("assistant_masks",) if n in given]
@@ -163,10 +176,10 @@ def _told(row: Mapping[str, Any], trainer: Any) -> list[Tokens]:
     return [[(t, all(m[i] for m in marks) and i not in starts, i in starts) for i, t in enumerate(ids) if there[i]]]
 
 
-def _made(batch: Any) -> list[Tokens]:
-    """The rows of a batch (B, T) without their padding; none of another batch."""
+def _made(batch: Any, of: str = "") -> list[Tokens]:
+    """The rows of a batch (B, T) without their padding; none of another batch. `of`: begins the names of its tensors."""
     names = "input_ids", "attention_mask", "labels", "completion_mask", "position_ids"
-    ids, there, labels, inside, places = (batch.get(n) for n in names)
+    ids, there, labels, inside, places = (batch.get(f"{of}{n}") for n in names)
     if not torch.is_tensor(ids) or ids.dim() != 2 or (there is not None and getattr(there, "shape", ()) != ids.shape):
         return []
     first = torch.arange(ids.shape[1]).expand_as(ids)

@@ -8,15 +8,16 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from parity.judge.shaken import Rounded, Shaken, unit
-from parity.rollouts.scoring import CHUNK, LIMIT, drops, rows_of, tables, undisturbed
+from parity.rollouts.scoring import CHUNK, LIMIT, drops, noise, rows_of, score, tables, undisturbed
 from parity.testing.definitions import jsd, kl
-from parity.trainers.definitions.micro_batch import Define, Loss, accumulation, loss_mask
+from parity.trainers.definitions.micro_batch import Define, Loss, accumulation, defined, loss_mask
 
 OPERATIONS, CANCELLED = 64, 8
 """Roundings that a gradient may be off by: of its own size in the log-probs' dtype; of the largest's in float32, of terms that
@@ -138,9 +139,35 @@ def distilled(trainer: Any, model: Any, inputs: Any, value: float) -> tuple[str,
     each = terms()
     off = torch.stack([terms(Shaken(seed)) - each for seed in range(2)]).abs().amax(0)
     exact, allowed = float(each.sum()), float((LIMIT * off + OPERATIONS * unit(torch.float32) * each.abs()).sum())
+    return _valued(trainer, value, exact, allowed, {})
+
+
+def summed(trainer: Any, model: Any, inputs: Any, items: Any, value: float) -> tuple[str, list[str]] | None:
+    """The same of a loss by plain logits of a causal language model, held against TRL's by the model's own forward."""
+    given: list[Any] = [inputs.get(n) for n in ("input_ids", "attention_mask", "labels")]
+    other = "position_ids" in inputs, getattr(trainer, "aux_loss_enabled", False), trainer.accelerator.num_processes > 1
+    shapes, smooth = {getattr(x, "shape", ()) for x in given}, getattr(trainer.args, "label_smoothing_factor", 0)
+    if smooth or any(other) or len(shapes) > 1 or len(*shapes) != 2 or drops(trainer.model):
+        return None
+    mask = (given[2] != -100)[:, 1:]
+    rows = rows_of(given[0], given[1], mask, len(mask))
+    with undisturbed(model), trainer.accelerator.autocast():
+        mine = noise(model, rows, 1.0, score(model, rows, 1.0))
+    lp = rows.back(mine.logps).nan_to_num(0.0)
+    loss = defined(trainer, inputs, SimpleNamespace(logps=lp), mask, (), items)
+    assert loss is not None
+    exact, slope = slopes(loss.of, lp)
+    allowed = (LIMIT * mine.noise + OPERATIONS * unit(torch.float32) * (1 + lp.abs())) * slope.abs()
+    others = {cause: float(of(lp)) for cause, of in loss.without.items()}
+    return _valued(trainer, value, float(exact), float(allowed.sum()), others)
+
+
+def _valued(trainer: Any, value: float, exact: float, allowed: float, others: Any) -> tuple[str, list[str]] | None:
+    """Where the `value` that is logged is not the `exact` one; `others`: cause -> the value that it makes."""
     if abs(value - exact) <= allowed:
         return None
-    named = [cause for cause, n in _counts(trainer) if n != 1 and abs(value - n * exact) <= max(n, 1.0) * allowed]
+    tried = others | {cause: n * exact for cause, n in _counts(trainer) if n != 1}
+    named = [n for n, x in tried.items() if abs(value - x) <= max(x / exact, 1.0) * allowed] if exact else []
     return f"the loss that is logged is {value:.6g}, {_times(value, exact)}", named
 
 

@@ -55,7 +55,6 @@ class Look:
 
     @property
     def single(self) -> bool:
-        """Whether there is one process."""
         return bool(self.trainer.accelerator.num_processes == 1)
 
     def far(self, but: str = "") -> bool:
@@ -80,16 +79,16 @@ class Look:
 
     @functools.cached_property
     def _reference(self) -> Scores:
-        """By the reference's own weights: another model's, or a second adapter's, or those below the only adapter."""
-        model = getattr(self.trainer, "ref_model", None)
-        weights = self._second if model is None else dict(model.named_parameters())
-        return self._scores(self.rows, weights or None, adapted=bool(weights))
+        """By the reference's own weights, or those below the only adapter."""
+        return self._scores(self.rows, self._theirs, adapted=bool(self._theirs))
 
-    @property
-    def _second(self) -> dict[str, Tensor]:
-        """Name of each weight of the policy's adapter -> that of the adapter "ref", which TRL makes of one that it was given."""
-        named = self.model.named_parameters()
-        return {n.replace(".ref.", ".default."): p for n, p in named if ".ref." in n}
+    @functools.cached_property
+    def _theirs(self) -> dict[str, Tensor]:
+        """Name of each weight of the policy -> the reference's: another model's, or of the adapter "ref", which TRL makes of one
+        that it was given."""
+        model = getattr(self.trainer, "ref_model", None)
+        named = (self.model if model is None else model).named_parameters()
+        return {n.replace(".ref.", ".default."): p for n, p in named if model is not None or ".ref." in n}
 
     def score(self, known: float, budget: int = 0) -> None:
         """All log-probs, with noise of the size that is `known`, or measured where that is NaN; then also with a float32 head.
@@ -125,16 +124,11 @@ class Look:
         with undisturbed(model, training), self.trainer.accelerator.autocast(), torch.set_grad_enabled(graded):
             if seed is not None:
                 torch.manual_seed(seed)
-            if weights is None:
-                with contextlib.nullcontext() if adapted else model.disable_adapter():
-                    return scoring.score(model, rows, self.temperature)
             devices = {n: p.device for n, p in model.named_parameters()}
-            moved = {n: w.to(devices[n]) for n, w in weights.items()}
-
-            def call(**kwargs: Any) -> Any:
-                return torch.func.functional_call(model, moved, kwargs=kwargs)
-
-            return scoring.score(model, rows, self.temperature, call=call)
+            moved = {n: w.to(devices[n]) for n, w in (weights or {}).items()}
+            call = functools.partial(_by_weights, model, moved) if moved else None
+            with contextlib.nullcontext() if adapted else model.disable_adapter():
+                return scoring.score(model, rows, self.temperature, call=call)
 
     def drop_random(self) -> None:
         """Leaves the sampler's side alone if in training the model is random by more than the dropout that shows."""
@@ -157,7 +151,9 @@ class Look:
         if not dropped and (self.fresh or (self.stale and self._old(self.generated) is not None)):
             out["old"] = self._old(self.inputs)
         if not dropped and (self._is_reference if self.first else self.later and self._is_like()):
-            out["reference"] = of("ref_per_token_logps") if taken.mask is None else self._referred()
+            given = of("ref_per_token_logps")
+            given = self._of_batch(self.generated, "ref_per_token_logps") if given is None else given
+            out["reference"] = given if taken.mask is None else self._referred()
         return out
 
     def _referred(self) -> Tensor | None:
@@ -174,19 +170,19 @@ class Look:
     def _old(self, given: Any) -> Tensor | None:
         """Old log-probs (n,) of these tokens by a batch, NaN where it has not this sequence; of a whole completion each token
         gets the same share."""
-        whole = "old_per_token_logps" not in self.inputs
-        names = "prompt_ids", "completion_ids", "old_logps" if whole else "old_per_token_logps"
-        if given is None or not all(
-            torch.is_tensor(given.get(n)) and torch.is_tensor(self.inputs.get(n)) for n in names
-        ):
+        return self._of_batch(given, "old_per_token_logps" if "old_per_token_logps" in self.inputs else "old_logps")
+
+    def _of_batch(self, given: Any, name: str) -> Tensor | None:
+        there, here = ({n: x for n, x in (of or {}).items() if torch.is_tensor(x)} for of in (given, self.inputs))
+        names = "prompt_ids", "completion_ids"
+        if not {*names} <= {*here} or not {*names, name} <= {*there}:
             return None
-        if any(given[n].shape[1:] != self.inputs[n].shape[1:] for n in names):
+        if any(there[n].shape[1:] != here[n].shape[1:] for n in names):
             return None
-        same = functools.reduce(operator.and_, ((self.inputs[n][:, None] == given[n]).all(-1) for n in names[:2]))
-        old = given[names[2]][same.int().argmax(1)]
-        if whole:
-            old = self._shared(old, self.taken.logps)
-        return self.rows.of(old.masked_fill(~same.any(1)[:, None], math.nan))
+        same = functools.reduce(operator.and_, ((here[n][:, None] == there[n]).all(-1) for n in names))
+        found = there[name][same.int().argmax(1)]
+        found = self._shared(found, self.taken.logps) if found.dim() == 1 else found
+        return self.rows.of(found.masked_fill(~same.any(1)[:, None], math.nan))
 
     def _shared(self, whole: Tensor, logps: Tensor) -> Tensor:
         """(B, T), each token of a completion with the same share of how far `whole` (B,) is from the sum of its `logps`."""
@@ -243,10 +239,23 @@ class Look:
     def other(self) -> bool:
         """Whether a reference has other weights than the policy from the beginning."""
         given = self.first and self.single and getattr(self.trainer, "ref_model", None) is not None
-        if not given or self._is_reference:
+        return given and not self._is_reference and self._theirs.keys() == {n for n, _ in self.model.named_parameters()}
+
+    @property
+    def untied(self) -> bool:
+        """Whether the LM head has weights of its own against the config; of plain modules."""
+        inner = innermost(self.model)
+        head, table = inner.get_output_embeddings(), inner.get_input_embeddings()
+        ties = getattr(inner, "_tied_weights_keys", None) and inner.config.get_text_config().tie_word_embeddings
+        if (
+            not ties
+            or not self.single
+            or type(head) is not torch.nn.Linear
+            or not isinstance(table, torch.nn.Embedding)
+        ):
             return False
-        theirs, mine = ({n for n, _ in m.named_parameters()} for m in (self.trainer.ref_model, self.trainer.model))
-        return theirs == mine
+        a, b = head.weight, table.weight
+        return a.device == b.device and a.data_ptr() != b.data_ptr()
 
     def missing(self) -> list[str]:
         """Whose log-probs of tokens in the loss are NaN, of those that the loss is made of."""
@@ -260,17 +269,14 @@ class Look:
     @functools.cached_property
     def _is_reference(self) -> bool:
         """Whether policy and reference have the same weights before the first update."""
-        mine, reference = dict(self.trainer.model.named_parameters()), getattr(self.trainer, "ref_model", None)
-        if reference is None and not hasattr(self.model, "peft_config"):
+        mine, theirs = dict(self.model.named_parameters()), self._theirs
+        if theirs:
+            alike = mine.keys() == theirs.keys() or getattr(self.trainer, "ref_model", None) is None
+            return alike and all(torch.equal(mine[n].to(p), p) for n, p in theirs.items())
+        if not hasattr(self.model, "peft_config"):
             return self._precomputed is not None
-        if reference is None and (second := self._second):
-            first = dict(self.model.named_parameters())
-            return all(torch.equal(p, first[n]) for n, p in second.items())
-        if reference is None:
-            adapted = [p for n, p in mine.items() if ".lora_B." in n]
-            return bool(adapted) and not any(bool(p.any()) for p in adapted)
-        theirs = dict(reference.named_parameters())
-        return mine.keys() == theirs.keys() and all(torch.equal(p.to(theirs[n]), theirs[n]) for n, p in mine.items())
+        adapted = [p for n, p in mine.items() if ".lora_B." in n]
+        return bool(adapted) and not any(bool(p.any()) for p in adapted)
 
     def _is_like(self) -> bool:
         """Whether the policy can compute with the weights of a reference that stays as it is; of adapters TRL's two alone."""
@@ -279,11 +285,10 @@ class Look:
             return False
         if reference is None:
             return {*getattr(self.model, "peft_config", ())} in ({"default"}, {"default", "ref"})
-        mine, theirs = (
-            ({n: (p.shape, p.dtype, p.device) for n, p in m.named_parameters()}, _numbers(innermost(m).config))
-            for m in (self.model, reference)
-        )
-        return mine == theirs
+        both = self.model, reference
+        shapes, others = ({n: (p.shape, p.dtype, p.device) for n, p in m.named_parameters()} for m in both)
+        mine, theirs = (_numbers(innermost(m).config) for m in both)
+        return shapes == others and mine == theirs
 
     def asked(self) -> list[str]:
         """What the model is asked to sample by, where it generates itself, other than by the trainer's config."""
@@ -342,9 +347,8 @@ class Look:
                     text = "labels are not the input_ids at their places, where they belong unshifted"
                     others[text] = functools.partial(self._padded, labels=labels)
                 if (given := self.taken.positions) is not None:
-                    others["position_ids are not the places in the sequence"] = functools.partial(
-                        self._padded, 0, given
-                    )
+                    text = "position_ids are not the places in the sequence"
+                    others[text] = functools.partial(self._padded, positions=given)
                 if self.taken.row is not None:
                     others["sequences change each other in their row"] = self._leaked
                 if bool((self.taken.attention[:, 0] == 0).any()):
@@ -356,6 +360,10 @@ class Look:
         if what != "old" and not self.behind(what):
             others |= scoring.bare_head(self.model, mine, self.rows.token_ids, self.temperature)
         return self.temperature, self.sampling if what == "sampler" else None, others, coarser.items()
+
+
+def _by_weights(model: Any, weights: dict[str, Tensor], **kwargs: Any) -> Any:
+    return torch.func.functional_call(model, weights, kwargs=kwargs)
 
 
 def _numbers(config: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from parity.judge.shaken import unit
 SAMPLE = 4096
 """Elements of a parameter that are compared, at most twice as many."""
 SCALINGS = 4  # of gradients between the backward pass and the step
+FRACTION = 1 / 64  # of a gradient, the smallest that is known from clipping: 1/2, 1/3, …
 
 
 def first(names: Sequence[str]) -> str:
@@ -34,34 +35,92 @@ def _moved(p: Tensor, before: Tensor) -> Tensor:
 
 
 class Step:
-    """What is known before a step; `faults` compares after it. Whoever keeps no gradients (DeepSpeed) has no faults here."""
+    """A step of the optimizer, `begun` at its first micro-batch or with its gradients complete. Whoever keeps no gradients
+    (DeepSpeed) has no faults behind it."""
 
-    def __init__(self, model: torch.nn.Module, others: Mapping[str, torch.nn.Module], optimizer: Any):
-        """`others`: name -> model that no step may move."""
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    def __init__(self, optimizer: Any):
+        self._optimizer, self._hooks = optimizer, list[Any]()
+        self._steps = self._depth = 0  # a step of a subclass may call that of its base, which has the hooks too
+        self._left, self._gone = dict[str, tuple[Any, Tensor]](), dict[str, None]()
+        self._lacking, self._idle = list[str](), list[str]()
+        self._none, self._own, self._others = list[Any](), list[Any](), list[Any]()
+
+    def follow(self, model: torch.nn.Module | None) -> "Step":
+        """From the first micro-batch on. `model`: whose gradients are to be compared, no scaler's or other rank's in them."""
+        inner = getattr(self._optimizer, "optimizer", self._optimizer)
+        # one that wraps another may never have called the constructor that makes room for hooks
+        if isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "_optimizer_step_post_hooks"):
+            self._hooks += inner.register_step_pre_hook(self._enter), inner.register_step_post_hook(self._leave)
+        for n, p in model.named_parameters() if model is not None else ():
+            if p.requires_grad:
+                self._hooks.append(p.register_post_accumulate_grad_hook(functools.partial(self._came, n)))
+        return self
+
+    def _enter(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _leave(self, *_: Any) -> None:
+        self._depth -= 1
+        self._steps += self._depth == 0
+
+    def _came(self, name: str, p: Any) -> None:
+        if p.grad is not None and p.grad.layout is torch.strided:
+            self._left[name] = p, _sample(p.grad)
+
+    def further(self) -> None:
+        """Before one more micro-batch of the step."""
+        none = (n for n, (p, x) in self._left.items() if bool(x.any()) and (p.grad is None or not bool(p.grad.any())))
+        self._gone |= dict.fromkeys(none)
+
+    def changed(self) -> Iterator[tuple[str, list[str]]]:
+        """Before it: where all gradients are those that backward passes left, times one number that no clipping makes but by
+        chance, or the last one's alone. Each of `SCALINGS` products, and of as many factors, is off by its rounding."""
+        both = [(_sample(p.grad).double(), x) for p, x in self._left.values() if p.grad is not None]
+        both = [(g, x.to(g)) for g, x in both if g.shape == x.shape]
+        size = math.fsum(float(x.square().sum()) for _, x in both)
+        off = 2 * SCALINGS * max((unit(x.dtype) for _, x in self._left.values()), default=0.0)
+        times = math.fsum(float((g * x).sum()) for g, x in both) / size if size else 0.0
+        apart = math.fsum(float((g - times * x).square().sum()) for g, x in both)
+        if times == 0 or not apart <= (off * times) ** 2 * size:
+            return
+        parts = round(1 / times) if FRACTION <= times < 1 and off < 1e-4 else 1
+        if not 0 < times <= 1 + off or (parts > 1 and abs(parts * times - 1) <= off):
+            yield "the optimizer gets other gradients than backward passes left", [f"{times:.4g} times those"]
+        if self._gone:
+            yield "gradients of earlier micro-batches are lost", [first([*self._gone])]
+
+    def before(self, model: torch.nn.Module, others: Mapping[str, torch.nn.Module]) -> "Step":
+        """With its gradients complete; `others`: name -> model that no step may move."""
+        groups = {id(p): _rate(group) for group in self._optimizer.param_groups for p in group["params"]}
         sloped = [(n, p) for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]
-        self._lacking = [n for n, p in sloped if id(p) not in groups]
-        given = [(p, _rate(groups[id(p)])) for _, p in sloped if id(p) in groups]
-        self._idle = [n for n, p in sloped if id(p) in groups and not _rate(groups[id(p)])]
+        given = [(n, p, groups[id(p)]) for n, p in sloped if id(p) in groups]
+        self._lacking = [n for n, p in sloped if id(p) not in groups] * bool(given)
+        self._idle = [n for n, _, rate in given if not rate]
         # an optimizer that has none by identity may have copies
-        self._none = [] if given or not any(rates(optimizer)) else [(p, _sample(p)) for _, p in sloped]
-        self._lacking *= bool(given)
-        self._own = [(p, rate, _sample(p), _sample(p.grad) != 0) for p, rate in given if rate and p.grad is not None]
+        self._none = [] if given or not any(rates(self._optimizer)) else [(p, _sample(p)) for _, p in sloped]
+        self._own = [(p, rate, _sample(p), _sample(p.grad) != 0) for _, p, rate in given if rate]
         self._others = [
             (name, n, p, _sample(p)) for name, m in others.items() for n, p in m.named_parameters() if not p.is_meta
         ]
+        return self
 
     def faults(self, top: bool) -> Iterator[str]:
-        """A sentence each; `top`: the learning rates are at their top, before which a step may round away."""
+        """Behind it, a sentence each; `top`: the learning rates are at their top, before which a step may round away."""
         if self._lacking:
             yield f"parameters with a gradient that the optimizer does not have: {first(self._lacking)}"
         if top and self._none and not any(bool(_moved(p, before).any()) for p, before in self._none):
             yield "the optimizer has none of the model's parameters, and its step moves none of them"
+        moved = self.moved()
+        self._others = [x for x in self._others if x[0] not in moved]  # each is told once
+        yield from (f"the optimizer's step moves the {name} too: {first(names)}" for name, names in moved.items())
+
+    def moved(self) -> dict[str, list[str]]:
+        """Name of each of the others that is no longer what it was -> its parameters that are not."""
         moved: dict[str, list[str]] = {}
         for name, n, p, before in self._others:
             if bool(_moved(p, before).any()):
                 moved.setdefault(name, []).append(n)
-        yield from (f"the optimizer's step moves the {name} too: {first(names)}" for name, names in moved.items())
+        return moved
 
     def lost(self) -> str:
         """How many weights the step left as they are, if most; or which it was not to move."""
@@ -84,68 +143,16 @@ class Step:
             f"the learning rate is 0 of some parameters alone: {first(self._idle)}" if self._idle and self._own else ""
         )
 
-
-class Once:
-    """How often an optimizer steps, what gradients it gets, and what is there behind it, before the next step's first
-    micro-batch."""
-
-    def __init__(self, optimizer: Any, model: torch.nn.Module | None = None):
-        """`model`: whose gradients are to be compared, no scaler's or other rank's in them."""
-        inner = getattr(optimizer, "optimizer", optimizer)
-        self._steps = self._depth = 0  # a step of a subclass may call that of its base, which has the hooks too
-        # one that wraps another may never have called the constructor that makes room for hooks
-        known = isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "_optimizer_step_post_hooks")
-        around = (
-            [inner.register_step_pre_hook(self._begins), inner.register_step_post_hook(self._stepped)] if known else []
-        )
-        self._hooks: list[Any] = around
-        self._left, self._gone = dict[str, tuple[Any, Tensor]](), dict[str, None]()
-        for n, p in model.named_parameters() if model is not None else ():
-            if p.requires_grad:
-                self._hooks.append(p.register_post_accumulate_grad_hook(functools.partial(self._came, n)))
-
-    def _came(self, name: str, p: Any) -> None:
-        if p.grad is not None and p.grad.layout is torch.strided:
-            self._left[name] = p, _sample(p.grad)
-
-    def further(self) -> None:
-        """Before one more micro-batch of the step."""
-        none = (n for n, (p, x) in self._left.items() if bool(x.any()) and (p.grad is None or not bool(p.grad.any())))
-        self._gone |= dict.fromkeys(none)
-
-    def changed(self) -> Iterator[tuple[str, list[str]]]:
-        """Before the step: where all gradients are those that backward passes left, times one number that no clipping makes, or
-        the last one's alone. Each of `SCALINGS` products, and of as many factors, is off by its rounding."""
-        both = [(_sample(p.grad).double(), x) for p, x in self._left.values() if p.grad is not None]
-        both = [(g, x.to(g)) for g, x in both if g.shape == x.shape]
-        size = math.fsum(float(x.square().sum()) for _, x in both)
-        off = 2 * SCALINGS * max((unit(x.dtype) for _, x in self._left.values()), default=0.0)
-        times = math.fsum(float((g * x).sum()) for g, x in both) / size if size else 0.0
-        apart = math.fsum(float((g - times * x).square().sum()) for g, x in both)
-        if times == 0 or not apart <= (off * times) ** 2 * size:
-            return
-        if not 0 < times <= 1 + off:
-            yield "the optimizer gets other gradients than backward passes left", [f"{times:.4g} times those"]
-        if self._gone:
-            yield "gradients of earlier micro-batches are lost", [first([*self._gone])]
-
-    def _begins(self, *_: Any) -> None:
-        self._depth += 1
-
-    def _stepped(self, *_: Any) -> None:
-        self._depth -= 1
-        self._steps += self._depth == 0
-
-    def end(self) -> int:
-        """How often it did."""
+    def end(self) -> None:
+        """Takes its hooks away."""
         while self._hooks:
             self._hooks.pop().remove()
-        return self._steps
 
-    def faults(self, model: torch.nn.Module) -> Iterator[str]:
-        """A sentence each."""
-        if (steps := self.end()) > 1:
-            yield f"the optimizer steps {steps} times on the gradients of one step"
+    def behind(self, model: torch.nn.Module) -> Iterator[str]:
+        """Before the next step's first micro-batch, a sentence each."""
+        self.end()
+        if self._steps > 1:
+            yield f"the optimizer steps {self._steps} times on the gradients of one step"
         if left := [n for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]:
             yield f"gradients of a step are still there at the next: {first(left)}"
 

@@ -70,9 +70,10 @@ class Told(TrainerCallback):
     def _find(
         self, what: str, units: float, named: tuple[str, ...], text: str, tokens: Any = (), strips: Sequence[str] = ()
     ) -> None:
-        text = f"watch, step {self._now + 1}: {text}{self._known(what)}"
+        about, text = kind(what, named), f"watch, step {self._now + 1}: {text}{self._known(what)}"
+        if kind(what, [text]) in {kind(f.what, [f.text]) for f in self.findings}:
+            return  # of another micro-batch
         self.findings.append(Finding(what, units, named, text, tuple(tokens), tuple(strips)))
-        about = kind(what, named)
         if self.on_mismatch == "warn" or self._mismatch:
             self._say(about, text)
         elif about not in self._said:

@@ -1,11 +1,13 @@
 """`parity.watch`: log-probs, gradients and loss of a real training run, held against the model's own forward as it runs."""
 
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,7 +20,8 @@ from parity.trainers.definitions.micro_batch import defined, known, loss_mask, n
 from parity.watching import batch, definition
 from parity.watching.look import Look
 from parity.watching.rewards import faults as advantage_faults
-from parity.watching.step import Once, Step, at_top, broken, rates
+from parity.watching.rewards import mixed
+from parity.watching.step import Step, at_top, broken, rates
 from parity.watching.taps import Taken, Taps, trained
 from parity.watching.told import Told, kind, logger
 
@@ -30,9 +33,10 @@ SIDES = {
     "later": "the reference's log-probs differ from those by its weights",
     "again": "the old log-probs differ from those when the completions were generated",
 }
-SCORED = {"trainer": "trainer", "old": "policy before its updates", "reference": "reference"}
 FIXED = {"ref_model": "reference", "teacher_model": "teacher"}
 """Models of a trainer that no step of its optimizer may move."""
+SYNCS = "Sync", "BEMA"
+"""In the names of TRL's callbacks that move a reference or a teacher."""
 GIVEN = "_prepare_inputs", "_calculate_rewards_from_functions"
 """Methods that give what the loss is made of; the second is OnlineDPOTrainer's, whose step prepares no inputs."""
 
@@ -68,6 +72,7 @@ class Watch(Told):
         super().__init__(trainer, on_mismatch, Path(to))
         self.every, self.rows, self.budget, self.capture = every, rows, memory_budget, capture
         self.seconds = 0.0  # spent in it so far
+        self._alone, self._scaler = trainer.accelerator.num_processes == 1, getattr(trainer.accelerator, "scaler", None)
         self._taps = Taps(trainer)
         self._taken: list[Taken] | None = None
         self._inputs: Any = {}
@@ -77,31 +82,27 @@ class Watch(Told):
         if hasattr(trainer, "_generate_and_score_completions"):
             self._generated = -2  # in the midst of a run: wait for completions of the present weights
         trainer.add_callback(self)
-        self._taps.around("_generate_and_score_completions", self._generating)
-        self._taps.around("_calculate_rewards", self._rewarded)
-        self._taps.around("training_step", self._step)
-        self._taps.around("log", self._logged)
-        for name in GIVEN:
-            self._taps.around(name, self._given)
+        wrappers = {"_generate_and_score_completions": self._generating, "_calculate_rewards": self._rewarded}
+        wrappers |= {"training_step": self._step, "log": self._logged, "get_batch_samples": self._fetched}
+        for name, wrapper in {**wrappers, **dict.fromkeys(GIVEN, self._given)}.items():
+            self._taps.around(name, wrapper)
         self._taps.scored(self._seen)
 
     def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
         """A trainer may train more than once."""
         if getattr(train_dataloader, "num_workers", None) == 0:  # rows of workers are not here
-            self._taps.around(
-                "collate_fn", self._collated, getattr(train_dataloader, "base_dataloader", train_dataloader)
-            )
+            inner = getattr(train_dataloader, "base_dataloader", train_dataloader)
+            self._taps.around("collate_fn", self._collated, inner)
         self._due: int | None = None
         self._begun = self._generated = -1
         self._again = False  # whether completions that are used once more are looked at
         self._batch: dict[str, Any] | None = None  # those, as they were generated
         self._taps.hooked()
-        self._old: list[tuple[int, dict[str, Tensor]]] = []
+        self._old: list[dict[str, Tensor]] = []
         self._sloped, self._noise = False, math.nan
         self._random = False  # whether the model in training computes by random numbers that are no dropout
-        self._step_of: Step | None = None
-        self._once: Once | None = None  # of the first step
-        self._batches = set[tuple[str, int]]()  # what is wrong of batches without log-probs, and at which step
+        self._step_of: Step | None = None  # the first one until the next begins, others until they are done
+        self._made: list[tuple[str, Tensor, Tensor]] = []  # what the collator made for the first step, and copies
         self._rates: list[float] = []  # of the last step
         self._stepped = False  # whether one was whose learning rates are no longer on their way up
 
@@ -113,15 +114,14 @@ class Watch(Told):
 
     def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         """The weights are the new ones, the gradients still there."""
-        if self._stepped or self.trainer.accelerator.optimizer_step_was_skipped:
-            return
-        self._guarded(lambda: self._after_update(kwargs.get("optimizer")))
-        self._settle()  # also on a rank where nothing is to be compared: the others wait
+        if not self._stepped and not self.trainer.accelerator.optimizer_step_was_skipped:
+            self._guarded(lambda: self._after_update(kwargs.get("optimizer")))
+            self._settle()  # also on a rank where nothing is to be compared: the others wait
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """That nothing was found is said too."""
-        if self._once is not None:  # no second step came
-            self._once.end()
+        if self._step_of is not None:  # no second step came
+            self._step_of.end()
         if self._looked and self.trainer.is_world_process_zero():
             steps = [*dict.fromkeys(str(look["step"]) for look in self._looked)]
             shown = ", ".join(steps if len(steps) < 8 else [*steps[:3], "…", steps[-1]])
@@ -131,8 +131,8 @@ class Watch(Told):
     def undo(self) -> None:
         """Takes every hook away; a second call does nothing."""
         self._taps.undo()
-        if self._once is not None:
-            self._once.end()
+        if self._step_of is not None:
+            self._step_of.end()
         handler = self.trainer.callback_handler  # a new list: the old may be walked just now
         handler.callbacks = [c for c in handler.callbacks if c is not self]
         self._taken = None
@@ -140,43 +140,36 @@ class Watch(Told):
     def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._due is None:
             self._due = self._begun = self._now
-            alone = self.trainer.accelerator.num_processes == 1 and not getattr(
-                self.trainer.accelerator, "scaler", None
+            self._step_of = Step(self.trainer.optimizer).follow(
+                self._model if self._alone and not self._scaler else None
             )
-            self._once = Once(self.trainer.optimizer, self._model if alone else None)
-        elif self._once is not None and self._now > self._begun:
-            faults, self._once = self._once.faults(self._model), None
-            self._guarded(lambda: self._finds("update", faults))
-        elif self._once is not None:
-            self._guarded(self._once.further)
+        elif self._step_of is not None and self._now > self._begun:
+            done, self._step_of = self._step_of, None
+            self._guarded(lambda: self._behind(done))
+        elif self._step_of is not None:
+            self._guarded(self._step_of.further)
         if self._now < self._due and not (self._again and self._stale):
             return original(*args, **kwargs)
         self._taken, looks, items = [], list[Look](), (*args, None, None, None)[2] or kwargs.get("num_items_in_batch")
         before, run = len(self.findings), functools.partial(original, *args, **kwargs)
-        rank = self.trainer.accelerator.process_index
-        case = self.to.with_name(f"{self.to.stem}-step-{self._now + 1}{f'-rank-{rank}' if rank else ''}.json")
-        out = self._captured(run, case) if self.capture else run()
+        if self.capture:
+            from parity.tools.capture import captured
+
+            rank = self.trainer.accelerator.process_index
+            case = self.to.with_name(f"{self.to.stem}-step-{self._now + 1}{f'-rank-{rank}' if rank else ''}.json")
+            out, why = captured(self.trainer, case, run)
+            if why is not None:
+                self._say(("capture",), f"watch: no case is written: {told(why)}")
+        else:
+            out = run()
         if self._taken is None:
             return out  # it ended in the midst of the step
         self._guarded(lambda: looks.extend(self._ready()))
-        if not self._any(not looks or self._error is not None):
-            at, self._again = looks[0], not self._stale
-            at.rows = at.rows.filled(self._most(len(at.rows.ids)))  # rows that were packed differ in number
-            if not self._stale:
-                # much shows behind the first update that moves weights alone
-                after = self.every - (self._now - self._begun) % self.every
-                still = self._now - self._begun < 2 and not any(self._rates)
-                self._due = self._now + (1 if still else after)
-            self._guarded(lambda: at.score(self._noise, self.budget))
-            if self._any(at.far()):  # the noise may have grown with the weights
-                self._guarded(lambda: at.score(math.nan))
-            if self._any(at.far(but="sampler")):
-                self._guarded(at.drop_random)
-                self._random = at.random
-            self._noise = self._noise if at.mine is None else at.mine.noise
-            self._guarded(lambda: self._look(at, items, float(out)))
-        elif not looks and self._error is None and known(self.trainer) == "distillation":
-            self._guarded(lambda: self._distilled(float(out)))
+        if not self._most(not looks or self._error is not None):
+            self._score(looks[0])
+            self._guarded(lambda: self._look(looks[0], items, float(out)))
+        elif not looks and self._error is None:
+            self._guarded(lambda: self._valued(items, float(out)))
         if self.capture and len(self.findings) == before:
             for file in (case, case.with_suffix(".safetensors")):
                 file.unlink(missing_ok=True)
@@ -184,13 +177,19 @@ class Watch(Told):
         self._settle()
         return out
 
-    def _captured(self, run: Callable[[], Any], to: Path) -> Any:
-        from parity.tools.capture import captured
-
-        out, why = captured(self.trainer, to, run)
-        if why is not None:
-            self._say(("capture",), f"watch: no case is written: {told(why)}")
-        return out
+    def _score(self, at: Look) -> None:
+        self._again = not self._stale
+        at.rows = at.rows.filled(self._most(len(at.rows.ids)))  # rows that were packed differ in number
+        if not self._stale:  # much shows behind the first update that moves weights alone
+            still = self._now - self._begun < 2 and not any(self._rates)
+            self._due = self._now + (1 if still else self.every - (self._now - self._begun) % self.every)
+        self._guarded(lambda: at.score(self._noise, self.budget))
+        if self._most(at.far()):  # the noise may have grown with the weights
+            self._guarded(lambda: at.score(math.nan))
+        if self._most(at.far(but="sampler")):
+            self._guarded(at.drop_random)
+            self._random = at.random
+        self._noise = self._noise if at.mine is None else at.mine.noise
 
     def _given(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
@@ -204,32 +203,55 @@ class Watch(Told):
         if self.trainer.model.training:
             self._generated, due = self._now, self._now >= (self._due or 0)
             self._batch = dict(out) if due and isinstance(out, Mapping) else None
+            scored = [t.logps for t in (self._taken or ())[before:]]
+            if self._batch is not None and len(scored) == 2 and nearest(self.trainer) == "rloo":
+                self._batch["ref_per_token_logps"] = scored[1]  # behind the policy's
             if self._batch is not None and len(self._rewards) == 1:
-                scored = [t.logps for t in (self._taken or ())[before:]]
-                given = self._rewards[0], self._batch, scored
-                self._guarded(lambda: self._earned(*given))
+                own = not self._trls(getattr(type(self.trainer), "_generate_and_score_completions", None))
+                given = self.trainer, self._rewards[0], self._batch, scored
+                self._guarded(lambda: self._wrong(advantage_faults(*given), own, "advantages"))
         self._rewards.clear()
         return out
 
     def _rewarded(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        out = original(*args, **kwargs)
+        asked, base = list[Any](), next(filter(self._trls, type(self.trainer).__mro__), object)
+        method: Any = vars(base).get("_calculate_rewards")
+
+        def shown(*below: Any, **more: Any) -> Any:
+            asked.append((*below[2::2], (table := method(*below, **more)).clone()))
+            return table
+
+        # a method of the user's own that calls TRL's by `super`
+        with mock.patch.object(base, "_calculate_rewards", shown) if method else contextlib.nullcontext():
+            out = original(*args, **kwargs)
         self._rewards = [*self._rewards[-1:], out]  # of more than one call none is compared
+        if [len(x) for x in asked] == [3] and len(args) == 4 and self._now >= (self._due or 0):
+            self._guarded(lambda: self._wrong(mixed((args[1], args[3], out), *asked), True, "rows"))
         return out
 
-    def _earned(self, rewards: Any, given: Mapping[str, Any], scored: Sequence[Tensor]) -> None:
-        generates = getattr(type(self.trainer), "_generate_and_score_completions", None)
-        own = not getattr(generates, "__module__", "").startswith("trl.")
-        self._wrong(advantage_faults(self.trainer, rewards, given, scored), own, "advantages")
+    @staticmethod
+    def _trls(of: Any) -> bool:
+        """Whether it comes from TRL or transformers."""
+        return getattr(of, "__module__", "").startswith(("transformers.", "trl."))
 
     def _collated(self, original: Any, rows: Any) -> Any:
         out = original(rows)
-        if self._due is None or (self._now - self._begun) % self.every == 0:
-            self._guarded(lambda: self._made(rows, out))
+        if self._due is None or self._regular:
+            self._guarded(lambda: self._compare(rows, out))
         return out
 
-    def _made(self, rows: Any, out: Any) -> None:
+    def _compare(self, rows: Any, out: Any) -> None:
+        if self._due is None and isinstance(out, Mapping):
+            self._made += [(n, x, x.clone()) for n, x in out.items() if torch.is_tensor(x)]
         for fault, meant in batch.collated(rows, out, self.trainer, getattr(self._tokenizer, "pad_token_id", None)):
             self._wrong(fault, meant or not known(self.trainer), fault[0], "collator")
+
+    def _fetched(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        if self._due is None:
+            self._guarded(lambda: self._wrong(batch.overwritten(self._made, out[0])))
+            self._made.clear()
+        return out
 
     def _seen(self, read: Callable[[], Taken | None]) -> None:
         if self._taken is not None:
@@ -256,68 +278,72 @@ class Watch(Told):
         except Exception as error:
             self._error = self._error or error
         self.seconds += time.perf_counter() - begun
-        if self.trainer.accelerator.num_processes == 1 and self._error is not None:
+        if self._alone and self._error is not None:
             self._settle()
 
     def _settle(self) -> None:
         """What ends the watch on one rank ends it on all, and what ends the run; all come here at the same step."""
-        if self._any(self._error is not None):
+        if self._most(self._error is not None):
             self.undo()
             why = "another rank's watch has ended" if self._error is None else told(self._error)
             logger.warning("watch: %s; the run goes on unwatched", why)
             self._error = None
-        if self._any(bool(self._mismatch)):
+        if self._most(bool(self._mismatch)):
             text, self._mismatch = self._mismatch, ""
             raise Mismatch(text or f"watch, step {self._now + 1}: a mismatch on another rank")
 
-    def _any(self, here: bool) -> bool:
-        """Whether it is so on any rank."""
-        return bool(self._most(int(here)))
-
     def _most(self, here: int) -> int:
-        """The largest of any rank."""
-        accelerator = self.trainer.accelerator
-        if accelerator.num_processes == 1:
+        """The largest of any rank; whether it is so on any."""
+        if self._alone:
             return here
+        accelerator = self.trainer.accelerator
         return int(accelerator.gather(torch.tensor([here], device=accelerator.device)).amax())
 
     def _before_update(self, optimizer: Any) -> None:
         """The gradients of the first step; a copy of the weights where the next steps may have to know them."""
         here = [] if self._stepped or optimizer is None else rates(optimizer)
-        self._step_of = None
         # the first that moves weights, and the first at the top
         if here and (not any(self._rates) or at_top(here, self._rates)):
             given = {text: getattr(self.trainer, name, None) for name, text in FIXED.items()}
             if given["teacher"] is self.trainer.model:
                 del given["teacher"]  # self-distillation
             others = {text: m for text, m in given.items() if isinstance(m, torch.nn.Module)}
-            self._step_of = Step(self._model, others, optimizer)
-        alone = self.trainer.accelerator.num_processes == 1
-        aged = alone and self._generated >= 0 and self._now + 2 >= (self._due or 0)
+            self._step_of = (self._step_of or Step(optimizer)).before(self._model, others)
+        aged = self._alone and self._generated >= 0 and self._now + 2 >= (self._due or 0)
         if self._now != self._begun and not aged:
             return
-        named = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
-        if self._now == self._begun and getattr(self.trainer.accelerator, "scaler", None) is None:
-            self._finds("gradient", [text] if (text := broken(self._model, self._sloped)) else ())
-        for fault in self._once.changed() if self._now == self._begun and self._once is not None else ():
+        if self._now == self._begun and self._scaler is None:
+            self._finds("gradient", filter(None, [broken(self._model, self._sloped)]))
+        for fault in self._step_of.changed() if self._now == self._begun and self._step_of is not None else ():
             self._wrong(fault, not known(self.trainer), "gradient")
-        small = sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget
-        if small and aged:
-            weights = {n: p.detach().to("cpu", copy=True) for n, p in named.items()}
-            self._old = [*self._old[-1:], (self._now, weights)]
+        named = {n: p.detach() for n, p in self._model.named_parameters() if p.requires_grad and aged}
+        if aged and sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget:
+            self._old = [*self._old[-1:], {n: p.to("cpu", copy=True) for n, p in named.items()}]
 
     def _after_update(self, optimizer: Any) -> None:
-        step, self._step_of = self._step_of, None
+        step = self._step_of
+        self._step_of = step if self._now == self._begun else None
         here = [] if optimizer is None else rates(optimizer)
         self._stepped, self._rates = at_top(here, self._rates), here
         self._finds("update", step.faults(self._stepped) if step is not None else ())
         if self._stepped and step is not None and (text := step.lost()):
             self._say(("lost",), f"watch, step {self._now + 1}: {text}")
 
+    def _behind(self, step: Step) -> None:
+        self._finds("update", step.behind(self._model))
+        classes = (c.__name__ for one in self.trainer.callback_handler.callbacks for c in type(one).__mro__)
+        for name in () if any(sync in c for c in classes for sync in SYNCS) else step.moved():
+            self._say(("moved", name), f"watch: something other than the optimizer has changed weights of the {name}")
+
     @property
     def _stale(self) -> bool:
         """Whether weights have moved since the completions were generated."""
         return self._generated not in (-1, self._now)
+
+    @property
+    def _regular(self) -> bool:
+        """Whether this step is one of every so many."""
+        return (self._now - self._begun) % self.every == 0
 
     @property
     def _tokenizer(self) -> Any:
@@ -337,14 +363,11 @@ class Watch(Told):
             why = "rows scored apart, in another order or padding than the batch's" if apart else why
             what = "its loss is not watched, only whether gradients are finite, and the optimizer's first step"
             self._say(("nothing",), f"watch: {type(self.trainer).__name__} shows no log-probs ({why}): {what}")
-            own = not type(self.trainer).compute_loss.__module__.startswith(("transformers.", "trl."))
-            own, off = own or bool(vars(self.trainer).get("compute_loss_func")), (self._now - self._begun) % self.every
+            own = not self._trls(type(self.trainer).compute_loss) or bool(vars(self.trainer).get("compute_loss_func"))
             model = innermost(self.trainer.model)  # one of the user's own may leave padding out itself
-            who = self.trainer if own or type(model).__module__.startswith(("transformers.", "trl.")) else model
-            for fault in batch.unscored(self._inputs, self._tokenizer) if not off else ():
-                if (here := (fault[0], self._now)) not in self._batches:  # not of each micro-batch
-                    self._batches.add(here)
-                    self._wrong(fault, own or who is model, fault[0], who=who)
+            who = self.trainer if own or self._trls(type(model)) else model
+            for fault in batch.unscored(self._inputs, self._tokenizer) if self._regular else ():
+                self._wrong(fault, own or who is model, fault[0], who=who)
         if not self._stale and self._now < (self._due or 0):
             self._again = False  # there are new ones
         if taken is None or not (self._again if self._stale else self._now >= (self._due or 0)):
@@ -363,10 +386,13 @@ class Watch(Told):
             return
         self._measured = at.measured
         for whose in (missing := at.missing()):
-            self._finds(whose, [f"log-probs of the {SCORED[whose]} are NaN"])
+            who = "policy before its updates" if whose == "old" else whose
+            self._finds(whose, [f"log-probs of the {who} are NaN"])
         if at.other and not self._looked:
             text = "at step 1 the reference has other weights than the policy: the two are not compared"
             self._say(("other",), f"watch: {text}")
+        if at.untied:
+            self._say(("tied",), "watch: the config ties the LM head to the embedding, but they are two tensors")
         if at.taken.still and drops(self._model, training=True):
             self._say(("still",), "watch: the model trains in evaluation mode: its dropout drops nothing")
         if "trainer" not in at.sides:
@@ -374,9 +400,8 @@ class Watch(Told):
             self._say(("random",), f"watch: {why}: those of the trainer are not compared")
         reference = getattr(self.trainer, "ref_model", None)
         if reference not in (None, self.trainer.model) and reference.training and drops(reference):
-            self._finds(
-                "reference", ["the reference's log-probs are random: it is in training mode, and its dropout drops"]
-            )
+            text = "the reference's log-probs are random: it is in training mode, and its dropout drops"
+            self._finds("reference", [text])
         self._finds("sampler", at.asked())
         for what in at.sides:
             self._judge(what, at.difference(what), at)
@@ -401,8 +426,7 @@ class Watch(Told):
         try:
             tokens = farthest(found, at.rows, self._decoded)
             strips = watched.token_signs(at.rows.back(found.each).nan_to_num(0.0), ~at.rows.picked.cpu())
-            old = [weights for _, weights in reversed(self._old)]
-            named = tuple(causes.explanations(found, at.rows, *at.facts(what, found.own, old)))
+            named = tuple(causes.explanations(found, at.rows, *at.facts(what, found.own, self._old[::-1])))
         except Exception as error:
             none = f"no cause, for {told(error)}"
         most = ", ".join(f"{t['token']!r} {t['logp']:.3f} for {t['own']:.3f}" for t in tokens[:3])
@@ -410,18 +434,21 @@ class Watch(Told):
         size = f"{SIDES[side]} by {rms(units):.3g} times its noise ({len(units)} tokens)"
         self._find(what, rms(units), named, f"{size}: {' or '.join(named) or f'{none}; most: {most}'}", tokens, strips)
 
-    def _distilled(self, value: float) -> None:
-        """The loss of distillation, of all rows, by its value."""
-        self._due, self._measured = self._now + self.every, {"tokens": int(loss_mask(self._inputs).sum())}
-        self._wrong(definition.distilled(self.trainer, self._model, self._inputs, value))
+    def _valued(self, items: Any, value: float) -> None:
+        """A loss without log-probs, distillation's or SFT's by plain logits, of all rows, by its value."""
+        if known(self.trainer) == "distillation":
+            self._due, self._measured = self._now + self.every, {"tokens": int(loss_mask(self._inputs).sum())}
+            self._wrong(definition.distilled(self.trainer, self._model, self._inputs, value))
+        elif nearest(self.trainer) == "sft" and not known(self.trainer):
+            self._due = self._now + self.every
+            self._wrong(definition.summed(self.trainer, self._model, self._inputs, items, value), own=True, of="value")
 
     def _loss(self, at: Look, slopes: Tensor, items: Any, value: float) -> None:
         """The loss, by its value and the gradients of its log-probs; that a loss of the user's own is not TRL's is a note."""
         own = not known(self.trainer)
         for fault in batch.faults(at.taken, at.mask, self._tokenizer):
             self._wrong(fault)
-        scaler = getattr(self.trainer.accelerator, "scaler", None)
-        slopes = slopes / (1.0 if scaler is None else scaler.get_scale())
+        slopes = slopes / (1.0 if self._scaler is None else self._scaler.get_scale())
         if at.taken.mask is not None:  # log-probs of other tokens are the constant 0
             slopes = slopes * at.mask.cpu()
         why = "its definition is not known here"

@@ -249,7 +249,8 @@ def test_a_finding_with_another_count_is_said_once(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger("parity.watch"), "warning", lambda text: lines.append(text))
     made = Told(SimpleNamespace(state=SimpleNamespace(global_step=1)), "warn", tmp_path)
     monkeypatch.setattr(made, "_known", lambda what: "")
-    for rows in (2, 3):
+    for rows in (2, 3, 4):  # the last of another micro-batch of the step
+        made.trainer.state.global_step = min(rows, 3)
         made._wrong(("the collator turns labels", [f"in {rows} of 4 rows"]))
     made._wrong(("the loss is another", ["a factor of 2"]))
     made._wrong(("the loss is another", ["a factor of 4"]))
@@ -273,6 +274,11 @@ COLLATED = {
         "the collator puts tokens into the loss that the columns leave out",
     ),
     "labels": ("kto-trainer", lambda batch: batch | {"label": ~batch["label"]}, "the collator turns labels"),
+    "KL": (
+        "kto-trainer",
+        lambda batch: batch | {f"KL_{n}": batch[n] for n in ("input_ids", "attention_mask", "completion_mask")},
+        "the collator exchanges completions and those of the KL",
+    ),
     "cut": (
         "sft-trainer",
         lambda batch: {name: x[:, :-2] for name, x in batch.items()},
@@ -339,6 +345,124 @@ def test_gradients_that_are_changed_before_the_step(tmp_path, factor, text, dtyp
     start = "the optimizer gets other gradients than backward passes left: "
     assert len(watch.findings) == len(of_them) == (text is not None)
     assert text is None or of_them[0] == f"{start}{text} those"
+
+
+@pytest.mark.parametrize("factor, found", [(1 / 2, True), (1 / 3, True), (0.3, False), (1 / 100, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_part_of_the_gradients_is_no_clipping(tmp_path, factor, found, dtype):
+    """In 16 bits any factor may be one."""
+    made = of("sft-trainer", dtype=dtype, max_steps=1)
+    made.add_callback(Before(lambda parameters: [p.grad.mul_(factor) for p in parameters if p.grad is not None]))
+    watch, _ = watched(made, tmp_path)
+    text = f"the optimizer gets other gradients than backward passes left: {factor:.4g} times those"
+    assert [f.text.partition(": ")[2] for f in watch.findings] == [text] * (found and dtype is torch.float32)
+
+
+class Kept:
+    """A collator that keeps its batches: `again` in the same memory, or the first one for good."""
+
+    def __init__(self, inner, again):
+        self.inner, self.again, self.batch = inner, again, None
+
+    def __call__(self, rows):
+        batch = self.inner(rows)
+        wide = {n: torch.nn.functional.pad(x, (0, 40 - x.shape[1])) for n, x in batch.items()}
+        self.batch = self.batch or wide
+        for n, x in wide.items() if self.again else ():
+            self.batch[n].copy_(x)
+        return {n: x[:, :20] for n, x in self.batch.items()}
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_collator_that_writes_over_a_batch(tmp_path, again, steps):
+    """Accelerate asks for the next batch before it hands one out."""
+    made = of("sft-trainer", max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=steps)
+    made.data_collator = Kept(made.data_collator, again)
+    watch, _ = watched(made, tmp_path)
+    text = "the collator writes over a batch before the step has used it: "
+    assert sum(f.text.partition(": ")[2].startswith(text) for f in watch.findings) == again
+
+
+def test_a_batch_that_is_changed_on_its_way_is_none_that_is_written_over(tmp_path):
+    made = of("sft-trainer", max_steps=1)
+
+    def masked(self, *args, **kwargs):
+        out = super(type(self), self).get_batch_samples(*args, **kwargs)
+        for given in out[0]:
+            given["attention_mask"][:, -1] = 1
+        return out
+
+    made.__class__ = type("Users", (type(made),), {"get_batch_samples": masked})
+    watch, _ = watched(made, tmp_path)
+    assert not any("writes over" in f.text for f in watch.findings)
+
+
+@pytest.mark.parametrize("fresh, tied, noted", [(True, True, True), (True, False, False), (False, True, False)])
+def test_an_lm_head_that_the_config_ties_and_the_model_does_not(tmp_path, said, fresh, tied, noted):
+    model = models.model("qwen2")
+    model.config.tie_word_embeddings = tied
+    if fresh:
+        weight = model.get_input_embeddings().weight
+        model.lm_head = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        model.lm_head.weight = torch.nn.Parameter(weight.detach().clone())
+    watch, _ = watched(of("sft-trainer", model=model), tmp_path)
+    text = "watch: the config ties the LM head to the embedding, but they are two tensors"
+    assert not watch.findings and said == [text] * noted
+
+
+class Follows(TrainerCallback):
+    """Makes the reference the policy, behind each step; `Synced` by a name as TRL's."""
+
+    def on_step_end(self, args, state, control, model, **_):
+        self.reference.load_state_dict(model.state_dict())
+
+
+class Synced(Follows):
+    pass
+
+
+@pytest.mark.parametrize("kind, noted", [(Follows, True), (Synced, False), (TrainerCallback, False)])
+def test_a_reference_that_something_else_moves(tmp_path, said, kind, noted):
+    made, callback = of("dpo-trainer", max_steps=3), kind()
+    callback.reference = made.ref_model
+    made.add_callback(callback)
+    watched(made, tmp_path)
+    text = "watch: something other than the optimizer has changed weights of the reference"
+    assert [line for line in said if "other than the optimizer" in line] == [text] * noted
+
+
+def summed(shift=1, by=None):
+    """A loss of the logits, -Σ log p / N; `shift`: how far labels are ahead of logits; `by`: other than N tokens of the step."""
+
+    def of(out, labels, num_items_in_batch=None):
+        z, y = out.logits[:, : out.logits.shape[1] - shift].float(), labels[:, shift:]
+        each = torch.nn.functional.cross_entropy(z.transpose(1, 2), y, reduction="none")
+        return each.sum() / (num_items_in_batch if by is None else by(y))
+
+    return of
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "loss, cause",
+    [
+        (summed(), None),
+        (summed(shift=0), "no known cause"),
+        (
+            summed(by=lambda y: (y != -100).sum()),
+            "each micro-batch is averaged by itself, and their sum is not divided",
+        ),
+    ],
+)
+def test_a_loss_by_plain_logits_is_told_where_it_is_not_sfts(tmp_path, said, loss, cause, dtype):
+    made = of("sft-trainer", dtype=dtype, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    made.compute_loss_func = loss
+    watch, _ = watched(made, tmp_path)
+    told = [line for line in said if "the loss that is logged" in line]
+    assert not watch.findings and len(told) <= (cause is not None)
+    if dtype is torch.float32:
+        assert [f": {cause}; SFTTrainer has a loss of its own" in line for line in told] == [True] * (cause is not None)
 
 
 @pytest.mark.parametrize("kept", [False, True])

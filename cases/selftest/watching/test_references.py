@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 
-from cases.selftest.watching.runs import grpo, of, watched
+from cases.selftest.watching.runs import grpo, of, watched, within
 from parity.trainers.rig import models
 from parity.upstream import trl
 
@@ -129,3 +129,23 @@ def test_pairs_that_are_turned_round_within_the_loss(tmp_path):
     trainer._compute_loss = turned
     watch, _ = watched(trainer, tmp_path)
     assert found(watch) == [("loss", "-1 times the definition's")]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_rloos_reference(tmp_path, wrong, lora, steps):
+    """Its rewards have it, its batch does not."""
+    small = {
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "max_completion_length": 4,
+        "num_iterations": steps,
+    }
+    trainer = of("rloo-trainer", beta=0.1, peft=trl.lora() if lora else None, **FAR, **small)
+    with used("rloo-trainer", None) if wrong and lora else contextlib.nullcontext():
+        if wrong and not lora:
+            trainer = within(trainer, "_generate_and_score_completions", ref_model=trainer.model)
+        watch, lines = watched(trainer, tmp_path)
+    assert all("watch/reference_units" in line for line in lines) and len(lines) == 3
+    assert {f.what for f in watch.findings} == ({"reference"} if wrong else set())

@@ -172,3 +172,41 @@ def test_a_kl_that_rloo_leaves_out_is_named(tmp_path, said):
     alone = Baseline(4, others=True).of(PLAIN, ~PLAIN.isnan(), torch.ones(1))
     watched(subclassed(earning(run, PLAIN), lambda a: alone.to(a)), tmp_path)
     assert any("without the KL;" in line for line in said), said
+
+
+def by_order(order, back=True, prompts=None):
+    """A subclass's method that scores rows in another order, and puts the rewards back; beside other prompts."""
+
+    def of(self, inputs, given, completions, ids):
+        at = order(len(ids))
+        given = given if prompts is None else prompts(given)
+        rows = ([x[i] for i in at] for x in (inputs, given, completions, ids))
+        out = super(type(self), self)._calculate_rewards(*rows)
+        return out[torch.tensor(at).argsort()] if back else out
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "method, text",
+    [
+        (by_order(lambda n: [*range(n)][::-1]), ""),
+        (by_order(lambda n: [*range(n)][::-1], back=False), "rewards are those of other completions"),
+        (
+            by_order(lambda n: [*range(n)], prompts=lambda p: p[4:] + p[:4]),
+            "completions are rewarded beside prompts of others",
+        ),
+        (by_order(lambda n: [*range(n)], prompts=lambda p: [f"{x} " for x in p]), ""),
+        (lambda self, *rows: 2 * super(type(self), self)._calculate_rewards(*rows), ""),
+    ],
+)
+@pytest.mark.parametrize("trainer", ["GRPOTrainer", "RLOOTrainer"])
+def test_rows_that_a_reward_method_of_the_user_s_own_mixes_up_are_said(tmp_path, said, method, text, trainer):
+    small = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 4}
+    run = grpo() if trainer == "GRPOTrainer" else of("rloo-trainer", beta=0.0, **small)
+    run.__class__ = type("Users", (type(run),), {"_calculate_rewards": method})
+    before = vars(run.__class__.__mro__[1])["_calculate_rewards"]
+    watch, _ = watched(run, tmp_path)
+    told = [line.split(": ")[1] for line in said if "reward" in line]
+    assert not watch.findings and told == [text] * bool(text)
+    assert vars(run.__class__.__mro__[1])["_calculate_rewards"] is before

@@ -18,7 +18,7 @@ def lost(*tensors):
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-4)
     for p in policy.parameters():
         p.grad = torch.ones_like(p)
-    step = Step(policy, {}, optimizer)
+    step = Step(optimizer).before(policy, {})
     optimizer.step()
     return step.lost()
 
@@ -37,7 +37,7 @@ def test_parameters_without_elements_of_other_kinds_and_of_no_device_are_compare
         p.grad = torch.ones_like(p)
     optimizer = torch.optim.SGD([*policy.parameters(), reference[3]], lr=0.1)
     reference[3].grad = torch.ones_like(reference[3])
-    step = Step(policy, {"reference": reference}, optimizer)
+    step = Step(optimizer).before(policy, {"reference": reference})
     optimizer.step()
     assert list(step.faults(False)) == ["the optimizer's step moves the reference too: 3"]
 
@@ -81,7 +81,7 @@ def test_an_optimizer_that_has_none_of_the_parameters(lr, synced, found):
     other = copy.deepcopy(policy)
     policy[0].grad, other[0].grad = torch.ones(3), torch.ones(3)
     optimizer = torch.optim.SGD(other.parameters(), lr=lr)
-    step = Step(policy, {}, optimizer)
+    step = Step(optimizer).before(policy, {})
     optimizer.step()
     if synced:
         policy.load_state_dict(other.state_dict())
