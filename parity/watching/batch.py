@@ -182,10 +182,9 @@ def _made(batch: Any, of: str = "") -> list[Tokens]:
     ids, there, labels, inside, places = (batch.get(f"{of}{n}") for n in names)
     if not torch.is_tensor(ids) or ids.dim() != 2 or (there is not None and getattr(there, "shape", ()) != ids.shape):
         return []
-    first = torch.arange(ids.shape[1]).expand_as(ids)
     inside = inside if labels is None else labels != -100
     inside = inside if getattr(inside, "shape", ()) == ids.shape else torch.full_like(ids, -1)
-    begins = (places if getattr(places, "shape", ()) == ids.shape else first) == 0
+    begins = (places if getattr(places, "shape", ()) == ids.shape else torch.arange(ids.shape[1]).expand_as(ids)) == 0
     kept = torch.ones_like(ids).bool() if there is None else there.bool()
     columns = [[x[i][kept[i]].tolist() for x in (ids, inside.int(), begins)] for i in range(len(ids))]
     return [list(zip(*x, strict=True)) for x in columns]

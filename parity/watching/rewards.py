@@ -105,9 +105,10 @@ def mixed(given: Any, asked: Any) -> tuple[str, list[str]] | None:
     if apart := sum(k not in rows and k[0] in parts[0] and k[1:] in parts[1] for k in others):
         return "completions are rewarded beside prompts of others", [f"{apart} of {len(others)}"]
     earned, said = ([tuple(r) for r in x[2].nan_to_num(math.inf).tolist()] for x in (given, asked))
-    right = {*zip(others, said, strict=False)}
-    lost = sum(pair not in right for pair in zip(rows, earned, strict=False)) if sorted(earned) == sorted(said) else 0
-    return ("rewards are those of other completions", [f"{lost} of {len(rows)}"]) if lost else None
+    lost = sum(pair not in {*zip(others, said, strict=False)} for pair in zip(rows, earned, strict=False))
+    if not lost or sorted(earned) != sorted(said) or {*rows} != {*others}:
+        return None
+    return "rewards are those of other completions", [f"{lost} of {len(rows)}"]
 
 
 def _fits(found: Tensor, other: Tensor, bound: Tensor) -> bool:

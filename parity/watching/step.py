@@ -139,9 +139,8 @@ class Step:
             share = f"{still / count:.0%} of the weights that have a gradient"
             why = f"steps at lr {at} round away in {' and '.join(kinds)}"
             return f"the optimizer's step leaves {share} as they are: {why}"
-        return (
-            f"the learning rate is 0 of some parameters alone: {first(self._idle)}" if self._idle and self._own else ""
-        )
+        idle = f"the learning rate is 0 of some parameters alone: {first(self._idle)}"
+        return idle if self._idle and self._own else ""
 
     def end(self) -> None:
         """Takes its hooks away."""

@@ -51,13 +51,9 @@ class Told(TrainerCallback):
         return "".join(f"; known of this stack: {e.id}, fix: {e.user.fix}" for e in found)
 
     def _wrong(
-        self,
-        found: tuple[str, list[str]] | None,
-        own: bool = False,
-        of: str = "loss",
-        has: str = "loss",
-        who: Any = None,
+        self, found: tuple[str, list[str]] | None, own: bool = False, of: str = "", has: str = "loss", who: Any = None
     ) -> None:
+        """A finding; where something is the user's `own`, which it `has`, a note, one of each `of`."""
         if found is None:
             return
         text = f"{found[0]}: {' or '.join(found[1]) or 'no known cause'}"

@@ -305,29 +305,28 @@ class Watch(Told):
         # the first that moves weights, and the first at the top
         if here and (not any(self._rates) or at_top(here, self._rates)):
             given = {text: getattr(self.trainer, name, None) for name, text in FIXED.items()}
-            if given["teacher"] is self.trainer.model:
-                del given["teacher"]  # self-distillation
             others = {text: m for text, m in given.items() if isinstance(m, torch.nn.Module)}
+            if others.get("teacher") is self.trainer.model:
+                del others["teacher"]  # self-distillation
             self._step_of = (self._step_of or Step(optimizer)).before(self._model, others)
         aged = self._alone and self._generated >= 0 and self._now + 2 >= (self._due or 0)
-        if self._now != self._begun and not aged:
-            return
         if self._now == self._begun and self._scaler is None:
             self._finds("gradient", filter(None, [broken(self._model, self._sloped)]))
-        for fault in self._step_of.changed() if self._now == self._begun and self._step_of is not None else ():
-            self._wrong(fault, not known(self.trainer), "gradient")
+        if self._now == self._begun and self._step_of is not None:
+            for fault in self._step_of.changed():
+                self._wrong(fault, not known(self.trainer), "gradient")
         named = {n: p.detach() for n, p in self._model.named_parameters() if p.requires_grad and aged}
         if aged and sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget:
             self._old = [*self._old[-1:], {n: p.to("cpu", copy=True) for n, p in named.items()}]
 
     def _after_update(self, optimizer: Any) -> None:
-        step = self._step_of
-        self._step_of = step if self._now == self._begun else None
-        here = [] if optimizer is None else rates(optimizer)
+        step, here = self._step_of, [] if optimizer is None else rates(optimizer)
         self._stepped, self._rates = at_top(here, self._rates), here
-        self._finds("update", step.faults(self._stepped) if step is not None else ())
-        if self._stepped and step is not None and (text := step.lost()):
-            self._say(("lost",), f"watch, step {self._now + 1}: {text}")
+        if step is not None:
+            self._step_of = step if self._now == self._begun else None
+            self._finds("update", step.faults(self._stepped))
+            if self._stepped and (text := step.lost()):
+                self._say(("lost",), f"watch, step {self._now + 1}: {text}")
 
     def _behind(self, step: Step) -> None:
         self._finds("update", step.behind(self._model))
