@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ CUTS = "max_length", "max_seq_length", "max_prompt_length", "max_completion_leng
 """Settings that may make a sequence shorter."""
 
 
-def faults(taken: Taken, mask: Tensor, tokenizer: Any) -> Iterator[Fault]:
-    """All of one micro-batch whose loss is over `mask`, (B, T)."""
+def faults(taken: Taken, mask: Tensor, tokenizer: Any, packed: bool = False) -> Iterator[Fault]:
+    """All of one micro-batch whose loss is over `mask`, (B, T); of texts `packed` in rows no token is known to be padding."""
     eos, pad, unknown, bos = (getattr(tokenizer, f"{n}_token_id", None) for n in ("eos", "pad", "unk", "bos"))
-    absent = ~taken.attention.bool()
+    pad, absent = None if packed else pad, ~taken.attention.bool()
     lost = mask.bool() & (absent[:, 1:] & absent[:, :-1])[:, -mask.shape[1] :]  # predicted from padding, too
     if bool(lost.any()):
         yield "tokens of the loss are padding", [f"{int(lost.sum())} of {int(mask.sum())}"]
@@ -42,11 +41,11 @@ def unscored(inputs: Mapping[str, Any], tokenizer: Any) -> Iterator[Fault]:
     ids, labels, there = given
     mask = (labels != -100)[:, 1:]
     if not bool(((labels != ids)[:, 1:] & mask).any()):
-        names = {f"{n}_token_id": getattr(tokenizer, f"{n}_token_id", None) for n in ("eos", "pad", "unk", "bos")}
-        if names["pad_token_id"] == names["eos_token_id"] and several(ids, names["eos_token_id"]):
-            names["pad_token_id"] = None  # of packed texts some are empty: EOS after EOS is no padding
+        pad, eos = (getattr(tokenizer, f"{n}_token_id", None) for n in ("pad", "eos"))
         taken = Taken(ids, there, ids.new_zeros(mask.shape), None, mask, True, None)
-        yield from faults(taken, mask, SimpleNamespace(**names))
+        yield from faults(
+            taken, mask, tokenizer, pad == eos and several(ids, eos)
+        )  # EOS after EOS may be an empty text
 
 
 def several(ids: Tensor, eos: int | None) -> bool:
@@ -119,7 +118,6 @@ def collated(rows: Any, batch: Any, trainer: Any, pad: int | None) -> Iterator[t
         return
     made, n, labels = _made(batch) + _made(batch, "KL_"), len(rows), [*batch.get("label", ())]
     told = [x for side in zip(*(_told(row, trainer) for row in rows), strict=False) for x in side]
-    told = told[:n] if len(made) == n == len(labels) else told  # a loss without KTO's KL
     labelled = len(labels) == n and all("label" in row for row in rows)
     if len(made) == 1 < n == len(told):
         told, n = [[token for x in told for token in x]], 1

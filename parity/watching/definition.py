@@ -1,8 +1,5 @@
-"""What the loss makes of log-probs, held against its definition: the gradient that reaches each log-prob, and its value.
-
-A loss of advantages that cancel is 0 whatever its normaliser; the gradients of its log-probs are not. A loss of whole
-distributions is held against its definition by its value alone.
-"""
+"""What the loss makes of log-probs, held against its definition: the gradient that reaches each log-prob, and its value; of whole
+distributions or plain logits its value alone. A loss of advantages that cancel is 0; the gradients of its log-probs are not."""
 
 import contextlib
 import functools
@@ -119,8 +116,7 @@ def _counts(trainer: Any) -> Iterator[tuple[str, float]]:
 
 def distilled(trainer: Any, model: Any, inputs: Any, value: float) -> tuple[str, list[str]] | None:
     """Where the loss that is logged is not Σ JSD(student, teacher) / N over the completion tokens, N those of the optimizer
-    step, by both models' own logits: as `faults`. Allowed is three times what rounding makes of the tokens, in absolute values
-    added up: of one batch its errors may have one sign."""
+    step, by both models' own logits. Allowed is three times what rounding makes of each token, errors of one sign."""
     items, other = inputs.get("num_items_in_batch"), getattr(trainer.args, "loss_top_k", 0) or "pixel_values" in inputs
     if items is None or other or getattr(trainer, "aux_loss_enabled", False) or drops(trainer.model):
         return None

@@ -151,9 +151,9 @@ class Look:
         if not dropped and (self.fresh or (self.stale and self._old(self.generated) is not None)):
             out["old"] = self._old(self.inputs)
         if not dropped and (self._is_reference if self.first else self.later and self._is_like()):
-            given = of("ref_per_token_logps")
-            given = self._of_batch(self.generated, "ref_per_token_logps") if given is None else given
-            out["reference"] = given if taken.mask is None else self._referred()
+            out["reference"] = of("ref_per_token_logps") if taken.mask is None else self._referred()
+            if taken.mask is None and out["reference"] is None:
+                out["reference"] = self._of_batch(self.generated, "ref_per_token_logps")
         return out
 
     def _referred(self) -> Tensor | None:
@@ -245,17 +245,13 @@ class Look:
     def untied(self) -> bool:
         """Whether the LM head has weights of its own against the config; of plain modules."""
         inner = innermost(self.model)
-        head, table = inner.get_output_embeddings(), inner.get_input_embeddings()
-        ties = getattr(inner, "_tied_weights_keys", None) and inner.config.get_text_config().tie_word_embeddings
-        if (
-            not ties
-            or not self.single
-            or type(head) is not torch.nn.Linear
-            or not isinstance(table, torch.nn.Embedding)
-        ):
+        if not self.single or not getattr(inner, "_tied_weights_keys", None):
             return False
-        a, b = head.weight, table.weight
-        return a.device == b.device and a.data_ptr() != b.data_ptr()
+        head, table, config = inner.get_output_embeddings(), inner.get_input_embeddings(), inner.config
+        ties = all(getattr(c, "tie_word_embeddings", False) for c in (config, config.get_text_config()))
+        if not ties or type(head) is not torch.nn.Linear or not isinstance(table, torch.nn.Embedding):
+            return False
+        return head.weight.device == table.weight.device and head.weight.data_ptr() != table.weight.data_ptr()
 
     def missing(self) -> list[str]:
         """Whose log-probs of tokens in the loss are NaN, of those that the loss is made of."""

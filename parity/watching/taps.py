@@ -31,8 +31,7 @@ class Taken:
 
 
 def trained(taken: Iterable[Taken], batch: Any) -> Taken | None:
-    """The scoring with gradients, those of the same ids added up; of rows that are scored in turn all of them, if they are those
-    of the micro-batch, whose completions' ids are `batch`."""
+    """The scoring with gradients, those of the same ids added up; of rows scored in turn all, if they are the `batch`'s ids."""
     found = [t for t in taken if t.trained]
     found = [t for t in found if t.slopes is not None] or found
     if not found or not torch.is_tensor(batch) or len(batch) == len(found[0].ids):

@@ -387,16 +387,16 @@ class Watch(Told):
         for whose in (missing := at.missing()):
             who = "policy before its updates" if whose == "old" else whose
             self._finds(whose, [f"log-probs of the {who} are NaN"])
-        if at.other and not self._looked:
-            text = "at step 1 the reference has other weights than the policy: the two are not compared"
-            self._say(("other",), f"watch: {text}")
-        if at.untied:
-            self._say(("tied",), "watch: the config ties the LM head to the embedding, but they are two tensors")
-        if at.taken.still and drops(self._model, training=True):
-            self._say(("still",), "watch: the model trains in evaluation mode: its dropout drops nothing")
-        if "trainer" not in at.sides:
-            why = "dropout or other noise makes log-probs in training random"
-            self._say(("random",), f"watch: {why}: those of the trainer are not compared")
+        random = "dropout or other noise makes log-probs in training random: those of the trainer are not compared"
+        notes = {
+            "at step 1 the reference has other weights than the policy: the two are not compared": at.other,
+            "the config ties the LM head to the embedding, but they are two tensors": at.untied,
+            "the model trains in evaluation mode: its dropout drops nothing": at.taken.still
+            and drops(self._model, True),
+            random: "trainer" not in at.sides,
+        }
+        for text in (text for text, here in notes.items() if here):
+            self._say((text,), f"watch: {text}")
         reference = getattr(self.trainer, "ref_model", None)
         if reference not in (None, self.trainer.model) and reference.training and drops(reference):
             text = "the reference's log-probs are random: it is in training mode, and its dropout drops"
