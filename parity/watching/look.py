@@ -247,9 +247,10 @@ class Look:
         inner = innermost(self.model)
         if not self.single or not getattr(inner, "_tied_weights_keys", None):
             return False
-        head, table, config = inner.get_output_embeddings(), inner.get_input_embeddings(), inner.config
-        ties = all(getattr(c, "tie_word_embeddings", False) for c in (config, config.get_text_config()))
-        if not ties or type(head) is not torch.nn.Linear or not isinstance(table, torch.nn.Embedding):
+        if not all(getattr(c, "tie_word_embeddings", False) for c in (inner.config, inner.config.get_text_config())):
+            return False
+        head, table = inner.get_output_embeddings(), inner.get_input_embeddings()
+        if type(head) is not torch.nn.Linear or not isinstance(table, torch.nn.Embedding):
             return False
         return head.weight.device == table.weight.device and head.weight.data_ptr() != table.weight.data_ptr()
 

@@ -226,7 +226,8 @@ class Watch(Told):
             out = original(*args, **kwargs)
         self._rewards = [*self._rewards[-1:], out]  # of more than one call none is compared
         if [len(x) for x in asked] == [3] and len(args) == 4 and self._now >= (self._due or 0):
-            self._guarded(lambda: self._wrong(mixed((args[1], args[3], out), *asked), True, "rows"))
+            with contextlib.suppress(TypeError, RuntimeError):  # rows of other kinds
+                self._wrong(mixed((args[1], args[3], out), *asked), True, "rows")
         return out
 
     @staticmethod
@@ -440,7 +441,9 @@ class Watch(Told):
             self._wrong(definition.distilled(self.trainer, self._model, self._inputs, value))
         elif nearest(self.trainer) == "sft" and not known(self.trainer):
             self._due = self._now + self.every
-            self._wrong(definition.summed(self.trainer, self._model, self._inputs, items, value), own=True, of="value")
+            with contextlib.suppress(Exception):  # a model or a batch of the user's own
+                found = definition.summed(self.trainer, self._model, self._inputs, items, value)
+                self._wrong(found, own=True, of="value")
 
     def _loss(self, at: Look, slopes: Tensor, items: Any, value: float) -> None:
         """The loss, by its value and the gradients of its log-probs; that a loss of the user's own is not TRL's is a note."""

@@ -465,6 +465,15 @@ def test_a_loss_by_plain_logits_is_told_where_it_is_not_sfts(tmp_path, said, los
         assert [f": {cause}; SFTTrainer has a loss of its own" in line for line in told] == [True] * (cause is not None)
 
 
+def test_a_model_that_cannot_be_scored_ends_nothing(tmp_path, said, monkeypatch):
+    monkeypatch.setattr("parity.watching.definition.score", lambda *_: 1 / 0)
+    made = of("sft-trainer", max_steps=1)
+    made.compute_loss_func = summed()
+    made.add_callback(Before(lambda parameters: [p.grad.mul_(-1) for p in parameters if p.grad is not None]))
+    watched(made, tmp_path)
+    assert sum("backward passes" in line for line in said) == 1 and not any("unwatched" in line for line in said)
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_gradients_of_a_micro_batch_that_are_lost(tmp_path, said, kept):
     """Of one that keeps them elsewhere the step has all."""
