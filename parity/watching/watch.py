@@ -390,7 +390,8 @@ class Watch(Told):
             self._finds(whose, [f"log-probs of the {who} are NaN"])
         random = "dropout or other noise makes log-probs in training random: those of the trainer are not compared"
         notes = {
-            "at step 1 the reference has other weights than the policy: the two are not compared": at.other,
+            "at step 1 the reference has other weights than the policy: the two are not compared": at.other
+            and not self._looked,
             "the config ties the LM head to the embedding, but they are two tensors": at.untied,
             "the model trains in evaluation mode: its dropout drops nothing": at.taken.still
             and drops(self._model, True),
