@@ -149,3 +149,10 @@ def test_rloos_reference(tmp_path, wrong, lora, steps):
         watch, lines = watched(trainer, tmp_path)
     assert all("watch/reference_units" in line for line in lines) and len(lines) == 3
     assert {f.what for f in watch.findings} == ({"reference"} if wrong else set())
+
+
+def test_a_reference_that_the_optimizer_moves_is_moved_by_nothing_else(tmp_path, said):
+    trainer = of("dpo-trainer", max_steps=3)
+    trainer.ref_model = trainer.model
+    watched(trainer, tmp_path)
+    assert not any("something other than the optimizer" in line for line in said)
