@@ -442,9 +442,11 @@ class Watch(Told):
             self._wrong(definition.distilled(self.trainer, self._model, self._inputs, value))
         elif nearest(self.trainer) == "sft" and not known(self.trainer):
             self._due = self._now + self.every
-            with contextlib.suppress(Exception):  # a model or a batch of the user's own
+            try:
                 found = definition.summed(self.trainer, self._model, self._inputs, items, value)
                 self._wrong(found, own=True, of="value")
+            except Exception as error:  # of a model or a batch of the user's own
+                self._say(("value",), f"watch: its value is not compared: {told(error)}")
 
     def _loss(self, at: Look, slopes: Tensor, items: Any, value: float) -> None:
         """The loss, by its value and the gradients of its log-probs; that a loss of the user's own is not TRL's is a note."""
