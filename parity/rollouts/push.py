@@ -23,6 +23,8 @@ def moved(folder: Path, dtype: torch.dtype, out: Path, adapter: Path | None = No
         raise UsageError(f"--push {out}: it exists; the model with moved weights is saved in a new folder")
     if importlib.util.find_spec("trl.generation") is None:
         raise UsageError("--push: the installed TRL has no trl.generation.vllm_generation")
+    if adapter and not (adapter / "adapter_config.json").is_file():
+        raise UsageError(f"--adapter {adapter}: it has no adapter_config.json")
     model = engine_models.loaded(folder, dtype)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -46,6 +48,7 @@ def pushed(inside: Any, model: Any, folder: Path, asleep: bool) -> dict[str, Any
     from safetensors.torch import load_file
 
     llm, said, weights = mock.MagicMock(), "", dict(inside.named_parameters())
+    filled = [name for name, p in weights.items() if asleep and bool(p.any()) and bool(p.isfinite().all())]
     llm.llm_engine.model_executor.driver_worker.model_runner.model = inside
     with torch.no_grad():
         for p in weights.values() if asleep else ():
@@ -59,6 +62,7 @@ def pushed(inside: Any, model: Any, folder: Path, asleep: bool) -> dict[str, Any
         found = {name: p.cpu().clone() for name, p in weights.items()}
         inside.load_weights(pair for file in sorted(folder.glob("*.safetensors")) for pair in load_file(file).items())
         off = [name for name, p in weights.items() if not torch.equal(p.cpu().nan_to_num(), found[name].nan_to_num())]
+        off += [name for name in filled if name not in off and not bool(found[name].any())]  # neither way loads it
         for name, p in weights.items():
             p.copy_(found[name])
     if off or said:

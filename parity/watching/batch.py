@@ -105,9 +105,10 @@ def overwritten(made: Iterable[tuple[str, Tensor, Tensor]], batches: Iterable[An
     """Where tensors of a step's `batches` are no longer what the collator made, name, tensor and copy of each: it has used their
     memory again."""
     given = {id(x) for batch in batches if isinstance(batch, Mapping) for x in batch.values()}
-    shared = Counter(x.untyped_storage().data_ptr() for _, x, _ in made)
-    other = [(n, x) for n, x, copy in made if id(x) in given and not torch.equal(x, copy)]
-    names = dict.fromkeys(n for n, x in other if shared[x.untyped_storage().data_ptr()] > 1)
+    # of other batches: a name comes once in each
+    shared = Counter((n, x.untyped_storage().data_ptr()) for n, x, _ in made)
+    other = [(n, x) for n, x, copy in made if id(x) in given and not torch.equal(x.nan_to_num(), copy.nan_to_num())]
+    names = dict.fromkeys(n for n, x in other if shared[n, x.untyped_storage().data_ptr()] > 1)
     return ("the collator writes over a batch before the step has used it", [", ".join(names)]) if names else None
 
 
@@ -121,40 +122,51 @@ def collated(rows: Any, batch: Any, trainer: Any, pad: int | None) -> Iterator[t
     labelled = len(labels) == n and all("label" in row for row in rows)
     if len(made) == 1 < n == len(told):
         told, n = [[token for x in told for token in x]], 1
-    limit = min([x for name in CUTS if isinstance(x := getattr(trainer.args, name, None), int)], default=math.inf)
+    holders = trainer.args, getattr(trainer, "data_collator", None)
+    given = (getattr(of, name, None) for of in holders for name in CUTS)
+    limit = min([x for x in given if isinstance(x, int)], default=math.inf)
+    longest = max(map(len, made), default=0)
     swaps = f"exchanges {'completions and those of the KL' if labels else 'chosen and rejected'}"
     counts = Counter[tuple[str, bool]]()
+
+    def marks(row: Tokens, j: int, k: int) -> list[tuple[int, int]]:
+        return [(x[1], y[1]) for x, y in zip(row[1:], told[j][k + 1 :], strict=False) if x[1] >= 0 and not y[2]]
+
+    def turned(i: int, j: int) -> bool:
+        return labelled and i < n and bool(labels[i]) != bool(rows[j % n]["label"])
+
     for i, row in enumerate(made if len(made) == len(told) else ()):
         near = sorted(range(len(told)), key=lambda j: (j // n != i // n, j != i))
         enough = [j for j in near if len(row) >= min(limit, len(told[j]))]
-        j, k = next(((j, k) for j in enough if (k := _place(row, told[j])) >= 0), (i, _place(row, told[i])))
-        here, out = told[j][k : k + len(row)], told[j][:k] + told[j][k + len(row) :]
-        if k < 0:
+        found = [(j, k) for j in enough for k in _places(row, told[j])] or [(i, k) for k in _places(row, told[i])]
+        if not found:
             continue
+        # a text may stand twice in a sequence, or in two rows
+        j, k = min(found, key=lambda at: (any(x > y for x, y in marks(row, *at)), turned(i, at[0])))
+        here, out = told[j][k : k + len(row)], told[j][:k] + told[j][k + len(row) :]
         lost = [inside for token, inside, _ in out if j not in enough and token != pad]
-        pairs = list(zip(row[1:], here[1:], strict=True))
-        both = [(x[1], y[1]) for x, y in pairs if x[1] >= 0 and not y[2]]
+        both, pairs = marks(row, j, k), zip(row[1:], here[1:], strict=True)
         beside = not {"cu_seq_lens_q", "seq_idx"} & {*batch} and any(y[2] > x[2] for x, y in pairs)
         spared = not all(inside or begins for _, inside, begins in told[j])
-        found = {  # what it does, whether one of the user's own may mean it
+        does = {  # what it does, whether one of the user's own may mean it
             (swaps, False): j // n != i // n,
-            ("turns labels", False): labelled and i < n and bool(labels[i]) != bool(rows[j % n]["label"]),
-            ("drops tokens of the loss", False): any(lost),
+            ("turns labels", False): turned(i, j),
+            ("drops tokens of the loss", len(row) == longest): any(lost),  # as a longest length does
             ("puts tokens into the loss that the columns leave out", False): any(x > y for x, y in both),
             ("drops tokens outside the loss", True): bool(lost) and not any(lost),
             ("leaves tokens of the loss out of it", True): spared and any(x < y for x, y in both),
             ("lets sequences of one row see each other", True): beside,
         }
-        counts.update(key for key, one in found.items() if one)
+        counts.update(key for key, one in does.items() if one)
     for (what, meant), count in counts.items():
-        yield (f"the collator {what}", [f"in {count} of {len(made)} rows"]), meant
+        if not meant or (what, False) not in counts:
+            yield (f"the collator {what}", [f"in {count} of {len(made)} rows"]), meant
 
 
-def _place(row: Tokens, whole: Tokens) -> int:
-    """Where in the `whole` the ids of the row are; -1 where they are not in it."""
+def _places(row: Tokens, whole: Tokens) -> list[int]:
+    """Where in the `whole` the ids of the row are."""
     a, b = [x[0] for x in row], [x[0] for x in whole]
-    places = range(len(b) - len(a) + 1) if a else ()
-    return next((k for k in places if b[k] == a[0] and b[k : k + len(a)] == a), -1)
+    return [k for k in range(len(b) - len(a) + 1) if b[k] == a[0] and b[k : k + len(a)] == a] if a else []
 
 
 def _told(row: Mapping[str, Any], trainer: Any) -> list[Tokens]:

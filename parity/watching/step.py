@@ -22,15 +22,15 @@ def first(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
-def _sample(x: Tensor) -> Tensor:
+def sample(x: Tensor) -> Tensor:
     """A copy of elements at equal distances; of a sharded tensor those of this rank."""
     here = (x.to_local() if hasattr(x, "to_local") else x).detach().flatten()
     return here[:: max(1, len(here) // SAMPLE)].clone()
 
 
-def _moved(p: Tensor, before: Tensor) -> Tensor:
+def altered(p: Tensor, before: Tensor) -> Tensor:
     """Which of the sampled elements are others now; bytes are compared, so that NaN is equal to itself."""
-    differ = _sample(p).view(torch.uint8) != before.view(torch.uint8)
+    differ = sample(p).view(torch.uint8) != before.view(torch.uint8)
     return differ.view(len(before), before.element_size()).any(-1)
 
 
@@ -42,8 +42,8 @@ class Step:
         self._optimizer, self._hooks = optimizer, list[Any]()
         self._steps = self._depth = 0  # a step of a subclass may call that of its base, which has the hooks too
         self._left, self._gone = dict[str, tuple[Any, Tensor]](), dict[str, None]()
-        self._lacking, self._idle = list[str](), list[str]()
-        self._none, self._own, self._others = list[Any](), list[Any](), list[Any]()
+        self._lacking, self._none, self._own, self._others = list[Any](), list[Any](), list[Any](), list[Any]()
+        self._idle = list[str]()
 
     def follow(self, model: torch.nn.Module | None) -> "Step":
         """From the first micro-batch on. `model`: whose gradients are to be compared, no scaler's or other rank's in them."""
@@ -65,7 +65,7 @@ class Step:
 
     def _came(self, name: str, p: Any) -> None:
         if p.grad is not None and p.grad.layout is torch.strided:
-            self._left[name] = p, _sample(p.grad)
+            self._left[name] = p, sample(p.grad)
 
     def further(self) -> None:
         """Before one more micro-batch of the step."""
@@ -75,7 +75,7 @@ class Step:
     def changed(self) -> Iterator[tuple[str, list[str]]]:
         """Before it: where all gradients are those that backward passes left, times one number that no clipping makes but by
         chance, or the last one's alone. Each of `SCALINGS` products, and of as many factors, is off by its rounding."""
-        both = [(_sample(p.grad).double(), x) for p, x in self._left.values() if p.grad is not None]
+        both = [(sample(p.grad).double(), x) for p, x in self._left.values() if p.grad is not None]
         both = [(g, x.to(g)) for g, x in both if g.shape == x.shape]
         size = math.fsum(float(x.square().sum()) for _, x in both)
         off = 2 * SCALINGS * max((unit(x.dtype) for _, x in self._left.values()), default=0.0)
@@ -94,21 +94,21 @@ class Step:
         groups = {id(p): _rate(group) for group in self._optimizer.param_groups for p in group["params"]}
         sloped = [(n, p) for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]
         given = [(n, p, groups[id(p)]) for n, p in sloped if id(p) in groups]
-        self._lacking = [n for n, p in sloped if id(p) not in groups] * bool(given)
+        self._lacking = [(n, p, sample(p)) for n, p in sloped if id(p) not in groups] * bool(given)
         self._idle = [n for n, _, rate in given if not rate]
         # an optimizer that has none by identity may have copies
-        self._none = [] if given or not any(rates(self._optimizer)) else [(p, _sample(p)) for _, p in sloped]
-        self._own = [(p, rate, _sample(p), _sample(p.grad) != 0) for _, p, rate in given if rate]
+        self._none = [] if given or not any(rates(self._optimizer)) else [(p, sample(p)) for _, p in sloped]
+        self._own = [(p, rate, sample(p), sample(p.grad) != 0) for _, p, rate in given if rate]
         self._others = [
-            (name, n, p, _sample(p)) for name, m in others.items() for n, p in m.named_parameters() if not p.is_meta
+            (name, n, p, sample(p)) for name, m in others.items() for n, p in m.named_parameters() if not p.is_meta
         ]
         return self
 
     def faults(self, top: bool) -> Iterator[str]:
         """Behind it, a sentence each; `top`: the learning rates are at their top, before which a step may round away."""
-        if self._lacking:
-            yield f"parameters with a gradient that the optimizer does not have: {first(self._lacking)}"
-        if top and self._none and not any(bool(_moved(p, before).any()) for p, before in self._none):
+        if lacking := [n for n, p, before in self._lacking if not bool(altered(p, before).any())]:  # none has a copy
+            yield f"parameters with a gradient that the optimizer does not have: {first(lacking)}"
+        if top and self._none and not any(bool(altered(p, before).any()) for p, before in self._none):
             yield "the optimizer has none of the model's parameters, and its step moves none of them"
         moved = self.moved()
         self._others = [x for x in self._others if x[0] not in moved]  # each is told once
@@ -118,7 +118,7 @@ class Step:
         """Name of each of the others that is no longer what it was -> its parameters that are not."""
         moved: dict[str, list[str]] = {}
         for name, n, p, before in self._others:
-            if bool(_moved(p, before).any()):
+            if bool(altered(p, before).any()):
                 moved.setdefault(name, []).append(n)
         return moved
 
@@ -128,7 +128,7 @@ class Step:
         for p, _, before, sloped in self._own:
             each, of = p.numel() / max(len(before), 1), counts.setdefault(p.dtype, [0.0, 0.0])
             of[0] += each * int(sloped.sum())
-            of[1] += each * int((sloped & ~_moved(p, before)).sum())
+            of[1] += each * int((sloped & ~altered(p, before)).sum())
         count, still = (sum(both) for both in zip(*counts.values(), strict=True)) if counts else (0.0, 0.0)
         if still > count / 2:
             lost = {dtype for dtype, (all, stay) in counts.items() if stay > all / 2}

@@ -21,7 +21,7 @@ from parity.watching import batch, definition
 from parity.watching.look import Look
 from parity.watching.rewards import faults as advantage_faults
 from parity.watching.rewards import mixed
-from parity.watching.step import Step, at_top, broken, rates
+from parity.watching.step import Step, altered, at_top, broken, rates, sample
 from parity.watching.taps import Taken, Taps, trained
 from parity.watching.told import Told, kind, logger
 
@@ -78,6 +78,8 @@ class Watch(Told):
         self._inputs: Any = {}
         self._rewards = list[Any]()  # of the completions that are generated just now
         self._error: Exception | None = None
+        self._step_of: Step | None = None  # the first one until the next begins, others until they are done
+        self._trainings = -1 if trainer.optimizer is None else 0
         self.on_train_begin()
         if hasattr(trainer, "_generate_and_score_completions"):
             self._generated = -2  # in the midst of a run: wait for completions of the present weights
@@ -101,7 +103,8 @@ class Watch(Told):
         self._old: list[dict[str, Tensor]] = []
         self._sloped, self._noise = False, math.nan
         self._random = False  # whether the model in training computes by random numbers that are no dropout
-        self._step_of: Step | None = None  # the first one until the next begins, others until they are done
+        self._end()  # that of a training that an error ended
+        self._taken, self._inputs, self._trainings = None, {}, self._trainings + 1
         self._made: list[tuple[str, Tensor, Tensor]] = []  # what the collator made for the first step, and copies
         self._rates: list[float] = []  # of the last step
         self._stepped = False  # whether one was whose learning rates are no longer on their way up
@@ -120,8 +123,7 @@ class Watch(Told):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """That nothing was found is said too."""
-        if self._step_of is not None:  # no second step came
-            self._step_of.end()
+        self._end()  # no second step came
         if self._looked and self.trainer.is_world_process_zero():
             steps = [*dict.fromkeys(str(look["step"]) for look in self._looked)]
             shown = ", ".join(steps if len(steps) < 8 else [*steps[:3], "…", steps[-1]])
@@ -131,11 +133,15 @@ class Watch(Told):
     def undo(self) -> None:
         """Takes every hook away; a second call does nothing."""
         self._taps.undo()
-        if self._step_of is not None:
-            self._step_of.end()
+        self._end()
         handler = self.trainer.callback_handler  # a new list: the old may be walked just now
         handler.callbacks = [c for c in handler.callbacks if c is not self]
         self._taken = None
+
+    def _end(self) -> None:
+        step, self._step_of = self._step_of, None
+        if step is not None:
+            step.end()
 
     def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._due is None:
@@ -152,6 +158,7 @@ class Watch(Told):
             return original(*args, **kwargs)
         self._taken, looks, items = [], list[Look](), (*args, None, None, None)[2] or kwargs.get("num_items_in_batch")
         before, run = len(self.findings), functools.partial(original, *args, **kwargs)
+        weights = [(p, sample(p)) for p in self._model.parameters() if self._alone and p.requires_grad]
         if self.capture:
             from parity.tools.capture import captured
 
@@ -162,6 +169,7 @@ class Watch(Told):
                 self._say(("capture",), f"watch: no case is written: {told(why)}")
         else:
             out = run()
+        self._guarded(lambda: self._fixed(weights))
         if self._taken is None:
             return out  # it ended in the midst of the step
         self._guarded(lambda: looks.extend(self._ready()))
@@ -176,6 +184,12 @@ class Watch(Told):
         self._taken, self._inputs = None, {}
         self._settle()
         return out
+
+    @staticmethod
+    def _fixed(weights: list[tuple[Any, Tensor]]) -> None:
+        """Raises where a backward pass has moved them: no log-probs can be compared then."""
+        if any(bool(altered(p, before).any()) for p, before in weights):
+            raise RuntimeError("the optimizer steps within the backward pass")
 
     def _score(self, at: Look) -> None:
         self._again = not self._stale
@@ -312,10 +326,13 @@ class Watch(Told):
             self._step_of = (self._step_of or Step(optimizer)).before(self._model, others)
         aged = self._alone and self._generated >= 0 and self._now + 2 >= (self._due or 0)
         if self._now == self._begun and self._scaler is None:
-            self._finds("gradient", filter(None, [broken(self._model, self._sloped)]))
+            # of a random model's layers some may be left out
+            self._finds("gradient", filter(None, [broken(self._model, self._sloped and not self._random)]))
         if self._now == self._begun and self._step_of is not None:
+            handlers = (type(c).on_pre_optimizer_step for c in self.trainer.callback_handler.callbacks if c is not self)
+            own = not known(self.trainer) or not all(map(self._trls, handlers))
             for fault in self._step_of.changed():
-                self._wrong(fault, not known(self.trainer), "gradient")
+                self._wrong(fault, own, "gradient", "callback or loss")
         named = {n: p.detach() for n, p in self._model.named_parameters() if p.requires_grad and aged}
         if aged and sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget:
             self._old = [*self._old[-1:], {n: p.to("cpu", copy=True) for n, p in named.items()}]
@@ -375,7 +392,9 @@ class Watch(Told):
         mask = (loss_mask(self._inputs) if taken.mask is None else taken.mask)[:, -taken.logps.shape[1] :]
         rows = rows_of(taken.ids, taken.attention, mask, self.rows)
         others = [t for t in self._taken or () if not t.trained]
-        now = self._generated == self._now, self._stale, self._now == self._begun == 0, self._now > self._begun
+        stored = self._trainings > 1 and getattr(self.trainer.args, "precompute_ref_log_probs", False)
+        begins = self._now == self._begun == 0 and not stored  # which are those before an earlier training
+        now = self._generated == self._now, self._stale, begins, self._now > self._begun
         random = self._random or drops(self.trainer.model)
         look = Look(self.trainer, self._model, self._inputs, taken, others, mask, rows, *now, random, self._batch)
         return [look] * bool(rows.picked.any())

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from parity import recording
 from parity.cli.commands import main
+from parity.errors import UsageError
 from parity.rollouts import engine_models, push, vllm_engine
 
 LOST = "model.layers.0.mlp.down_proj.weight"
@@ -60,6 +61,20 @@ def test_a_weight_that_the_engine_passes_over_is_named_and_stays(asleep, tmp_pat
     assert lost.startswith(f"1 of vLLM's {len(moved)} parameters") and lost.endswith(f": {LOST}")
     assert torch.equal(there[LOST], 0 * before[LOST] if asleep else before[LOST])
     assert all(torch.equal(p, there[name]) for name, p in moved.items() if name != LOST)
+
+
+def test_a_weight_that_is_lost_asleep_and_loaded_by_nothing_is_named(tmp_path):
+    folder = engine_models.folder_of("tiny-llama")
+    (policy, _), engine = push.moved(folder, torch.float32, tmp_path / "moved"), Engine(folder)
+    engine.inner.scale, engine.inner.unused = (torch.nn.Parameter(torch.full((3,), x)) for x in (1.0, torch.nan))
+    assert not push.pushed(engine, policy, tmp_path / "moved", False)["not_pushed"]
+    assert push.pushed(engine, policy, tmp_path / "moved", True)["not_pushed"].endswith(": scale")
+
+
+def test_a_folder_without_an_adapter_is_refused_before_anything_is_saved(tmp_path):
+    with pytest.raises(UsageError, match="no adapter_config.json"):
+        push.moved(engine_models.folder_of("tiny-llama"), torch.float32, tmp_path / "moved", tmp_path)
+    assert not (tmp_path / "moved").exists()
 
 
 def test_a_push_that_ends_in_an_error_is_told(tmp_path):
