@@ -125,7 +125,6 @@ def collated(rows: Any, batch: Any, trainer: Any, pad: int | None) -> Iterator[t
     holders = trainer.args, getattr(trainer, "data_collator", None)
     given = (getattr(of, name, None) for of in holders for name in CUTS)
     limit = min([x for x in given if isinstance(x, int)], default=math.inf)
-    longest = max(map(len, made), default=0)
     swaps = f"exchanges {'completions and those of the KL' if labels else 'chosen and rejected'}"
     counts = Counter[tuple[str, bool]]()
 
@@ -151,7 +150,7 @@ def collated(rows: Any, batch: Any, trainer: Any, pad: int | None) -> Iterator[t
         does = {  # what it does, whether one of the user's own may mean it
             (swaps, False): j // n != i // n,
             ("turns labels", False): turned(i, j),
-            ("drops tokens of the loss", len(row) == longest): any(lost),  # as a longest length does
+            ("drops tokens of the loss", False): any(lost),
             ("puts tokens into the loss that the columns leave out", False): any(x > y for x, y in both),
             ("drops tokens outside the loss", True): bool(lost) and not any(lost),
             ("leaves tokens of the loss out of it", True): spared and any(x < y for x, y in both),
@@ -159,8 +158,7 @@ def collated(rows: Any, batch: Any, trainer: Any, pad: int | None) -> Iterator[t
         }
         counts.update(key for key, one in does.items() if one)
     for (what, meant), count in counts.items():
-        if not meant or (what, False) not in counts:
-            yield (f"the collator {what}", [f"in {count} of {len(made)} rows"]), meant
+        yield (f"the collator {what}", [f"in {count} of {len(made)} rows"]), meant
 
 
 def _places(row: Tokens, whole: Tokens) -> list[int]:

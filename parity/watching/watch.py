@@ -329,10 +329,8 @@ class Watch(Told):
             # of a random model's layers some may be left out
             self._finds("gradient", filter(None, [broken(self._model, self._sloped and not self._random)]))
         if self._now == self._begun and self._step_of is not None:
-            handlers = (type(c).on_pre_optimizer_step for c in self.trainer.callback_handler.callbacks if c is not self)
-            own = not known(self.trainer) or not all(map(self._trls, handlers))
             for fault in self._step_of.changed():
-                self._wrong(fault, own, "gradient", "callback or loss")
+                self._wrong(fault, not known(self.trainer), "gradient")
         named = {n: p.detach() for n, p in self._model.named_parameters() if p.requires_grad and aged}
         if aged and sum(p.numel() * p.element_size() for p in named.values()) * 2 <= self.budget:
             self._old = [*self._old[-1:], {n: p.to("cpu", copy=True) for n, p in named.items()}]
