@@ -97,19 +97,5 @@ def faults(
     return f"advantages are not {name}'s of the rewards, {float(found[i]):.6g} for {float(right[i]):.6g}", named
 
 
-def mixed(given: Any, asked: Any) -> tuple[str, list[str]] | None:
-    """Where a trainer of the user's own mixes up rows of what it has of TRL's method: prompts, ids of completions and rewards
-    (N, F), `given` and `asked`. Rows in another order and changed rewards are none."""
-    rows, others = ([(str(p), *ids) for p, ids in zip(*x[:2], strict=False)] for x in (given, asked))
-    parts = [{k[0] for k in rows}, {k[1:] for k in rows}]
-    if apart := sum(k not in rows and k[0] in parts[0] and k[1:] in parts[1] for k in others):
-        return "completions are rewarded beside prompts of others", [f"{apart} of {len(others)}"]
-    earned, said = ([tuple(r) for r in x[2].nan_to_num(math.inf).tolist()] for x in (given, asked))
-    lost = sum(pair not in {*zip(others, said, strict=False)} for pair in zip(rows, earned, strict=False))
-    if not lost or sorted(earned) != sorted(said) or {*rows} != {*others}:
-        return None
-    return "rewards are those of other completions", [f"{lost} of {len(rows)}"]
-
-
 def _fits(found: Tensor, other: Tensor, bound: Tensor) -> bool:
     return bool(((found - other).abs() <= bound).all())
