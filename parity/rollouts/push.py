@@ -3,6 +3,7 @@
 import copy
 import importlib.metadata
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,7 +54,8 @@ def pushed(inside: Any, model: Any, folder: Path, asleep: bool) -> dict[str, Any
     with torch.no_grad():
         for p in weights.values() if asleep else ():
             p.zero_()
-        with mock.patch.multiple(generation, create=True, LLM=lambda **_: llm, is_vllm_available=lambda: True):
+        given: dict[str, Any] = {"create": True, "LLM": lambda **_: llm, "is_vllm_available": lambda: True}
+        with mock.patch.multiple(generation, **given), mock.patch.dict(os.environ):  # it sets those of ranks
             sender = generation.VLLMGeneration(model, Accelerator(), None, mode="colocate")
         try:
             sender.sync_weights()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import shutil
 
 import peft
@@ -48,7 +49,9 @@ def after(tmp_path, model="tiny-llama", asleep=False, **ways):
 
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-gemma2"])  # the second has a tied head
 def test_every_number_moves_and_arrives(model, tmp_path):
+    environment = dict(os.environ)
     before, moved, there, lost = after(tmp_path, model)
+    assert dict(os.environ) == environment
     assert not lost and all(torch.equal(p, there[name]) for name, p in moved.items())
     assert not any(bool((p == before[name]).any()) for name, p in moved.items())
     saved = engine_models.loaded(tmp_path / "moved", torch.float32).state_dict()
