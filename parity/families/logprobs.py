@@ -153,7 +153,9 @@ def features(case: Case) -> dict[str, Any]:
     overflow = product_dtype(case, s) == "fp16" and (
         min(head.largest(s), s.softcap / s.temperature) if capped else head.largest(s)
     )
-    return head.features(case, s) | {
+    found = head.features(case, s)
+    return found | {
+        "nearly equal": found["nearly equal"] and s.rare is None,
         "one token": s.B * s.T == 1,
         "V off block": s.V % 256 != 0,
         "a ban": banned,

@@ -165,3 +165,16 @@ def test_a_softcap_bounds_what_a_bias_of_minus_inf_adds_to_a_sum():
     banned = {"B": 5, "T": 8, "temperature": 0.007, "softcap": 50.0, "teacher_bias": "banned"}
     for bias, beyond in (("banned", True), ("none", False)):
         assert FAMILY.features(FAMILY.case(1, "fp16", banned | {"bias": bias})).get("fp16 sum", False) is beyond
+
+
+def test_a_flat_teacher_or_a_softcap_makes_a_large_vocabulary_nearly_equal():
+    large = {"V": 70000, "peak": 50.0, "teacher_peak": 50.0}
+    for more in (
+        {},
+        {"V": 65504, "peak": 0.1},
+        {"gap": "near", "teacher_peak": 0.1},
+        {"softcap": 0.5, "temperature": 0.1},
+    ):
+        assert not FAMILY.features(FAMILY.case(1, "fp16", large | more))["nearly equal"]
+    for more in ({"peak": 0.1}, {"teacher_peak": 0.1}, {"softcap": 0.5}, {"teacher_softcap": 0.5}):
+        assert FAMILY.features(FAMILY.case(1, "fp16", large | more))["nearly equal"]

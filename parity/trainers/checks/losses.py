@@ -79,7 +79,8 @@ HONOURED: dict[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ...]] = {
         _with("robust", "aot", "aot_unpaired", smoothing=0.1),
         _with("discopop", tau=0.5),
         _with("sft", "mpo", zero=True),
-        *(_with(*SCORED, divergence=name) for name in ("forward_kl", "js_divergence", "alpha_divergence")),
+        *(_with(*SCORED, divergence=name) for name in ("js_divergence", "alpha_divergence")),
+        _with(*(loss for loss in SCORED if loss != "discopop"), divergence="forward_kl"),  # exp(-exp(…)) overflows
         _with("sigmoid", divergence="alpha_divergence", alpha=0.3),
     ),
     "kto-trainer": (
