@@ -178,10 +178,10 @@ def features(case: Case) -> dict[str, Any]:
     nats = max(s.peak * abs(s.logit_scale), s.teacher_peak * abs(s.teacher_logit_scale)) / s.temperature
     nats = max([nats, *(c / s.temperature for c, b in caps if c and b == "banned")])
     apart = s.teacher_peak if s.gap == "apart" else s.peak
-    equal = LARGEST["fp16"] < s.V and head.flat(apart * s.teacher_logit_scale, s.teacher_softcap, s)
+    teachers = head.nearly_equal(apart * s.teacher_logit_scale, s.teacher_softcap, s)
     found = head.features(case, s)
     return found | {
-        "nearly equal": found["nearly equal"] or equal,
+        "nearly equal": found["nearly equal"] or teachers,
         "one token": s.B * s.T == 1,
         "divergence": "forward" if s.beta == 0.0 else "reverse" if s.beta == 1.0 else "jsd",
         "student excludes": dense and student,

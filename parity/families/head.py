@@ -410,15 +410,15 @@ def features(case: Case, s: SimpleNamespace) -> dict[str, Any]:
         "cap active": s.softcap is not None and s.peak * s.logit_scale * 2 > s.softcap,
         "fp16 overflow": product_dtype(case, s) == "fp16" and largest(s) > LARGEST["fp16"],
         "logit_std": s.peak * s.logit_scale / s.temperature,
-        "nearly equal": LARGEST["fp16"] < s.V and flat(s.peak * s.logit_scale, s.softcap, s),
+        "nearly equal": nearly_equal(s.peak * s.logit_scale, s.softcap, s),
         "tokens": s.B * s.T,
     }
 
 
-def flat(std: float, cap: float | None, s: SimpleNamespace) -> bool:
-    """Whether logits before the temperature, of this standard deviation, are so near to each other under a softcap that most
-    of a vocabulary's exp(z - max) count."""
-    return min(abs(std), cap or math.inf) <= s.temperature
+def nearly_equal(std: float, cap: float | None, s: SimpleNamespace) -> bool:
+    """Whether logits before the temperature, of this standard deviation, are so near to each other under a softcap that Σ
+    exp(z - max) may be beyond float16."""
+    return LARGEST["fp16"] < s.V and min(abs(std), cap or math.inf) <= s.temperature
 
 
 def ignored(case: Case, s: SimpleNamespace) -> torch.Tensor:

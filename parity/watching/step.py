@@ -94,10 +94,10 @@ class Step:
         groups = {id(p): _rate(group) for group in self._optimizer.param_groups for p in group["params"]}
         sloped = [(n, p) for n, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]
         given = [(n, p, groups[id(p)]) for n, p in sloped if id(p) in groups]
-        self._lacking = [(n, p, sample(p)) for n, p in sloped if id(p) not in groups] * bool(given)
-        self._idle = [n for n, _, rate in given if not rate]
+        missing = [(n, p, sample(p)) for n, p in sloped if id(p) not in groups]
         # an optimizer that has none by identity may have copies
-        self._none = [] if given or not any(rates(self._optimizer)) else [(p, sample(p)) for _, p in sloped]
+        self._lacking, self._none = (missing, []) if given else ([], missing * any(rates(self._optimizer)))
+        self._idle = [n for n, _, rate in given if not rate]
         self._own = [(p, rate, sample(p), sample(p.grad) != 0) for _, p, rate in given if rate]
         self._others = [
             (name, n, p, sample(p)) for name, m in others.items() for n, p in m.named_parameters() if not p.is_meta
@@ -108,7 +108,7 @@ class Step:
         """Behind it, a sentence each; `top`: the learning rates are at their top, before which a step may round away."""
         if lacking := [n for n, p, before in self._lacking if not bool(altered(p, before).any())]:  # none has a copy
             yield f"parameters with a gradient that the optimizer does not have: {first(lacking)}"
-        if top and self._none and not any(bool(altered(p, before).any()) for p, before in self._none):
+        if top and self._none and not any(bool(altered(p, before).any()) for _, p, before in self._none):
             yield "the optimizer has none of the model's parameters, and its step moves none of them"
         moved = self.moved()
         self._others = [x for x in self._others if x[0] not in moved]  # each is told once
