@@ -43,7 +43,8 @@ def moved(folder: Path, dtype: torch.dtype, out: Path, adapter: Path | None = No
 
 def pushed(inside: Any, model: Any, folder: Path, asleep: bool) -> dict[str, Any]:
     """TRL pushes `model` to vLLM's model `inside`. What a manifest says of it: by which TRL, and which of vLLM's parameters are
-    not as it loads them from `folder`, where the model is saved, merged. `asleep`: they are set to 0 before."""
+    not as it loads them from `folder`, where the model is saved, merged. `asleep`: they are set to 0 before. Raises UsageError
+    where vLLM cannot load them itself."""
     import trl.generation.vllm_generation as generation
     from accelerate import Accelerator
     from safetensors.torch import load_file
@@ -62,7 +63,13 @@ def pushed(inside: Any, model: Any, folder: Path, asleep: bool) -> dict[str, Any
         except Exception as error:
             said = f"it ends in {type(error).__name__}: {str(error)[:100]}; "
         found = {name: p.cpu().clone() for name, p in weights.items()}
-        inside.load_weights(pair for file in sorted(folder.glob("*.safetensors")) for pair in load_file(file).items())
+        try:
+            inside.load_weights(
+                pair for file in sorted(folder.glob("*.safetensors")) for pair in load_file(file).items()
+            )
+        except Exception as error:
+            said = f"TRL's push: {said}" if said else ""
+            raise UsageError(f"{said}vLLM cannot load {folder} itself: {type(error).__name__}: {error}") from error
         off = [name for name, p in weights.items() if not torch.equal(p.cpu().nan_to_num(), found[name].nan_to_num())]
         off += [name for name in filled if name not in off and not bool(found[name].any())]  # neither way loads it
         for name, p in weights.items():

@@ -62,8 +62,11 @@ def opened(
         more.update(change(inside) if change else {})
         pack(inside, *how)
 
-    with mock.patch.object(base_loader, "process_weights_after_loading", changed if early else pack):
-        llm = LLM(model=model, dtype=DTYPES[dtype], max_model_len=max_length, **fixed)
+    try:
+        with mock.patch.object(base_loader, "process_weights_after_loading", changed if early else pack):
+            llm = LLM(model=model, dtype=DTYPES[dtype], max_model_len=max_length, **fixed)
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise UsageError(f"vLLM does not start on {model}: {type(error).__name__}: {error}") from error
     if change and not early:
         more.update(change(llm.llm_engine.model_executor.driver_worker.model_runner.model))
 

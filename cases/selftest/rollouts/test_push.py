@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import shutil
@@ -49,6 +50,7 @@ def after(tmp_path, model="tiny-llama", asleep=False, **ways):
 
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-gemma2"])  # the second has a tied head
 def test_every_number_moves_and_arrives(model, tmp_path):
+    importlib.import_module("trl.generation.vllm_generation")  # vLLM sets variables when it is imported
     environment = dict(os.environ)
     before, moved, there, lost = after(tmp_path, model)
     assert dict(os.environ) == environment
@@ -84,6 +86,19 @@ def test_a_push_that_ends_in_an_error_is_told(tmp_path):
     _, moved, _, lost = after(tmp_path, broken=[LOST])
     behind = len(moved) - list(moved).index(LOST)
     assert lost.startswith(f"it ends in KeyError: '{LOST}'; {behind} of vLLM's {len(moved)} parameters are not")
+
+
+def test_a_model_that_the_engine_itself_cannot_load_is_said(tmp_path, monkeypatch):
+    """As vLLM 0.32 with a saved DeepSeek-V3."""
+
+    def load_weights(self, weights):
+        raise KeyError("experts.0")
+
+    monkeypatch.setattr(Engine, "load_weights", load_weights)
+    with pytest.raises(
+        UsageError, match="^TRL's push: it ends in KeyError: 'experts.0'; vLLM cannot load .* itself: KeyError"
+    ):
+        after(tmp_path)
 
 
 def test_a_number_that_is_0_moves_too(tmp_path):
