@@ -12,7 +12,7 @@ from torch import Tensor
 from parity.fixes import policy
 from parity.fixes.checks import check_positive, check_settings, check_shapes, check_tensors, check_values, columns, like
 from parity.fixes.chunked import precision
-from parity.fixes.logprobs import chunked_log_probs
+from parity.fixes.logprobs import selective_log_probs
 from parity.fixes.metrics import PolicyMetrics, measure
 
 IGNORED = -100
@@ -211,7 +211,7 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         return total.to(precision(_input, lin_weight, bias)[1]), metrics
 
     def _log_probs(self, hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        logps, entropies = chunked_log_probs(
+        found = selective_log_probs(
             hidden,
             weight,
             ids,
@@ -225,8 +225,8 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             wide=True,
             memory_budget=self.memory_budget,
         )
-        assert entropies is not None
-        return logps, entropies
+        assert isinstance(found, tuple)
+        return found
 
     def _surrogate(
         self, logps: Tensor, log_ratio: Tensor, w: Tensor, advantages: Tensor, ratio: Tensor | None, mask: Tensor

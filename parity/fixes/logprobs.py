@@ -26,6 +26,7 @@ def selective_log_probs(
     token_chunk_size: int | None = None,
     ignore_index: int = -100,
     memory_budget: int | None = None,
+    wide: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`logp = z[id] - logsumexp(z)` with `z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`.
 
@@ -36,7 +37,8 @@ def selective_log_probs(
     exact zeros, cost nothing, and whatever their hidden states hold (NaN too) reaches no result.
 
     Dtypes: hidden, weight and bias may be float16, bfloat16, float32 or float64, mixed (they are promoted; under
-    autocast rounded to its dtype first). Results are float32, or float64 if an input is.
+    autocast rounded to its dtype first). Results are float32, or float64 if an input is, and with `wide=True` wherever
+    the device has it.
 
     Rounding: products of the rounded operands are accumulated in float32; logits, softmax and
     dlogits are float32, never stored in less, except that on CUDA with 16-bit operands dlogits are rounded to the
@@ -69,44 +71,6 @@ def selective_log_probs(
     check_count("chunk_size", chunk_size)
     check_count("token_chunk_size", token_chunk_size)
     check_count("memory_budget", memory_budget)
-    logps, entropies = chunked_log_probs(
-        hidden,
-        weight,
-        ids,
-        bias=bias,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        entropy=entropy,
-        chunk_size=chunk_size,
-        token_chunk_size=token_chunk_size,
-        ignore_index=ignore_index,
-        memory_budget=memory_budget,
-    )
-    return logps if entropies is None else (logps, entropies)
-
-
-@torch._disable_dynamo
-def chunked_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    bias: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-    entropy: bool,
-    chunk_size: int | None = None,
-    token_chunk_size: int | None = None,
-    ignore_index: int,
-    wide: bool = False,
-    memory_budget: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """`selective_log_probs` by the torch path, of arguments that are known to fit; no entropies unless asked for.
-
-    `wide`: results in float64 (float32 where the device has no other), not rounded to float32.
-    """
     operand, tile = precision(hidden, weight, bias)
     on_cpu = hidden.device.type == "cpu"
     tokens, (vocab, width) = ids.numel(), weight.shape
@@ -142,7 +106,8 @@ def chunked_log_probs(
     scored = flat if rows is None else flat[rows]
     table = hidden.reshape(flat.numel(), hidden.shape[-1])
     logps, entropies = ChunkedLogProbs.apply(table, weight, bias, scored, rows, settings)
-    return logps.reshape(ids.shape), None if entropies is None else entropies.reshape(ids.shape)
+    logps = logps.reshape(ids.shape)
+    return logps if entropies is None else (logps, entropies.reshape(ids.shape))
 
 
 def _working(vocab_block: int, token_block: int, tokens: int, width: int, tile: torch.dtype) -> int:
