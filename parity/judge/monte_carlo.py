@@ -184,12 +184,13 @@ class MonteCarlo(TorchDispatchMode):
     def upstream(
         self, given: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
-        """Upstream gradients, that of a loss rounded in each replica as the recipe takes it."""
+        """Upstream gradients, that of a loss rounded in each replica as the recipe takes it, without the factor that is last."""
         dtype = self.recipe.cotangent
-        if UNIT_ROUNDOFF[dtype] <= NARROW:
-            return given
         with self.unrounded():
-            return {n: g if g.dim() else self._grid(g.double().expand_as(outputs[n]), dtype) for n, g in given.items()}
+            given = {n: g.double() / self.recipe.upstream for n, g in given.items()}
+            if UNIT_ROUNDOFF[dtype] <= NARROW:
+                return given
+            return {n: g if g.dim() else self._grid(g.expand_as(outputs[n]), dtype) for n, g in given.items()}
 
     def log_softmax(self, out: torch.Tensor, z: torch.Tensor, dim: int) -> torch.Tensor:
         """`out` = log-softmax of z before it is stored."""
@@ -405,13 +406,13 @@ class MonteCarlo(TorchDispatchMode):
     def off_in_parts(self, root: torch.Tensor) -> torch.Tensor:
         """By how much partial gradients stored one by one put their sum off, given √Σ terms²: u·√n of it for n of them,
         and below the normal numbers η·√n, half a quantum each, at most the root itself: a part below η is lost whole."""
-        lost = HALF_SUBNORMAL[self.recipe.accumulate] * self.recipe.upstream * self.recipe.partials**0.5
+        lost = HALF_SUBNORMAL[self.recipe.accumulate] * self.recipe.partials**0.5
         return torch.maximum(root.clamp(max=lost), root * self.u_partial())
 
     def range_partial(self) -> float:
         """Beyond which a sum of partial gradients, without the upstream gradient, may overflow the dtype that holds it."""
         held = self.u_partial() > 0.0 or self.recipe.upstream < 1.0
-        return LARGEST[self.recipe.accumulate] * self.recipe.upstream if held else torch.inf
+        return LARGEST[self.recipe.accumulate] if held else torch.inf
 
     def stored(self, x: torch.Tensor, forward: str | None, backward: str | None, factor: float = 1.0) -> torch.Tensor:
         """x as if its value had been stored in dtype `forward` and its gradient in dtype `backward`; None: not stored.

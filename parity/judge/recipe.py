@@ -55,7 +55,8 @@ class Recipe:
             in any order; 0 where only their number is known. A partial sum below half a unit of the total is lost.
         reduction: dtype in which the parts of a product that is split along a long sum are added, "fp32" unless a device
             was found to round them (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` and its twin).
-        upstream: factor, at most 1, that gradients meet only after `accumulate` has held them: they overflow there sooner.
+        upstream: factor, at most 1, that gradients meet last of all, where the forward pass took them: in float16 they overflow
+            sooner, and do not underflow by it.
         cotangent: dtype to which a loss's upstream gradient is rounded before it multiplies gradients that the forward pass
             took: on CUDA torch takes a factor of no dimensions in the dtype of the other.
         inputs: dtype to which the parameters are cast before use (autocast), or None.
@@ -113,7 +114,9 @@ class Recipe:
             dinputs=_other(out.dinputs, out.inputs),
             bias=_other(out.bias, out.inputs or "fp32", out.logits, out.dlogits),
         )
-        return out if out.accumulate != "fp32" else dataclasses.replace(out, partials=1, partial_terms=0, upstream=1.0)
+        if out.accumulate == "fp32":
+            out = dataclasses.replace(out, partials=1, partial_terms=0)
+        return out if "fp16" in dataclasses.astuple(out) else dataclasses.replace(out, upstream=1.0)
 
     def stored_wide(self) -> Recipe:
         """The recipe with float32 wherever something is stored, cast or rounded."""

@@ -8,7 +8,7 @@ import torch
 from parity.case.family import Family
 from parity.case.inputs import Inputs
 from parity.judge.monte_carlo import MonteCarlo
-from parity.judge.oracle import LARGEST_STACK, Quantities, doubled, stacked, with_gradients
+from parity.judge.oracle import LARGEST_STACK, Quantities, doubled, gradient_name, stacked, with_gradients
 from parity.judge.recipe import Recipe
 
 
@@ -71,6 +71,8 @@ def replicas(
     def stack(width: int, first: int) -> Quantities:
         with MonteCarlo(recipe, inputs.case.dtype, seed * 1009 + first, own_grids - first) as mode:
             found = _run(family, to_double(inputs, width), mode, gradients)
+        late = {gradient_name(n) for n in inputs.leaves} if mode.recipe.upstream < 1.0 else set()
+        found = {n: value * mode.recipe.upstream if n in late else value for n, value in found.items()}
         return {name: value.cpu() for name, value in found.items() if keep is None or name in keep}
 
     # an output that no leaf reaches has no replica dimension; it is the same for all

@@ -1,5 +1,7 @@
 """What precision is asked for: of float32 inputs float32, also under autocast where autocast changes nothing."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from parity.implementations.user import recipe_of
 from parity.judge.escalation import ladder
 from parity.judge.recipe import Recipe
 from parity.judging.assess import confirmed
-from parity.judging.oracle import largest
+from parity.judging.oracle import largest, replicas
 from parity.protocol.call import execute
 from parity.registry import family as family_of
 
@@ -104,6 +106,18 @@ def test_an_upstream_gradient_beyond_the_range_of_a_loss_stays_as_it_is():
     oracle = oracle_of(family_of("policy").case(5, "fp16", {"B": 2, "cotangent": "scaled"}))
     assert float(oracle.inputs.cotangents["loss"].abs()) > 65504
     assert oracle.heard({"loss": torch.zeros((), dtype=torch.float16)}) is oracle
+
+
+def test_an_upstream_gradient_that_comes_last_flushes_no_gradient_to_0():
+    """Liger's JSD takes its gradients in the forward pass: one of 3e-7 makes none of them subnormal there."""
+    family = family_of("divergence")
+    x = family.build(family.case(3, "fp32", SHAPE | {"cotangent": "small"}))
+    factor = abs(float(x.cotangents["loss"]))
+    early = Recipe(elementwise="fp16", softmax="fp16", dlogits="fp16", accumulate="fp16", partials=3)
+    found = replicas(family, x, dataclasses.replace(early, upstream=factor), range(4), 0)["grad_weight"]
+    alone = dataclasses.replace(x, cotangents={"loss": x.cotangents["loss"] / factor})
+    assert torch.equal(found, factor * replicas(family, alone, early, range(4), 0)["grad_weight"])
+    assert not replicas(family, x, early, range(4), 0)["grad_weight"].any()
 
 
 def test_a_teachers_head_counts_among_what_a_replica_holds():
