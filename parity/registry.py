@@ -13,9 +13,11 @@ from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.inputs import product_dtype
 from parity.compare import one_case
+from parity.compare.result_rows import Blame
 from parity.errors import UsageError
 from parity.implementations import user
 from parity.implementations.implementation import REGISTRY, Implementation, origin
+from parity.judging.assess import CaseOracle
 from parity.protocol import process_state
 from parity.results.row import Row
 from parity.trainers import catalogue
@@ -174,13 +176,23 @@ def run_case(
     to a loss; `announce` is called with each implementation before it runs, so that the supervisor knows which one to
     blame if the process dies; `most` limits the replicas of a loss, where that is enough to see again what is known.
     """
-    implementations = list(implementations)
-    if is_trainer(case.family):
-        rows = catalogue.rows(case, implementations, device, announce)
-    else:
-        rows = one_case.run_case(loss_family(case.family), case, implementations, device, thorough, announce, most)
-    libraries = {i.id: i.library for i in implementations}
-    for row in rows:  # which come after the calls that may import the library
-        if (library := libraries[row.implementation]) and (file := origin(library)):
-            row.imported_from = file
-        yield row
+    blame = Blame()
+    oracle = None if is_trainer(case.family) else CaseOracle.of(loss_family(case.family), case, device, most)
+    for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
+        if oracle is None and not catalogue.runs(case, implementation):
+            continue
+        if process_state.broken():  # a fresh process goes on from here: `parity.running.shard.Retired`
+            return
+        announce(implementation)
+        if oracle is None:
+            rows = catalogue.rows_of(case, implementation, device, blame.against is not None)
+        else:
+            deep = thorough if isinstance(thorough, bool) else thorough(implementation)
+            rows = list(one_case.rows_of(oracle, implementation, deep))
+        file = (
+            origin(implementation.library) if implementation.library else None
+        )  # behind the calls, which may import it
+        for row in map(blame.decide, rows):
+            if file:
+                row.imported_from = file
+            yield row

@@ -1,8 +1,8 @@
-"""One case through every implementation: each is called, judged and explained, and becomes a row for each quantity."""
+"""One case through an implementation: it is called, judged and explained, and becomes a row for each quantity."""
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ from parity.case.case import Case
 from parity.case.family import Family
 from parity.case.inputs import context_of, product_dtype
 from parity.compare import hint
-from parity.compare.result_rows import Blame, empty_row, flaky, judged_row, logic_row
+from parity.compare.result_rows import empty_row, flaky, judged_row, logic_row
 from parity.compare.stale_cache import stale
 from parity.implementations.implementation import Implementation
 from parity.judge.gates import Judgement
@@ -22,30 +22,6 @@ from parity.protocol.exceptions import Outcome
 from parity.results.row import Row
 
 INTERPRETER_BLOCKS = 400
-
-
-def run_case(
-    family: Family,
-    case: Case,
-    implementations: Iterable[Implementation],
-    device: str = "cpu",
-    thorough: bool | Callable[[Implementation], bool] = True,
-    announce: Callable[[Implementation], None] = lambda implementation: None,
-    most: int | None = None,
-) -> Iterator[Row]:
-    """Rows of a case for each implementation, the reference first.
-
-    `thorough`, `announce` and `most` are those of `parity.registry.run_case`.
-    """
-    oracle = CaseOracle.of(family, case, device, most)
-    blame = Blame()
-    for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
-        if process_state.broken():  # a fresh process goes on from here: `parity.running.shard.Retired`
-            return
-        announce(implementation)
-        deep = thorough if isinstance(thorough, bool) else thorough(implementation)
-        rows = list(rows_of(oracle, implementation, deep))
-        yield from map(blame.decide, rows)
 
 
 def skip_reason(

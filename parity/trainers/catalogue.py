@@ -17,11 +17,10 @@ from msgspec.structs import replace
 from parity.case.case import Case
 from parity.case.inputs import Setting, filled
 from parity.case.profiles import PROFILES
-from parity.compare.result_rows import Blame, empty_row, flaky, size
+from parity.compare.result_rows import empty_row, flaky, size
 from parity.errors import UsageError
 from parity.implementations.implementation import Implementation
 from parity.judge.gates import Judgement
-from parity.protocol import process_state
 from parity.protocol.call import guarded
 from parity.protocol.exceptions import Outcome
 from parity.results.row import VALUE, Row, finite
@@ -175,31 +174,25 @@ def chosen(names_or_none: Iterable[str], have: Collection[str]) -> tuple[str, ..
     return tuple(n for n in wanted if n in TRAINERS and n in have)
 
 
-def rows(
-    case: Case,
-    implementations: Iterable[Implementation],
-    device: str = "cpu",
-    announce: Callable[[Implementation], None] = lambda implementation: None,
-) -> Iterator[Row]:
-    """Rows of a case for each implementation of its trainer, the released one first; see `parity.compare.one_case.run_case`."""
+def runs(case: Case, implementation: Implementation) -> bool:
+    """Whether the check of a case is run on the path of an implementation. Raises UsageError as `full_settings`."""
     fam = family(case.family)
-    settings, found = fam.full_settings(case), fam.check(case)
-    blame = Blame()
-    for implementation in sorted(implementations, key=lambda i: i.role != "reference"):
-        if path_of(implementation) not in found.paths:
-            continue
-        if process_state.broken():  # a fresh process goes on from here
-            return
-        announce(implementation)
-        used = device if found.moves else "cpu"  # the row tells the device that was used
-        call = CheckCall(case, settings, path_of(implementation), used)
-        with drawn.of_case(case.seed):
-            found_rows = list(_rows(found, call, implementation, compared=blame.against is not None))
-        yield from map(blame.decide, found_rows)
+    fam.full_settings(case)
+    return path_of(implementation) in fam.check(case).paths
+
+
+def rows_of(case: Case, implementation: Implementation, device: str = "cpu", compared: bool = False) -> list[Row]:
+    """Rows of one implementation of the case's trainer; `compared`: whether the trainer as released was judged on the case."""
+    fam = family(case.family)
+    found = fam.check(case)
+    used = device if found.moves else "cpu"  # the row tells the device that was used
+    call = CheckCall(case, fam.full_settings(case), path_of(implementation), used)
+    with drawn.of_case(case.seed):
+        return list(_rows(found, call, implementation, compared))
 
 
 def _rows(found: Check, call: CheckCall, implementation: Implementation, compared: bool = False) -> Iterator[Row]:
-    """`compared`: whether the trainer as released was judged on the case. A user's class that cannot be judged there failed."""
+    """A user's class that cannot be judged where the trainer as released was `compared` failed."""
     about = {"role": implementation.role, "recipe": "fp32"}
     base = empty_row(family(call.case.family), call.case, implementation.id, call.device, **about)
     missing = implementation.missing()
@@ -233,12 +226,8 @@ def of_model(case: Case, known: Callable[[Row, Case], object]) -> str:
 
 @functools.cache
 def _alone(model: str, seed: int) -> tuple[Case, list[Row]]:
-    fam = family(ALONE)
-    case = fam.case(seed, "fp32", {"check": MODEL_ALONE, "model": model})
-    with drawn.of_case(seed):
-        call = CheckCall(case, fam.full_settings(case), "released", "cpu")
-        rows = _rows(fam.check(case), call, implementations()[f"{ALONE}.released"])
-        return case, [row for row in rows if row.failing]
+    case = family(ALONE).case(seed, "fp32", {"check": MODEL_ALONE, "model": model})
+    return case, [row for row in rows_of(case, implementations()[f"{ALONE}.released"]) if row.failing]
 
 
 def attempt(call: CheckCall, implementation: Implementation) -> tuple[Outcome, list[tuple[Quantity, Judgement]]]:

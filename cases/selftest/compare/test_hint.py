@@ -7,10 +7,11 @@ from cases.selftest.oracles import oracle_of
 from parity.case.family import Family
 from parity.case.inputs import Inputs, Setting
 from parity.compare.hint import hints
-from parity.compare.one_case import run_case
+from parity.compare.one_case import rows_of
 from parity.implementations.implementation import Implementation
 from parity.judge.hints import patterns
 from parity.judge.values import normal
+from parity.judging.assess import CaseOracle
 from parity.protocol.call import execute
 from parity.protocol.exceptions import Outcome
 from parity.registry import family
@@ -149,7 +150,7 @@ def test_a_family_of_ones_own_may_call_a_tensor_ids():
     settings, outputs = {"scale": Setting(3.0, "factor")}, {"entropy": "required"}
     embedding = Family("embedding", settings, build, looked_up, outputs)
     forgotten = Implementation("forgotten", "embedding", "candidate", lambda x: {"entropy": x.weight[x.ids]})
-    rows = list(run_case(embedding, embedding.case(1, "fp32", {}), [forgotten], thorough=False))
+    rows = rows_of(CaseOracle.of(embedding, embedding.case(1, "fp32", {})), forgotten, thorough=False)
     first = next(row for row in rows if row.quantity == "entropy")
     assert first.verdict == "disagree"
     assert "1 ÷ (scale)" in first.message

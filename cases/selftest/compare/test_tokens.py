@@ -3,9 +3,8 @@
 import torch
 
 from cases.selftest.oracles import oracle_of
-from parity.compare.one_case import run_case
 from parity.implementations.implementation import Implementation
-from parity.registry import family
+from parity.registry import family, run_case
 
 FAMILY = family("logprobs")
 CASE = FAMILY.case(3, "fp32", {"B": 2, "T": 4, "V": 9, "H": 4, "ignored": "some"})
@@ -18,7 +17,7 @@ def row(wrong):
         right = torch.log_softmax(x.hidden.float() @ x.weight.float().T, -1)
         return {"logps": wrong(right.gather(-1, x.ids.clamp(min=0)[..., None])[..., 0] * (x.ids >= 0))}
 
-    found = run_case(FAMILY, CASE, [Implementation("off", "logprobs", "candidate", loss)], thorough=False)
+    found = run_case(CASE, [Implementation("off", "logprobs", "candidate", loss)], thorough=False)
     return next(one for one in found if one.quantity == "logps")
 
 

@@ -8,10 +8,9 @@ import torch
 from torch.nn.functional import linear
 
 from parity.case.case import Case
-from parity.compare.one_case import run_case
 from parity.implementations.user import from_function
 from parity.judge.recipe import Recipe
-from parity.registry import loss_family
+from parity.registry import loss_family, run_case
 from parity.results.report.findings import suggested
 from parity.results.row import Row
 
@@ -92,7 +91,7 @@ def failing(function, cases, recipe=None):
     if recipe is not None:
         declared.recipe = recipe
     implementation = from_function(declared, "here.py:declared", [LOGPROBS])
-    rows = [r for case in cases for r in run_case(LOGPROBS, case, [implementation], thorough=False)]
+    rows = [r for case in cases for r in run_case(case, [implementation], thorough=False)]
     assert any(r.judged for r in rows)
     return [r for r in suggested(rows) if r.failing]
 

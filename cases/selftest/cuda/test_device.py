@@ -27,7 +27,6 @@ from parity.results.report.render import text_of
 from parity.testing import draw, index, tensor
 from parity.trainers import catalogue
 from parity.trainers.catalogue import judge as judge_quantity
-from parity.trainers.catalogue import rows as rows_of_check
 from parity.trainers.check import CHECKS, holds
 from parity.trainers.definitions.formulas import Loss
 from parity.trainers.definitions.training_step import Parameters, exact_step, gradients
@@ -173,7 +172,7 @@ def test_a_row_has_the_device_that_its_check_was_given(moves, used, monkeypatch)
     case = next(c for c in catalogue.cases("grpo-trainer", "pr", 0) if c.settings["check"] == "step-one")
     monkeypatch.setitem(CHECKS, "step-one", dataclasses.replace(CHECKS["step-one"], run=run, moves=moves))
     ways = [i for i in catalogue.implementations().values() if i.id == "grpo-trainer.released"]
-    rows = list(rows_of_check(case, ways, "cuda"))
+    rows = list(run_case(case, ways, "cuda"))
     assert seen == [used] and [r.device for r in rows] == [used]
 
 

@@ -19,10 +19,9 @@ from cases.selftest.mutants.matrix import Fate, dead
 from parity import data
 from parity.case.case import Case
 from parity.implementations.implementation import Implementation
-from parity.registry import facts, select
+from parity.registry import facts, run_case, select
 from parity.results.ledger import Ledger
 from parity.trainers import catalogue
-from parity.trainers.catalogue import rows
 from parity.trainers.rig import drive
 from parity.trainers.specs import TRAINERS
 
@@ -103,7 +102,7 @@ def fates(family: str, seed: int, budget: int, device: str = "cpu") -> list[Fate
 
 def _judged(case: Case, implementation: Implementation, fate: Fate, ledger: Ledger, device: str) -> Fate:
     """Dead of the first quantity that disagrees, or of a crash; not of what the ledger knows of the released class."""
-    found = list(rows(case, [implementation], device))
+    found = list(run_case(case, [implementation], device))
     judged = fate.judged + sum(row.quantity is not None for row in found)
     fate = dataclasses.replace(fate, cases=fate.cases + 1, judged=judged)
     for row in found:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from parity.registry import select
+from parity.registry import run_case, select
 from parity.trainers import catalogue
 from parity.trainers.checks import plain_trainer
 
@@ -18,7 +18,7 @@ FUSED, RELEASED = (f"{plain_trainer.FAMILY}.{path}" for path in ("fused", "relea
 
 def verdicts(implementation, **settings):
     case = catalogue.family(plain_trainer.FAMILY).case(0, "fp32", {"check": "step", **settings})
-    return {row.quantity: row.verdict for row in catalogue.rows(case, select([implementation]))}
+    return {row.quantity: row.verdict for row in run_case(case, select([implementation]))}
 
 
 RIGHT = dict.fromkeys(("loss", "gradient", "evaluation loss", "evaluation logits"), "agree")
