@@ -243,8 +243,8 @@ def attempt(call: CheckCall, implementation: Implementation) -> tuple[Outcome, l
 
 
 def judge(quantity: Quantity) -> Judgement:
-    """Hold what a check measured against its definition."""
-    j = quantity.definition.judge(quantity.value)
+    """The judgement of what a check measured, with all that is told of it where it disagrees."""
+    j = quantity.judged
     message = "; ".join(filter(None, [j.message, quantity.message]))
     return j if j.agrees else dataclasses.replace(j, message=message)
 
@@ -259,7 +259,7 @@ def _row(base: Row, quantity: Quantity, j: Judgement, unsteady: bool) -> Row:
         headroom=finite(j.headroom),
         gates={k: finite(v) for k, v in j.gates.items()},
         value=finite(_size(quantity.value), VALUE),
-        value_oracle=finite(_size(quantity.definition.exact), VALUE),
+        value_oracle=finite(_size(quantity.exact), VALUE),
         max_abs=finite(j.max_abs),
         worst=[] if j.agrees else list(j.worst),
         message="" if j.agrees else j.message,

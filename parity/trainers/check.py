@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from parity.errors import Unsupported, UsageError
 from parity.judge.gates import Judgement
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
-from parity.judge.recipe import IEEE_FP32, Recipe
+from parity.judge.recipe import IEEE_FP32
 from parity.trainers.rig import drawn
 from parity.trainers.specs import SPECS, TRAINERS, TrainerSpec
 
@@ -40,62 +40,35 @@ CheckCase = tuple[str, Mapping[str, Any]]
 """A case of a check as it is listed: the trainer, and the settings away from their default."""
 
 
-class Definition(Protocol):
-    """What a quantity should be, and how far from it correct code may be."""
-
-    @property
-    def exact(self) -> Any:
-        """A number, a tensor, or tensors by name; None where there is none to show."""
-
-    def judge(self, value: Any) -> Judgement:
-        """Hold a value against it."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Quantity:
     """One thing that a check measured."""
 
     name: str  # "kl", "loss", "gradient", …
     value: Any  # what the trainer gave: a number, a tensor, or tensors by name
-    definition: Definition  # what it should be
+    exact: Any  # what it should be, as `value`; None where there is none to show
+    judged: Judgement  # of the value by its definition
     message: str = ""  # what differs, first parameter or layer first
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A quantity of an oracle. A number of Python's is judged as the float32 that trainers compute."""
-
-    oracle: Oracle
-    name: str
-    recipe: Recipe = IEEE_FP32
-
-    @property
-    def exact(self) -> Tensor:
-        return self.oracle.exact[self.name]
-
-    def judge(self, value: float | Tensor) -> Judgement:
-        given = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
-        return dataclasses.replace(self.oracle.judge({self.name: given}, self.recipe)[self.name], worst=())
-
-
-@dataclasses.dataclass(frozen=True)
-class YesNo:
-    answer: bool
-    exact: float | None
-
-    def judge(self, value: Any) -> Judgement:
-        return Judgement({"exact": 0.0 if self.answer else math.inf})
+def entry(name: str, value: float | Tensor, oracle: Oracle, message: str = "", of: str = "") -> Quantity:
+    """A value by the quantity of an oracle, the one `of` another name or of its own. A number of Python's is judged as the
+    float32 that trainers compute."""
+    of = of or name
+    given = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+    found = dataclasses.replace(oracle.judge({of: given}, IEEE_FP32)[of], worst=())
+    return Quantity(name, value, oracle.exact[of], found, message)
 
 
 def summed(quantity: str, value: float, terms: Sequence[float], message: str = "") -> Quantity:
     oracle = Problem(lambda terms: {quantity: terms.sum()}, {"terms": torch.tensor(terms)}, {}, ()).oracle
-    return Quantity(quantity, value, Entry(oracle, quantity), message)
+    return entry(quantity, value, oracle, message)
 
 
 def holds(
     quantity: str, condition: bool, message: str = "", value: float | None = None, exact: float | None = None
 ) -> Quantity:
-    return Quantity(quantity, value, YesNo(condition, exact), message)
+    return Quantity(quantity, value, exact, Judgement({"exact": 0.0 if condition else math.inf}), message)
 
 
 def same(found: Iterable[Any], wanted: Iterable[Any], quantity: str = "sequences") -> Quantity:

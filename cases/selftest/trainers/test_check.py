@@ -25,15 +25,6 @@ SETTINGS = {"kind": Setting("right", "what it does", ("right", "wrong", "absent"
 CALLS: list[CheckCall] = []
 
 
-class AtMostOne:
-    """A definition that is none of ours."""
-
-    exact = 0.0
-
-    def judge(self, value):
-        return Judgement({"bound": abs(value)})
-
-
 @pytest.fixture
 def toy(monkeypatch):
     """A check of its own on the GRPO trainer, taken out again."""
@@ -50,7 +41,7 @@ def toy(monkeypatch):
         if kind == "silent":
             return
         value = {"right": 0.0, "wrong": 3.0, "moody": 3.0 if len(CALLS) % 2 else 0.0}[kind]
-        yield Quantity("amount", value, AtMostOne(), "too much")
+        yield Quantity("amount", value, 0.0, Judgement({"bound": abs(value)}), "too much")
         yield holds("flag", True)
 
     yield family("grpo-trainer")

@@ -20,11 +20,11 @@ from parity.trainers.definitions.formulas import Generation, Loss
 from parity.trainers.definitions.scored import Scored, logits
 from parity.trainers.definitions.training_step import (
     AutocastRounding,
-    Parameters,
     exact_step,
     forward_order,
     gradients,
     measured,
+    slopes,
 )
 from parity.trainers.rig import models, stored_window
 from parity.trainers.rig.stored_window import Window
@@ -133,7 +133,7 @@ def test_damage_is_seen_and_named(step, plain, damage, told):
 
 
 def test_parameters_in_the_order_of_the_forward_pass(step):
-    order = forward_order(Parameters(step).exact)
+    order = forward_order(slopes(step))
     assert (order[0], order[-2], order[-1]) == ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     layers = [int(n.split(".")[2]) for n in order if ".layers." in n]
     assert layers == sorted(layers)

@@ -11,7 +11,7 @@ from parity.errors import Unsupported
 from parity.fixes.accumulation import divide_by_accumulation
 from parity.trainers.checks import processes, twin_windows, twins
 from parity.trainers.definitions.formulas import Loss
-from parity.trainers.definitions.training_step import Parameters, exact_step
+from parity.trainers.definitions.training_step import exact_step, slopes
 from parity.trainers.rig import drive, ranks, recorder, stored_window, twin_runs
 from parity.trainers.rig.stored_window import Window
 from parity.trainers.rig.twin_runs import Run
@@ -91,7 +91,7 @@ def test_the_uneven_window_of_online_dpo_by_hand():
         parts = [run.window.found_in([batch]) for batch in run.steps.window(1)]
         assert [len(part.rows) for part in parts] == [2, 1]
         exact = stored_window.policy(s.model, torch.float64)
-        first, second = (Parameters(exact_step(exact, Loss(part, s))).exact for part in parts)
+        first, second = (slopes(exact_step(exact, Loss(part, s))) for part in parts)
         for name, found in run.steps.gradients[1].items():
             expected = factor * (first[name] + second[name])
             assert float((found - expected).norm() / expected.norm()) < 1e-5

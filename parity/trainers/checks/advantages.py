@@ -14,7 +14,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, always, check, summed
+from parity.trainers.check import CheckCall, CheckCase, Quantity, always, check, entry, summed
 from parity.trainers.definitions.baselines import Baseline
 from parity.trainers.rig import drive, models, stored_window
 from parity.trainers.rig.drawn import uniform
@@ -63,8 +63,8 @@ def advantages(call: CheckCall) -> Iterator[Quantity]:
     exact = oracle.exact["advantages"]
     i = int((found.double() - exact).abs().nan_to_num(math.inf).argmax())
     message = f"completion {i % GROUP} of group {i // GROUP}: {float(found[i]):.6g} instead of {float(exact[i]):.6g}"
-    yield Quantity("advantages", found, Entry(oracle, "advantages"), message)
-    yield Quantity("reward", torch.tensor(reward), Entry(oracle, "reward"), "the logged mean of the weighted rewards")
+    yield entry("advantages", found, oracle, message)
+    yield entry("reward", torch.tensor(reward), oracle, "the logged mean of the weighted rewards")
     if not (math.isnan(alike) or rewards.isnan().any()):
         groups = (rewards * torch.tensor(weights)).sum(1).split(1 if call.settings.rewards == "group-of-one" else GROUP)
         share = [float((group == group[0]).all()) / len(groups) for group in groups]

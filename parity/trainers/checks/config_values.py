@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, shared
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, entry, shared
 from parity.trainers.definitions.scored import completion_logps
 from parity.trainers.definitions.training_step import LOSS, exact_step, gradients, measured
 from parity.trainers.rig import drive, models, quantised_heads, stored_window
@@ -79,10 +79,10 @@ def config_values(call: CheckCall) -> Iterator[Quantity]:
         exact = oracle.exact[LOGPS]
         b, t = divmod(int((found.double() - exact).abs().argmax()), exact.shape[1])
         worst = f"worst at sequence {b}, token {t}: {float(found[b, t]):.5g}, {float(exact[b, t]):.5g}"
-        yield Quantity(LOGPS, found, Entry(oracle, LOGPS), f"{worst} by the model's own logits")
+        yield entry(LOGPS, found, oracle, f"{worst} by the model's own logits")
     else:
         loss, exact = float(value.detach()), float(step.exact[LOSS])
-        yield Quantity("loss", loss, Entry(step, LOSS), f"{loss:.6g} instead of {exact:.6g}")
+        yield entry(LOSS, loss, step, f"{loss:.6g} instead of {exact:.6g}")
     named = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     yield gradients(step, {n: None if g is None else g.cpu() for n, g in named.items()})
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, holds, pairwise, tells
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, entry, holds, pairwise, tells
 from parity.trainers.checks.plain_trainer import exchanged, liger
 from parity.trainers.definitions import decoder
 from parity.trainers.definitions.training_step import measured
@@ -142,12 +142,12 @@ def generation(call: CheckCall) -> Iterator[Quantity]:
 
     oracle = measured(models.model(s.model, torch.float64), define)
     message = f"of {len(found)} tokens of {len(sequences)} sequences"
-    yield Quantity("probabilities", found, Entry(oracle, "probabilities"), message)
+    yield entry("probabilities", found, oracle, message)
     if kept and scored and getattr(s, KWARGS):  # check `step-one` has the others; the loss's are the last
         rows_of = zip(*recorder.parts(trained.batches[0])[0], scored[-1], strict=True)
         by = {tuple(t[there.bool()].tolist()): own[loss[-len(own) :].bool()] for t, there, loss, own in rows_of}
         logps = torch.cat([by[tuple(tokens)] for tokens, _ in sequences])
-        yield Quantity("logps", logps, Entry(oracle, "logps"), "in the loss, at the temperature of the draws")
+        yield entry("logps", logps, oracle, "in the loss, at the temperature of the draws")
 
 
 def drawn_from(z: Tensor, met: Tensor, s: SimpleNamespace) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, check, shared
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, entry, shared
 from parity.trainers.checks.variations import EXPERTS, balance
 from parity.trainers.definitions.scored import logits, rows
 from parity.trainers.definitions.training_step import exact_step, first_step, measured, window_loss
@@ -136,7 +136,7 @@ def step(call: CheckCall) -> Iterator[Quantity]:
     given = torch.from_numpy(found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions)
     kept = given if data.classes else torch.cat([z[: len(ids)] for z, ids in zip(given, data.ids, strict=True)])
     exact = shared(call, "logits", lambda: measured(defined(), lambda model: {"logits": torch.cat(data.logits(model))}))
-    yield Quantity("evaluation logits", kept, Entry(exact, "logits"))
+    yield entry("evaluation logits", kept, exact, of="logits")
 
 
 def liger(model: str, device: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.families.policy_losses import divergence
 from parity.judge.oracle import Oracle
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, check, holds, pairwise
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, check, entry, holds, pairwise
 from parity.trainers.definitions.baselines import mean
 from parity.trainers.definitions.scored import completion_logps
 from parity.trainers.definitions.training_step import measured
@@ -193,13 +193,13 @@ def quantities(call: CheckCall, step: FirstStep, oracle: Oracle) -> Iterator[Qua
             b, t = (int(x[i]) for x in seen.nonzero(as_tuple=True))
             values = f"{float(found[i]):.5g} instead of {float(exact[i]):.5g}"
             message = f"worst at sequence {b}, completion token {t}: {values} by the model's own logits"
-            yield Quantity(name, found, Entry(oracle, name), message)
+            yield entry(name, found, oracle, message)
     for name in [n for n, exact in oracle.exact.items() if exact.dim() == 0]:
         key = "objective/kl" if name == "kl" and call.spec.paired else name
         if name != "loss" and key not in step.log:
             raise Unsupported(f"the trainer logged no {key}: no KL can be judged")
         value, exact = step.loss if name == "loss" else float(step.log[key]), float(oracle.exact[name])
-        yield Quantity(name, value, Entry(oracle, name), f"{name} {value:.5g} at step 1 instead of {exact:.5g}")
+        yield entry(name, value, oracle, f"{name} {value:.5g} at step 1 instead of {exact:.5g}")
 
 
 def _grpo(call: CheckCall, step: FirstStep, by: Policies) -> dict[str, Tensor]:

@@ -151,7 +151,7 @@ def _streamed(run: WindowRun) -> Iterator[Quantity]:
         read = run.steps.window(number)
         parts = [read] if len(read) <= 2 else [read, read[-2:]]
         either = [run.gradient(f"gradient of step {number + 1}", number, of=part) for part in parts]
-        yield min(either, key=lambda q: q.definition.judge(q.value).headroom)
+        yield min(either, key=lambda q: q.judged.headroom)
 
 
 def _truncated(run: WindowRun) -> Iterator[Quantity]:

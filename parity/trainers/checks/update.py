@@ -18,11 +18,11 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.judge.oracle import Oracle
 from parity.judge.problem import Problem
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, holds, same, tells
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, entry, holds, same, tells
 from parity.trainers.checks.twin_windows import STORED
 from parity.trainers.checks.twins import twin
 from parity.trainers.definitions.formulas import Loss
-from parity.trainers.definitions.training_step import Parameters, exact_step, gradients
+from parity.trainers.definitions.training_step import exact_step, gradients, slopes
 from parity.trainers.rig import models, recorder, stored_window
 from parity.trainers.rig.twin_runs import Run
 from parity.trainers.specs import JUDGED
@@ -86,7 +86,7 @@ def update(call: CheckCall) -> Iterator[Quantity]:
         policy.load_state_dict(before)
         loss = Loss(run.window.found_in(steps.window(i)), run.s)
         exact = exact_step(policy, loss)
-        norm = math.sqrt(sum(float(g.square().sum()) for g in Parameters(exact).exact.values()))  # of all together
+        norm = math.sqrt(sum(float(g.square().sum()) for g in slopes(exact).values()))  # of all together
         share = 1.0
         if s.clip:
             share = min(1.0, s.clip / (norm + 1e-6))  # torch's own 1e-6
@@ -94,25 +94,24 @@ def update(call: CheckCall) -> Iterator[Quantity]:
             exact = exact_step(policy, functools.partial(_times, share, loss))
         yield gradients(exact, steps.gradients[i], f"gradient {step}")
         taken.append({n: torch.zeros_like(before[n]) if g is None else g for n, g in steps.gradients[i].items()})
-        logged = [entry["grad_norm"] for entry in own.built.state.log_history if "grad_norm" in entry]
+        logged = [row["grad_norm"] for row in own.built.state.log_history if "grad_norm" in row]
         if logged:  # some releases log none where nothing is clipped
-            yield Quantity(
-                f"grad_norm {step}", logged[number], _unclipped(taken[-1], share), "the norm before clipping"
-            )
+            unclipped = _unclipped(taken[-1], share)
+            yield entry(f"grad_norm {step}", logged[number], unclipped, "the norm before clipping", of="norm")
         after = steps.parameters[i + 1] if i + 1 < len(steps.parameters) else dict(own.built.model.named_parameters())
         found = {n: after[n].detach() for n in before}
         message = "by the formula of the optimizer, of the gradients that it was given"
-        yield Quantity(f"parameters behind step {number + 1}", found, Parameters(moved(s, before, taken), ""), message)
+        yield gradients(moved(s, before, taken), found, f"parameters behind step {number + 1}", message, prefix="")
 
 
 def _times(share: float, loss: Loss, model: Any) -> Tensor:
     return share * loss(model)
 
 
-def _unclipped(gradients: Mapping[str, Tensor], share: float) -> Entry:
+def _unclipped(gradients: Mapping[str, Tensor], share: float) -> Oracle:
     """The norm of all gradients together before each was multiplied by `share`."""
     inputs = {"gradient": torch.cat([g.flatten() for g in gradients.values()])}
-    return Entry(Problem(lambda gradient: {"norm": gradient.norm() / share}, inputs, {}, ()).oracle, "norm")
+    return Problem(lambda gradient: {"norm": gradient.norm() / share}, inputs, {}, ()).oracle
 
 
 def _config(s: SimpleNamespace, folder: str) -> dict[str, Any]:

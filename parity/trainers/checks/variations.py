@@ -11,7 +11,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.fixes.override import source_of
-from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Entry, Quantity, always, check, holds
+from parity.trainers.check import EVERY_PATH, CheckCall, CheckCase, Quantity, always, check, entry, holds
 from parity.trainers.checks.twin_windows import EPOCH, EVALUATED
 from parity.trainers.checks.twins import RATE, SETTINGS, judged, moved, step_of, twin
 from parity.trainers.definitions.formulas import Loss
@@ -160,7 +160,8 @@ def _kept(name: str, model: Any, adapted: Any, window: Window) -> Iterator[Quant
 
     def quantity(model: Any, told: str) -> Quantity:
         with torch.no_grad():
-            return Quantity(f"logits, {told}", found(model.eval())["logits"], Entry(oracle, "logits"))
+            value = found(model.eval())["logits"]
+        return entry(f"logits, {told}", value, oracle, of="logits")
 
     with trl.quiet(), tempfile.TemporaryDirectory(prefix="parity-adapter-") as folder:
         model.save_pretrained(folder)

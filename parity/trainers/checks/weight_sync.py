@@ -14,7 +14,7 @@ from torch import Tensor
 from parity.case.inputs import Setting
 from parity.errors import Unsupported
 from parity.judge.oracle import Oracle
-from parity.trainers.check import CheckCall, CheckCase, Entry, Quantity, check, holds, pairwise, shared
+from parity.trainers.check import CheckCall, CheckCase, Quantity, check, entry, holds, pairwise, shared
 from parity.trainers.checks.twins import twin
 from parity.trainers.checks.variations import OPTIONS
 from parity.trainers.definitions.scored import logits
@@ -109,8 +109,8 @@ def weight_sync(call: CheckCall) -> Iterator[Quantity]:
             return measured(exact if alone else stored_window.written_out(exact), define)
 
         with torch.no_grad():
-            entry = Entry(shared(call, define.__name__, oracle), "logits")
-            return Quantity(name, found(model.eval())["logits"], entry)
+            value = found(model.eval())["logits"]
+        return entry(name, value, shared(call, define.__name__, oracle), of="logits")
 
     state = _state(run.built.model)
     with drive.fixed(call.path, run.built):

@@ -20,7 +20,7 @@ from parity.judge.oracle import Oracle, gradient_name
 from parity.judge.problem import Problem
 from parity.judge.recipe import IEEE_FP32, Recipe
 from parity.results.row import finite
-from parity.trainers.check import Entry, Quantity
+from parity.trainers.check import Quantity, entry
 from parity.trainers.rig.recorder import Steps
 
 FARTHEST = 0.05
@@ -123,52 +123,45 @@ def first_step(step: Oracle, steps: Steps) -> Iterator[Quantity]:
 
 
 def window_loss(step: Oracle, value: float, quantity: str = "loss") -> Quantity:
-    return Quantity(quantity, value, Entry(step, LOSS))
+    return entry(quantity, value, step, of=LOSS)
 
 
 def logged(oracle: Oracle, log: Mapping[str, Any], message: str = "", of: str = "") -> Iterator[Quantity]:
     """The numbers of an oracle that a trainer logged, their names behind `of`."""
     there = [name for name in oracle.exact if of + name in log]
-    yield from (Quantity(of + name, float(log[of + name]), Entry(oracle, name), message) for name in there)
+    yield from (entry(of + name, float(log[of + name]), oracle, message, name) for name in there)
 
 
-def gradients(step: Oracle, found: Given, quantity: str = "gradient") -> Quantity:
-    return Quantity(quantity, found, Parameters(step))
+def slopes(step: Oracle, prefix: str = PREFIX) -> Mapping[str, Tensor]:
+    """The gradient of every parameter of a step, or with another prefix what an oracle has of each."""
+    return {n.removeprefix(prefix): e for n, e in step.exact.items() if n.startswith(prefix)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameters:
-    """The gradient of every parameter of a step, or with another `prefix` what an oracle has of each; each gate's headroom is
-    that of its worst parameter. The message names the first parameter, in the order of the forward pass, that disagrees:
-    where the two part."""
-
-    step: Oracle
-    prefix: str = PREFIX
-
-    @property
-    def exact(self) -> Mapping[str, Tensor]:
-        return {n.removeprefix(self.prefix): e for n, e in self.step.exact.items() if n.startswith(self.prefix)}
-
-    def judge(self, value: Given) -> Judgement:
-        exact = self.exact
-        # no gradient is one of zero, where zero is right
-        none = {n: torch.zeros_like(e, dtype=torch.float32) for n, e in exact.items() if not bool(e.any())}
-        found = {self.prefix + n: none.get(n) if value.get(n) is None else value[n] for n in exact}
-        judgements = {n.removeprefix(self.prefix): j for n, j in self.step.judge(found, IEEE_FP32).items()}
-        gates: dict[str, float] = {}
-        for j in judgements.values():
-            for gate, headroom in j.gates.items():
-                gates[gate] = max(gates.get(gate, 0.0), math.inf if math.isnan(headroom) else headroom)
-        failing = {n: judgements[n] for n in forward_order(exact) if not judgements[n].agrees}
-        errors = {n: _relative(value.get(n), exact[n]) for n in failing}
-        shown = sorted(failing.items(), key=lambda item: -item[1].headroom)[:SHOWN]
-        worst = [{"error": errors[n], "headroom": finite(j.headroom), "gate": j.gate} for n, j in shown]
-        return Judgement(
-            gates,
-            _message(value, exact, errors, shown[0][0]) if failing else "",
-            max_abs=max((j.max_abs for j in judgements.values() if j.max_abs is not None), default=None),
-            worst=tuple({"parameter": n, **found} for (n, _), found in zip(shown, worst, strict=True)),
-        )
+def gradients(
+    step: Oracle, value: Given, quantity: str = "gradient", message: str = "", prefix: str = PREFIX
+) -> Quantity:
+    """Values by the `slopes` of a step. Each gate's headroom is that of its worst parameter. What is told names the first
+    parameter, in the order of the forward pass, that disagrees: where the two part."""
+    exact = slopes(step, prefix)
+    # no gradient is one of zero, where zero is right
+    none = {n: torch.zeros_like(e, dtype=torch.float32) for n, e in exact.items() if not bool(e.any())}
+    found = {prefix + n: none.get(n) if value.get(n) is None else value[n] for n in exact}
+    judgements = {n.removeprefix(prefix): j for n, j in step.judge(found, IEEE_FP32).items()}
+    gates: dict[str, float] = {}
+    for j in judgements.values():
+        for gate, headroom in j.gates.items():
+            gates[gate] = max(gates.get(gate, 0.0), math.inf if math.isnan(headroom) else headroom)
+    failing = {n: judgements[n] for n in forward_order(exact) if not judgements[n].agrees}
+    errors = {n: _relative(value.get(n), exact[n]) for n in failing}
+    shown = sorted(failing.items(), key=lambda item: -item[1].headroom)[:SHOWN]
+    worst = [{"error": errors[n], "headroom": finite(j.headroom), "gate": j.gate} for n, j in shown]
+    together = Judgement(
+        gates,
+        _message(value, exact, errors, shown[0][0]) if failing else "",
+        max_abs=max((j.max_abs for j in judgements.values() if j.max_abs is not None), default=None),
+        worst=tuple({"parameter": n, **found} for (n, _), found in zip(shown, worst, strict=True)),
+    )
+    return Quantity(quantity, value, exact, together, message)
 
 
 def forward_order(names: Mapping[str, Tensor]) -> list[str]:
