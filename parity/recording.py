@@ -104,6 +104,8 @@ def _facts(manifest: Path) -> dict[str, Any]:
         raise UsageError(f"{manifest}: not a recording's manifest: no {', '.join(missing)}")
     if facts["dtype"] not in DTYPES:
         raise UsageError(f"{manifest}: dtype {facts['dtype']!r} is unknown, choose from {', '.join(DTYPES)}")
+    if not facts["temperature"] > 0:
+        raise UsageError(f"{manifest}: temperature {facts['temperature']}: there is no distribution to judge")
     return facts
 
 
@@ -115,8 +117,12 @@ def _checked(path: Path, found: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, value in found.items():
             floating = name.endswith(("_logps", "_mass"))
             fits = value.shape == shape if floating else value.dim() == (1 if name.endswith("_lengths") else 2)
-            if value.dtype != (torch.float32 if floating else torch.int32) or not fits or value.shape[:1] != shape[:1]:
-                problems.append(f"{name} is {value.dtype} of shape {tuple(value.shape)}")
+            wanted = torch.float32 if floating else torch.int32
+            if value.dtype != wanted or not fits or value.shape[:1] != shape[:1]:
+                like = tuple(shape) if floating else "(rows,)" if name.endswith("_lengths") else "(rows, tokens)"
+                problems.append(f"{name} is {value.dtype} of shape {tuple(value.shape)}, not {wanted} of {like}")
+        if not found["completion_ids"].numel():
+            problems.append("no tokens")
     if not problems:
         for ids, lengths in (NEEDED[:2], NEEDED[2:4]):
             if bool(((found[lengths] < 0) | (found[lengths] > found[ids].shape[1])).any()):

@@ -11,6 +11,7 @@ from parity.rollouts.server import Request, Sampled
 
 LINES = {
     "processed": "log-probs are those of the distribution that was sampled from",
+    "drawn": "tokens are drawn from it, not greedily and by no settings that the recording lacks",
     "raw": "raw log-probs are at temperature 1 over the whole vocabulary",
     "temperature": "the temperature is in them",
     "top-p": "top-p is in them",
@@ -78,6 +79,8 @@ def broken(recording: Recording, verdict: Verdict, raw: Verdict | None) -> dict[
     absent = int((~recording.sampler_logps.isfinite())[recording.mask].sum())
     if absent:
         out["missing"] = f"{recording.name}: {absent} of {int(recording.mask.sum())} tokens have none"
+    if verdict.agrees and verdict.undrawn:
+        out["drawn"] = f"{recording.name}: {verdict.undrawn}"
     if not verdict.agrees:
         why = verdict.explanation or verdict.fails_by
         named = [line for words, line in BLAMED.items() if words in str(verdict.explanation)][:1]

@@ -21,7 +21,7 @@ from parity.judge.recipe import DTYPES, EAGER, NAMES
 from parity.judge.stages import in_dtype
 from parity.recording import Recording
 from parity.rollouts import causes, engine_models, scoring
-from parity.rollouts.scoring import LIMIT, Rows, kept_mass, mismatch, rms, rows_from, tables
+from parity.rollouts.scoring import LIMIT, Rows, kept_probs, mismatch, rms, rows_from, tables
 from parity.trainers.definitions.training_step import measured
 
 Pairs = Sequence[tuple[list[int], list[int]]]  # prompt and completion
@@ -33,10 +33,13 @@ TIES = 64
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """(B, T) float64 each: log-prob over the whole vocabulary, and the kept mass under top-p and top-k (0: token cut)."""
+    """(B, T) float64 each: log-prob over the whole vocabulary, and the kept mass under top-p and top-k (0: token cut). Of
+    x = -log q of a token drawn from the kept ones: x - E[x], and Var[x]."""
 
     full: Tensor
     kept: Tensor
+    surprise: Tensor
+    variance: Tensor
 
     @property
     def truncated(self) -> Tensor:
@@ -47,10 +50,15 @@ class Scores:
 def score(model: Any, rows: Pairs, width: int, sampling: Sampling) -> Scores:
     """Log-probs of the completions of `rows` by `model`, zero behind a row's end. Temperature, then top-k, then top-p,
     as vLLM and transformers have it. Logits leave the model in its own dtype; the log-softmax is taken in float64, so
-    that what differs is the model's own. Raises UsageError where a logit is NaN."""
+    that what differs is the model's own. Raises UsageError where a logit is NaN, or a token is none of the model's."""
     temperature, top_p, top_k = sampling
-    full, kept = (torch.full((len(rows), width), x, dtype=torch.float64) for x in (0.0, 1.0))
+    full, kept, surprise, variance = (
+        torch.full((len(rows), width), x, dtype=torch.float64) for x in (0.0, 1.0, 0.0, 0.0)
+    )
     lengths = torch.tensor([len(completion) for _, completion in rows])
+    known = scoring.innermost(model).get_input_embeddings().weight.shape[0]
+    if strange := [i for prompt, completion in rows for i in (*prompt, *completion) if not 0 <= i < known]:
+        raise UsageError(f"token {strange[0]} is none of the {known:,} of the trainer's model")
     whole = rows_from(rows, torch.arange(width) < lengths[:, None], model.device)
     with torch.no_grad():
         for i, logits, _ in tables(model, whole, BATCH):
@@ -59,8 +67,14 @@ def score(model: Any, rows: Pairs, width: int, sampling: Sampling) -> Scores:
             place, ids = (i, whole.picked[i]), whole.ids[i][whole.places[i]].cpu()
             logps = (logits.cpu().double() / temperature).log_softmax(-1)
             full[place] = logps.gather(-1, ids[:, None])[:, 0]
-            kept[place] = kept_mass(logps, ids, top_p, top_k)
-    return Scores(full, kept)
+            probs = kept_probs(logps, top_p, top_k)
+            own, mass = probs.gather(-1, ids[:, None])[:, 0], probs.sum(-1)
+            q = probs / mass[:, None]
+            x = torch.where(q > 0, -q.log(), 0.0)
+            kept[place] = torch.where(own > 0, mass, 0.0)
+            surprise[place] = -(own / mass).log() - (q * x).sum(-1)
+            variance[place] = (q * x.square()).sum(-1) - (q * x).sum(-1).square()
+    return Scores(full, kept, surprise, variance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +98,8 @@ class Trainer:
 PRODUCTS = 1 << 40
 """Parameters times tokens that are judged, about: of more than that, rows at even distances. Statistics are of all rows."""
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
+RARE = 9 * math.log(10)
+"""-log of the probability with which tokens that were drawn are said not to be."""
 DEFINITIONS = {
     "truncated": "at the temperature, over what top-p and top-k keep: the distribution that was sampled from",
     "full": "at the temperature, over the whole vocabulary: what TRL's trainer computes",
@@ -104,6 +120,7 @@ class Verdict:
     log_ratios: Tensor
     explanation: str | None  # what explains a disagreement, by the causes of a watched run
     off: str = ""  # of a disagreement: how many tokens are off, and where
+    undrawn: str = ""  # how the tokens show that they were not drawn from the distribution
 
     @property
     def agrees(self) -> bool:
@@ -163,7 +180,7 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated",
     oracle = dataclasses.replace(measured(model, define), size=int(scored.sum()) * products)
     values = _values(oracle.exact, sampler[scored], asked[1])
     judgements = oracle.judge(values, EAGER.resolve(NAMES[trainer.dtype]))
-    verdict = Verdict(definition, judgements, found, None)
+    verdict = Verdict(definition, judgements, found, None, undrawn=_undrawn(scores, mask))
     if verdict.agrees or not explain:
         return verdict
     others = {
@@ -178,6 +195,23 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated",
     there = rows_from(rows, scored, model.device)
     named, off = _causes(trainer.loaded(), there, sampling, mine, sampler, others, trainer.dtype, rounds)
     return dataclasses.replace(verdict, explanation=" or ".join(named) or None, off=off)
+
+
+def _undrawn(scores: Scores, mask: Tensor) -> str:
+    """How tokens (B, T) show that they were not drawn from the trainer's distribution: greedily, or by settings that the
+    recording does not name. "" where they may be.
+
+    Σ (-log q - E[-log q]) over drawn tokens is a martingale of variance v = Σ Var[-log q], with exponential tails of rate 1 (q is
+    below e⁻ᵃ with probability e⁻ᵃ, up to the vocabulary): beyond √(2vL) + L with a probability of e⁻ᴸ, about.
+    """
+    there = mask & scores.surprise.isfinite()
+    v, count = float(scores.variance[there].sum()), int(there.sum())
+    mean, most = float(scores.surprise[there].sum()) / max(count, 1), (math.sqrt(2 * v * RARE) + RARE) / max(count, 1)
+    if abs(mean) <= most:
+        return ""
+    likely = "likelier" if mean < 0 else "less likely"
+    off = f"-log p is off by {mean:.2g} nats on average, chance allows {most:.2g}"
+    return f"the {count} tokens are {likely} than drawn ones: {off}"
 
 
 def _causes(

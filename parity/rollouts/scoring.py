@@ -313,8 +313,8 @@ def drops(model: Any, training: bool = False) -> bool:
     )
 
 
-def kept_mass(logps: Tensor, ids: Tensor, top_p: float, top_k: int, min_p: float = 0.0) -> Tensor:
-    """Probability that top-k, top-p and min-p keep, (T,), from log-probs (T, V); 0 where the token itself is cut. Top-p
+def kept_probs(logps: Tensor, top_p: float, top_k: int, min_p: float = 0.0) -> Tensor:
+    """Probabilities (T, V) of the tokens that top-k, top-p and min-p keep, 0 of the others, from log-probs (T, V). Top-p
     keeps the fewest likeliest tokens whose mass reaches p, of what top-k left; min-p those with p ≥ min_p·max p."""
     order = logps.argsort(dim=-1, descending=True, stable=True)
     probs = logps.gather(-1, order).exp()
@@ -323,6 +323,10 @@ def kept_mass(logps: Tensor, ids: Tensor, top_p: float, top_k: int, min_p: float
     mass = probs.sum(-1, keepdim=True)
     before = (probs / mass).cumsum(-1) - probs / mass
     keep = (probs > 0) & ((before < top_p) | (top_p >= 1)) & (probs >= min_p * probs[..., :1])
-    rank = (order == ids[:, None]).double().argmax(-1, keepdim=True)
-    kept = (probs * keep).sum(-1)
-    return torch.where(keep.gather(-1, rank)[:, 0], kept, 0.0)
+    return torch.zeros_like(logps).scatter(-1, order, probs * keep)
+
+
+def kept_mass(logps: Tensor, ids: Tensor, top_p: float, top_k: int, min_p: float = 0.0) -> Tensor:
+    """Probability that is kept, (T,); 0 where the token itself is cut."""
+    kept = kept_probs(logps, top_p, top_k, min_p)
+    return torch.where(kept.gather(-1, ids[:, None])[:, 0] > 0, kept.sum(-1), 0.0)

@@ -20,6 +20,7 @@ from parity.rollouts import causes, contract, engine_models, scoring
 from parity.rollouts import judge as judging
 from parity.rollouts.judge import Scores, Trainer, Verdict, judge, score
 from parity.rollouts.scoring import kept_mass
+from parity.rollouts.server import Request
 
 ROWS = 8
 """Of a recording of 64, where replicas are drawn: each costs a pass of the model."""
@@ -53,6 +54,27 @@ def test_a_real_engine_agrees(name):
     assert (
         len(verdict.log_ratios) > 100 and verdict.judgements[verdict.worst].headroom > 0.1
     )  # the unit is of the right size
+
+
+@pytest.mark.parametrize(
+    ("asked", "likelier"), [({"top_k": 1}, True), ({"top_p": 0.8}, True), ({"temperature": 1.2}, False)]
+)
+def test_tokens_that_are_not_drawn_as_recorded_are_told(asked, likelier):
+    """Right log-probs of the recorded distribution, of tokens that a hidden setting chose."""
+    folder, base = engine_models.folder_of("tiny-llama"), recording.named("llama-fp32-t0.7-p1")
+    request = Request([prompt for prompt, _ in base.rows()], temperature=0.7)
+    sample, trainer = engine_models.opened(str(folder), "fp32", 0), trainer_of(base)
+    for hidden in ({}, asked):
+        completions = sample(dataclasses.replace(request, **hidden)).completions
+        lengths = torch.tensor(list(map(len, completions)), dtype=torch.int32)
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(c) for c in completions], batch_first=True).int()
+        rows = list(zip(request.prompts, completions, strict=True))
+        logps = score(trainer.loaded(), rows, ids.shape[1], (0.7, 1.0, 0)).full.float()
+        tensors = {"completion_ids": ids, "completion_lengths": lengths, "sampler_logps": logps}
+        found = dataclasses.replace(base, **tensors, raw_logps=None, trainer_logps=None, kept_mass=None)
+        verdict, broken = contract.held(found, None, None, "truncated")
+        assert verdict.agrees and list(broken) == (["drawn"] if hidden else [])
+    assert f"tokens are {'likelier' if likelier else 'less likely'} than drawn ones" in broken["drawn"]
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda c: c.__name__)
@@ -104,7 +126,7 @@ def test_the_kept_tokens_are_those_of_transformers(top_p, top_k):
     truncated, full = warped.log_softmax(-1), logits.log_softmax(-1)
     for token in range(0, 41, 4):
         ids = torch.full((31,), token)
-        scores = Scores(full[:, token], kept_mass(full, ids, top_p, top_k))
+        scores = Scores(full[:, token], kept_mass(full, ids, top_p, top_k), *torch.zeros(2, 1))
         assert torch.allclose(scores.truncated, truncated[:, token], rtol=0, atol=1e-12)
 
 

@@ -1,6 +1,8 @@
 """Recordings: written and read back, refused in one line when damaged or foreign; engines without vLLM."""
 
+import dataclasses
 import json
+import re
 import shlex
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +18,7 @@ from parity.cli.commands import main
 from parity.errors import UsageError
 from parity.families import policy_inputs
 from parity.registry import loss_family
-from parity.rollouts import engine_models
+from parity.rollouts import contract, engine_models
 from parity.rollouts.record import RecordingOptions, record
 from parity.rollouts.server import Request
 from parity.trainers.rig import models as rig
@@ -93,8 +95,9 @@ def test_a_dtype_is_named_as_elsewhere(made, tmp_path):
         (lambda t: t.update(completion_lengths=t["completion_lengths"] + 99), "do not fit"),
         (
             lambda t: t.update(completion_ids=torch.zeros((), dtype=torch.int32)),
-            "completion_ids is torch.int32 of shape",
+            r"completion_ids is torch.int32 of shape \(\), not torch.int32 of \(rows, tokens\)",
         ),
+        (lambda t: t.update({name: value[:0] for name, value in t.items()}), "no tokens"),
     ],
 )
 def test_foreign_tensors_are_one_line(change, told, made, tmp_path):
@@ -104,6 +107,23 @@ def test_foreign_tensors_are_one_line(change, told, made, tmp_path):
     path = recording.save(SimpleNamespace(name="x", facts=found.facts, tensors=lambda: tensors), tmp_path)
     with pytest.raises(UsageError, match=told):
         recording.load(path.with_suffix(".safetensors"))
+
+
+@pytest.mark.parametrize("temperature", [0, -1])
+def test_a_temperature_without_a_distribution_is_refused(temperature, made, tmp_path):
+    """Of 0 every token was left out, and the recording agreed."""
+    path = copied(made, tmp_path)
+    path.write_text(re.sub('"temperature": [^,]*', f'"temperature": {temperature}', path.read_text()))
+    with pytest.raises(UsageError, match="temperature .*: there is no distribution to judge"):
+        recording.load(path)
+
+
+def test_a_token_that_the_model_has_not_is_refused(made):
+    found = recording.load(made)
+    ids = found.completion_ids.clone()
+    ids[0, 0] = 10_000_000
+    with pytest.raises(UsageError, match="token 10000000 is none of the "):
+        contract.held(dataclasses.replace(found, completion_ids=ids), None, None, "truncated")
 
 
 def test_vllm_that_is_not_there_is_one_line(tmp_path):
