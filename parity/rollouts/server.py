@@ -39,6 +39,8 @@ class Sampled:
 
 TIMEOUT = 600.0
 TOKEN_ID = "token_id:"
+PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0}
+"""Said to a server, which else takes those of the model's generation_config.json."""
 
 
 def opened(url: str) -> Callable[[Request], Sampled]:
@@ -60,7 +62,8 @@ def opened(url: str) -> Callable[[Request], Sampled]:
         for row, prompt in enumerate(request.prompts):
             body = {"model": name, "prompt": prompt, "max_tokens": request.max_tokens, **request.sampling}
             body |= {"seed": request.seed + row, "logprobs": 1, "return_token_ids": True}  # the last is vLLM's
-            answer = _ask("POST", f"{base}/v1/completions", body | ({"top_k": request.top_k} if request.top_k else {}))
+            body |= {**PLAIN, "top_k": request.top_k or -1}
+            answer = _ask("POST", f"{base}/v1/completions", body)
             try:
                 choice = answer["choices"][0]
                 found = choice["logprobs"]["token_logprobs"]

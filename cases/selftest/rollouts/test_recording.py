@@ -146,7 +146,8 @@ class Server(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        sampling = (asked["temperature"], asked["top_p"], asked.get("top_k", 0))
+        assert (asked["min_p"], asked["repetition_penalty"]) == (0, 1)  # not the model's own
+        sampling = (asked["temperature"], asked["top_p"], max(asked["top_k"], 0))
         found = self.server.sample(Request([asked["prompt"]], *sampling, asked["max_tokens"], asked["seed"]))
         tokens = found.completions[0]
         texts = [f"w{i}" if self.ids_as == "text" else f"token_id:{i}" for i in tokens]
