@@ -67,9 +67,9 @@ def test_the_ways_of_a_case_share_its_definition_and_no_other_case_does():
     assert shared(calls[0], "step", lambda: torch.zeros(1)) is not made[0]  # only the last case's is kept
 
 
-@pytest.mark.parametrize("kind", ["evaluation", "truncated"])
-def test_pr_looks_at_each_loss_of_grpo_in_evaluation_and_truncated(kind):
-    """Each is a branch of its own, with a normaliser of its own."""
+@pytest.mark.parametrize("kind", ["evaluation", "truncated", "clipped"])
+def test_pr_looks_at_each_loss_of_grpo_in_evaluation_truncated_and_with_ratios(kind):
+    """Each is a branch of its own, with a normaliser and a ratio of its own."""
     asked = [s for t, s in catalogue.load()["windows"].listed("pr", 0) if t == "grpo-trainer" and s["kind"] == kind]
     assert {s["loss"] for s in asked} == set(GRPO_TYPES)
 

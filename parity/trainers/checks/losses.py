@@ -56,7 +56,7 @@ PR: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("sft-trainer", {"loss": "dft"}),
     ("dpo-trainer", {"loss": "ipo", "divergence": "forward_kl"}),
     ("dpo-trainer", {"weighting": True}),
-    ("dpo-trainer", {"precomputed": True, "ld_alpha": 0.4}),
+    *(("dpo-trainer", {"loss": "apo_zero", "precomputed": True, **more}) for more in ({}, {"ld_alpha": 0.4})),
     ("cpo-trainer", {"loss": "simpo", "nll": 0.4, "gamma": 1.2, "power": 0.3, "smoothing": 0.1}),
     ("orpo-trainer", {"loss": "orpo"}),
     ("tpo-trainer", {"loss": "tpo-l", "nll": 0.4, "gamma": 1.2, "smoothing": 0.1}),
@@ -70,8 +70,8 @@ def _with(*losses: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any
 
 HONOURED: dict[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ...]] = {
     "dpo-trainer": (
-        _with("sigmoid", "ipo", precomputed=True),
-        _with("sigmoid", "ipo", precomputed=True, ld_alpha=0.4),
+        _with("apo_zero", "ipo", precomputed=True),  # in sigmoid what a pair shares cancels
+        _with("apo_zero", "ipo", precomputed=True, ld_alpha=0.4),
         _with(beta=0.05, model="qwen2"),
         _with(weighting=True),
         _with("sigmoid", weighting=True, tile=drive.NARROW),

@@ -344,7 +344,7 @@ WINDOWS = {
     "between": Kind(_resumed, GROUPED, "2x1", config=EPOCH | SAVED, own={PARTS: 2}),
     "packed": Kind(_packed, ("sft-trainer",), config={**EVALUATED, "packing": True, "max_length": 48}),
     "mismatched": Kind(_mismatched, ("kto-trainer",), "4x1", config={**EPOCH, "loss_type": "kto"}, count=5),
-    "clipped": Kind(_clipped, ("grpo-trainer", "rloo-trainer"), config=recorder.LOGGED, own=CLIPPED, losses=("dapo",)),
+    "clipped": Kind(_clipped, ("grpo-trainer", "rloo-trainer"), config=recorder.LOGGED, own=CLIPPED, losses=GRPO_TYPES),
     "entropies": Kind(
         _clipped, TOKENS, beta=0.04, config=recorder.LOGGED, own=CLIPPED | {QUANTILE: 0.6}, losses=("dapo",)
     ),
@@ -355,9 +355,10 @@ WINDOWS = {
 }
 """Kind -> window. Incomplete: five sequences in windows of four. Uneven: seven, two by two: the last micro-batch holds one."""
 
-
+PER_LOSS = ("evaluation", "truncated", "clipped")
+"""Where each of GRPO's loss types has a branch of its own: `clipped` has the ratios that are not 1."""
 PR: list[CheckCase] = [("grpo-trainer", {"kind": kind, "loss": "dapo"}) for kind in ("generation", "misaligned")]
-PR += [("grpo-trainer", {"kind": kind, "loss": loss}) for kind in ("evaluation", "truncated") for loss in GRPO_TYPES]
+PR += [("grpo-trainer", {"kind": kind, "loss": loss}) for kind in PER_LOSS for loss in GRPO_TYPES]
 PR = [("sft-trainer", {"kind": "uneven"}), *PR]
 
 
