@@ -44,6 +44,11 @@ LAYOUTS = ("contiguous", "sliced", "offset", "transposed", "expanded", "odd")
 LARGEST, SMALL, WIDE, TALL, WORK = 1 << 16, 64, 2049, 1025, 1 << 22
 """Entries of a tensor at most; the largest size of a dimension, of the last one of the first tensor, and once of its first, over
 whose blocks a kernel sums a weight's gradient; the product of all sizes of such a case."""
+IDS, FEW_IDS, WORK_OF_IDS, FOUND = LARGEST - 1, 257, 1 << 18, 1 << 20
+"""The size once, beyond int16, of a dimension that bounds an index; of one of a tensor of three dimensions, as of experts, over
+which definitions loop; the product of all sizes of such a case; in any, entries of rows that ids take from a table."""
+BLOCK = 1024
+"""Columns in which the values "large" are smaller, if there are more: the largest of a first block is not that of the row."""
 REPLAYED: list[str] = []
 """Ids that a parametrisation has instead of its own cases: those of `--parity-replay`."""
 TRIES = 60
@@ -74,8 +79,10 @@ class Tensor:
             bound = case.sizes[self.below] if isinstance(self.below, str) else self.below
             x = integers(case.seed, name, shape, bound)
             if style == "repeated":
-                x = torch.full_like(x, int(integers(case.seed, name, (1,), bound)))
+                x = torch.full_like(x, bound - 1 if bound >= FEW_IDS else int(integers(case.seed, name, (1,), bound)))
             x = x % 2 * (bound - 1) if style == "edges" else x
+            if bound >= FEW_IDS:  # or none of few would pass 8 or 16 bits
+                x.view(-1)[-1:] = bound - 1
             return laid((x if self.then is None else self.then(x)).to(case.device), layout)
         x, dtype = normal(case.seed, name, shape), self.dtype or case.dtype
         if style == "extreme":
@@ -96,8 +103,14 @@ _STYLES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
     ),
     "zeros": lambda x, seed, name: x * (uniform(seed, name + "z", x.shape) < 0.5) * _by_row(x, (1.0, 0.0), 1),
     "tiny": lambda x, seed, name: x * 2.0**-12,
-    "large": lambda x, seed, name: x * 2.0**6,
+    "large": lambda x, seed, name: _growing(x * 2.0**6),
 }
+
+
+def _growing(x: torch.Tensor) -> torch.Tensor:
+    if x.dim() and x.shape[-1] > BLOCK:
+        x[..., :BLOCK] /= 4
+    return x
 
 
 def _by_row(x: torch.Tensor, values: Sequence[float], first: int) -> torch.Tensor:
@@ -137,6 +150,7 @@ def index(
     then: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Tensor:
     """An int64 tensor in [0, below), a dimension's name or a number: any, one id everywhere, or both ends alone.
+    Of 257 or more the last is always the largest, and the one id.
 
     `then` changes it as it does a `tensor`, such as `lambda ids: ids.where(ids % 5 > 0, -100)` for targets to ignore.
     """
@@ -282,6 +296,7 @@ class Description:
     seed: int = 0
     device: str | None = None
     tall: str | None = None
+    bounds: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
     def labels(self, option: str) -> list[str]:
         """The values of an option as ids have them."""
@@ -354,7 +369,8 @@ class Description:
             raise ValueError(f"{id!r} is no id of this description: {error}") from error
 
     def _large(self, sizes: Mapping[str, int]) -> bool:
-        return any(math.prod(t.shape(sizes)) > LARGEST for t in self.tensors.values())
+        found = math.prod(n for name, n in sizes.items() if name not in self.bounds) if self.bounds else 0  # of a table
+        return found > FOUND or any(math.prod(t.shape(sizes)) > LARGEST for t in self.tensors.values())
 
     def _dealt(
         self, seed: int, pick: Callable[..., Any], turn: int | None = None, shown: Callable[..., Any] | None = None
@@ -364,7 +380,12 @@ class Description:
         dtype, each = pick("dtype", self.dtypes), len(self.dtypes)
         ones = {n: 1 for n, (low, high) in self.sizes.items() if low <= 1 < high}
         edges = [ones, *({n: 1} for n in ones), *2 * [{n: 0} for n, (low, _) in self.sizes.items() if low == 0]]
-        most = [{n: TALL if n == self.tall else high} for n, (low, high) in self.sizes.items() if low < high > 1]
+        first, styles, dims = next(((n, t.values, t.dims) for n, t in self.tensors.items()), ("", (), ()))
+        values = {n: pick(f"{n} values {dtype}", t.values, each) for n, t in self.tensors.items()}
+        last = next((str(d) for d in dims[-1:] if self.sizes.get(str(d), (0, 0))[1] > BLOCK), "")
+        beyond: dict[str, int] = {n: s[min(self.dtypes.index(dtype), len(s) - 1)] for n, s in self.bounds.items()}
+        beyond |= {self.tall: TALL} if self.tall else {}
+        most = [{n: beyond.get(n, high)} for n, (low, high) in self.sizes.items() if low < high > 1]
         if turn is None:
             edges += [{}, *most]
         else:  # of 24 cases two have a size of 0, two one of 1, once beside others above it, and in each dtype one the largest
@@ -378,23 +399,35 @@ class Description:
                 others[0] = dict.fromkeys(self.sizes, alike[len(alike) // 2])  # a square
             edges += others + most
             edges[1:] = random.Random(turn).sample(edges[1:], len(edges) - 1)
+            at = next((i for i, one in enumerate(edges) if one.get(last, 0) > BLOCK), 0)
+            if at and "large" in styles and len(styles) == len(edges):  # the widest rows are of values that grow
+                to = styles.index("large")
+                edges[at], edges[to] = edges[to], edges[at]
         # dealt as the first tensor's values are, if as many: one of 0 beside "plain", which loses least
-        edge = pick(f"{next(iter(self.tensors), None)} values {dtype}", edges, each)
+        edge = pick(f"{first} values {dtype}", edges, each)
+        if last and not edge and values[first] == "large":
+            edge = {last: self.sizes[last][1]}
         sizes = {}
         for n, (low, high) in self.sizes.items():
             sizes[n] = edge.get(n, pick(n, [s for s in (low, *SIZES, high) if max(low, 2) <= s <= high] or [high]))
         tall = self.tall if self.tall in edge else None
-        while (
-            tall is not None and sizes[tall] > SMALL and self._large({n: 1 if n != tall else sizes[n] for n in sizes})
-        ):
-            sizes[tall] = max(SMALL, sizes[tall] // 2)
+        for name in (n for n in edge if n in beyond):
+            while sizes[name] > SMALL and self._large({n: s if n == name else 1 for n, s in sizes.items()}):
+                sizes[name] = max(SMALL, sizes[name] // 2)
+        for bound in (n for n in self.bounds if edge.get(n) == beyond[n]):
+            rest = sorted((n for n in sizes if n != bound), key=lambda n: -sizes[n])
+            for name in rest:
+                while sizes[name] > 1 and self._large({n: s if n in (name, bound) else 1 for n, s in sizes.items()}):
+                    sizes[name] //= 2
+            for name in rest:
+                while sizes[name] > 1 and math.prod(sizes.values()) > WORK_OF_IDS:
+                    sizes[name] //= 2
         for name in sorted(sizes, key=lambda n: (edge.get(n, 0) < 2, -sizes[n]))[1:]:  # the longest stays
             while self._large(sizes) and sizes[name] > 1:
                 sizes[name] = max(1, sizes[name] // 2)
         while tall is not None and sizes[tall] > SMALL and math.prod(sizes.values()) > WORK:
             sizes[tall] = max(SMALL, sizes[tall] // 2)
         floating = [n for n, t in self.tensors.items() if t.below is None]
-        values = {n: pick(f"{n} values {dtype}", t.values, each) for n, t in self.tensors.items()}
         layouts = {n: pick(f"{n} layout", t.layouts) for n, t in self.tensors.items()}
         asked = [("random", n) for n in ("all", *floating)] + [(u, "all") for u in UPSTREAM] + [("ones", "none")]
         upstream, grad = asked[0] if self._edge(sizes) else (shown or pick)(f"upstream {dtype}", asked, each)
@@ -429,7 +462,8 @@ def draw(
     Args:
         sizes: dimension -> its largest size, or (smallest, largest). Default: up to 64, the last dimension of the first tensor
             and of indices up to 2,049, the first of the first tensor once in each dtype up to 1,025 if a tensor lacks it, whose
-            gradient is then a sum over it; from 1, that one from 0 if it has another or is an index, and bounds no index.
+            gradient is then a sum over it; from 1, that one from 0 if it has another or is an index, and bounds no index. One
+            that bounds an index is once in each dtype 1,025 (257 if a tensor of three dimensions has it), in the first 65,535.
         dtypes: those of the tensors that have none of their own.
         seed: of the cases.
         device: of the tensors; default: the GPU if there is one. The same id has the same values on each.
@@ -462,4 +496,8 @@ def draw(
     bounds = {t.below for t in indices} | wide | {*(sizes or {})}
     summed = len(first) > 1 and any(first[0] not in t.dims for t in tensors.values() if t.below is None)
     tall = first[0] if summed and isinstance(first[0], str) and first[0] not in bounds else None
-    return Description(tensors, options, computed, ranges, tuple(dtypes), seed, device, tall)
+    beyond: dict[str, Sequence[int]] = {}
+    for name in (n for n in ranges if n in {t.below for t in indices} - {*(sizes or {})}):
+        high, experts = ranges[name][1], any(len(t.dims) > 2 for t in tensors.values() if name in t.dims)
+        beyond[name] = [max(high, FEW_IDS)] if experts else [IDS, max(high, TALL)]
+    return Description(tensors, options, computed, ranges, tuple(dtypes), seed, device, tall, beyond)

@@ -17,6 +17,7 @@ from parity.testing import definitions as D
 from parity.testing.drawing import LAYOUTS, REPEATS, VALUES
 
 RMS = OPERATIONS["rms_norm"].drawn
+NARROW = (torch.uint8, torch.int8, torch.int16)
 TABLE = draw(ids=index("N", below="V"), weight=tensor("V", "H"), sizes={"N": 1025, "H": 33})
 
 
@@ -89,6 +90,32 @@ def test_each_dtype_has_rows_far_below_zero_and_the_largest_sizes(seed, name):
     assert any(row.numel() and row.min() > 104 for _, row in rows)
     for n, (_, high) in drawn.sizes.items():
         assert {c.dtype for c in cases if c.sizes[n] >= high} == {"fp32", "bf16", "fp16"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shape", ["VH", "NV", "VHO"])
+def test_ids_that_fewer_bits_do_not_hold_come(seed, shape):
+    """Casts of them to uint8, int8 and int16 were right of all 24 cases: a table had 64 rows at most."""
+    cases = draw(table=tensor(*shape), ids=index("N", below="V"), seed=seed, device="cpu").cases()
+    lost = {(c.dtype, to) for c in cases for to in NARROW if not torch.equal(ids := c.inputs["ids"], ids.to(to).long())}
+    assert lost >= {(dtype, to) for dtype in ("fp32", "bf16", "fp16") for to in NARROW[:2]}
+    assert ("fp32", torch.int16) in lost or shape == "VHO"  # definitions loop over experts
+    assert all(c.inputs["table"].numel() <= 1 << 16 for c in cases)
+
+
+def by_the_first_block(x):
+    """Softmax less the largest of the first 1,024 columns, which overflows where a later one is far larger."""
+    z = x.float()
+    e = (z - z[..., :1024].amax(-1, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True)).to(x.dtype)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_dtype_has_rows_whose_largest_value_is_not_in_the_first_block(seed):
+    cases = draw(x=tensor("N", "H"), seed=seed, device="cpu").cases()
+    wrong = [c for c in cases if not c.check_parity(by_the_first_block, D.softmax, protocol="none").agrees]
+    assert {c.dtype for c in wrong if c.sizes["H"] == 2049} == {"fp32", "bf16", "fp16"}
+    assert all(c.check_parity(lambda x: x.float().softmax(-1).to(x.dtype), D.softmax).agrees for c in wrong)
 
 
 def test_a_scalar_stays_one():
