@@ -104,8 +104,9 @@ def _facts(manifest: Path) -> dict[str, Any]:
         raise UsageError(f"{manifest}: not a recording's manifest: no {', '.join(missing)}")
     if facts["dtype"] not in DTYPES:
         raise UsageError(f"{manifest}: dtype {facts['dtype']!r} is unknown, choose from {', '.join(DTYPES)}")
-    if not facts["temperature"] > 0:
-        raise UsageError(f"{manifest}: temperature {facts['temperature']}: there is no distribution to judge")
+    for name in ("temperature", "top_p"):
+        if not isinstance(facts[name], int | float) or not facts[name] > 0:
+            raise UsageError(f"{manifest}: {name} {facts[name]!r}: there is no distribution to judge")
     return facts
 
 
@@ -121,12 +122,12 @@ def _checked(path: Path, found: dict[str, Tensor]) -> dict[str, Tensor]:
             if value.dtype != wanted or not fits or value.shape[:1] != shape[:1]:
                 like = tuple(shape) if floating else "(rows,)" if name.endswith("_lengths") else "(rows, tokens)"
                 problems.append(f"{name} is {value.dtype} of shape {tuple(value.shape)}, not {wanted} of {like}")
-        if not found["completion_ids"].numel():
-            problems.append("no tokens")
     if not problems:
         for ids, lengths in (NEEDED[:2], NEEDED[2:4]):
             if bool(((found[lengths] < 0) | (found[lengths] > found[ids].shape[1])).any()):
                 problems.append(f"{lengths} and {ids} do not fit")
+        if not found["completion_lengths"].any():
+            problems.append("no tokens")
     if problems:
         raise UsageError(f"{path}: not a recording: {', '.join(problems)}")
     return found

@@ -371,7 +371,7 @@ class MonteCarlo(TorchDispatchMode):
         float16 where parts may be subnormal: equal ones are rounded to the same side."""
         if terms >= MANY_PARTS:
             return torch.ones((), device=root.device)
-        if terms < 2 or self.recipe.accumulate != "fp16" or self.recipe.upstream < 1.0:
+        if terms < 2 or self.recipe.accumulate != "fp16":
             return None
         faint = root < torch.finfo(torch.float16).smallest_normal * self.recipe.partials**0.5
         return faint if bool(faint.any()) else None

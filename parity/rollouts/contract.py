@@ -11,7 +11,7 @@ from parity.rollouts.server import Request, Sampled
 
 LINES = {
     "processed": "log-probs are those of the distribution that was sampled from",
-    "drawn": "tokens are drawn from it, not greedily and by no settings that the recording lacks",
+    "drawn": "tokens are as likely as ones drawn from it",
     "raw": "raw log-probs are at temperature 1 over the whole vocabulary",
     "temperature": "the temperature is in them",
     "top-p": "top-p is in them",

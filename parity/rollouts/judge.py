@@ -33,13 +33,13 @@ TIES = 64
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """(B, T) float64 each: log-prob over the whole vocabulary, and the kept mass under top-p and top-k (0: token cut). Of
-    x = -log q of a token drawn from the kept ones: x - E[x], and Var[x]."""
+    """(B, T) float64 each: log-prob over the whole vocabulary, and the kept mass under top-p and top-k (0: token cut). Of x,
+    -log q of a token drawn from the kept ones, x - E[x], and log E[exp(λ(x - E[x]))] for each λ of `TILTS`, (B, T, 8)."""
 
     full: Tensor
     kept: Tensor
     surprise: Tensor
-    variance: Tensor
+    cumulants: Tensor
 
     @property
     def truncated(self) -> Tensor:
@@ -52,9 +52,8 @@ def score(model: Any, rows: Pairs, width: int, sampling: Sampling) -> Scores:
     as vLLM and transformers have it. Logits leave the model in its own dtype; the log-softmax is taken in float64, so
     that what differs is the model's own. Raises UsageError where a logit is NaN, or a token is none of the model's."""
     temperature, top_p, top_k = sampling
-    full, kept, surprise, variance = (
-        torch.full((len(rows), width), x, dtype=torch.float64) for x in (0.0, 1.0, 0.0, 0.0)
-    )
+    full, kept, surprise = (torch.full((len(rows), width), x, dtype=torch.float64) for x in (0.0, 1.0, 0.0))
+    cumulants = full.new_zeros(*full.shape, len(TILTS))
     lengths = torch.tensor([len(completion) for _, completion in rows])
     known = scoring.innermost(model).get_input_embeddings().weight.shape[0]
     if strange := [i for prompt, completion in rows for i in (*prompt, *completion) if not 0 <= i < known]:
@@ -69,12 +68,12 @@ def score(model: Any, rows: Pairs, width: int, sampling: Sampling) -> Scores:
             full[place] = logps.gather(-1, ids[:, None])[:, 0]
             probs = kept_probs(logps, top_p, top_k)
             own, mass = probs.gather(-1, ids[:, None])[:, 0], probs.sum(-1)
-            q = probs / mass[:, None]
-            x = torch.where(q > 0, -q.log(), 0.0)
             kept[place] = torch.where(own > 0, mass, 0.0)
-            surprise[place] = -(own / mass).log() - (q * x).sum(-1)
-            variance[place] = (q * x.square()).sum(-1) - (q * x).sum(-1).square()
-    return Scores(full, kept, surprise, variance)
+            log_q = (probs / mass[:, None]).log()
+            mean = -(log_q.exp() * log_q).nan_to_num(0.0).sum(-1)
+            surprise[place] = mass.log() - full[place] - mean  # beyond all others where the token is cut
+            cumulants[place] = torch.stack([((1 - t) * log_q).logsumexp(-1) - t * mean for t in TILTS], -1)
+    return Scores(full, kept, surprise, cumulants)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +98,8 @@ PRODUCTS = 1 << 40
 """Parameters times tokens that are judged, about: of more than that, rows at even distances. Statistics are of all rows."""
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 RARE = 9 * math.log(10)
-"""-log of the probability with which tokens that were drawn are said not to be."""
+"""-log of the probability with which tokens that were drawn are said not to be, at most."""
+TILTS = tuple(sign / size for size in (2, 8, 32, 128) for sign in (1, -1))
 DEFINITIONS = {
     "truncated": "at the temperature, over what top-p and top-k keep: the distribution that was sampled from",
     "full": "at the temperature, over the whole vocabulary: what TRL's trainer computes",
@@ -180,7 +180,7 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated",
     oracle = dataclasses.replace(measured(model, define), size=int(scored.sum()) * products)
     values = _values(oracle.exact, sampler[scored], asked[1])
     judgements = oracle.judge(values, EAGER.resolve(NAMES[trainer.dtype]))
-    verdict = Verdict(definition, judgements, found, None, undrawn=_undrawn(scores, mask))
+    verdict = Verdict(definition, judgements, found, None, undrawn=_undrawn(scores, mask, found))
     if verdict.agrees or not explain:
         return verdict
     others = {
@@ -197,21 +197,21 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated",
     return dataclasses.replace(verdict, explanation=" or ".join(named) or None, off=off)
 
 
-def _undrawn(scores: Scores, mask: Tensor) -> str:
+def _undrawn(scores: Scores, mask: Tensor, ratios: Tensor) -> str:
     """How tokens (B, T) show that they were not drawn from the trainer's distribution: greedily, or by settings that the
     recording does not name. "" where they may be.
 
-    Σ (-log q - E[-log q]) over drawn tokens is a martingale of variance v = Σ Var[-log q], with exponential tails of rate 1 (q is
-    below e⁻ᵃ with probability e⁻ᵃ, up to the vocabulary): beyond √(2vL) + L with a probability of e⁻ᴸ, about.
+    Of drawn tokens exp(λS - Σ log E[exp(λ(x - E[x]))]), S = Σ (x - E[x]), is a martingale of mean 1 for each λ, above eᴸ with a
+    probability of e⁻ᴸ at most. Log-probs that are off by d, the `ratios`, move E[S] by about Σd².
     """
     there = mask & scores.surprise.isfinite()
-    v, count = float(scores.variance[there].sum()), int(there.sum())
-    mean, most = float(scores.surprise[there].sum()) / max(count, 1), (math.sqrt(2 * v * RARE) + RARE) / max(count, 1)
-    if abs(mean) <= most:
+    total, count = float(scores.surprise[there].sum()), int(there.sum())
+    beyond = math.copysign(max(0.0, abs(total) - float(ratios[ratios.isfinite()].square().sum())), total)
+    shown = beyond * torch.tensor(TILTS, dtype=torch.float64) - scores.cumulants[there].sum(0)
+    if float(shown.max()) <= RARE + math.log(len(TILTS)):
         return ""
-    likely = "likelier" if mean < 0 else "less likely"
-    off = f"-log p is off by {mean:.2g} nats on average, chance allows {most:.2g}"
-    return f"the {count} tokens are {likely} than drawn ones: {off}"
+    likely = "likelier" if total < 0 else "less likely"
+    return f"the {count} tokens are {likely} than drawn ones: -log p is off by {total / count:.2g} nats on average"
 
 
 def _causes(

@@ -323,7 +323,7 @@ def kept_probs(logps: Tensor, top_p: float, top_k: int, min_p: float = 0.0) -> T
     mass = probs.sum(-1, keepdim=True)
     before = (probs / mass).cumsum(-1) - probs / mass
     keep = (probs > 0) & ((before < top_p) | (top_p >= 1)) & (probs >= min_p * probs[..., :1])
-    return torch.zeros_like(logps).scatter(-1, order, probs * keep)
+    return torch.zeros_like(logps).scatter_(-1, order, probs * keep)
 
 
 def kept_mass(logps: Tensor, ids: Tensor, top_p: float, top_k: int, min_p: float = 0.0) -> Tensor:

@@ -56,16 +56,23 @@ def opened(
     fixed = {"logprobs_mode": "processed_logprobs", "enforce_eager": True, "seed": 0}
     if max_length <= 128:  # a block of the CPU's cache would never be full, and nothing be read from it
         fixed["block_size"] = 32
+    ended = list[Exception]()
     more, pack, early = dict[str, Any](), base_loader.process_weights_after_loading, current_platform.is_cpu()
 
     def changed(inside: Any, *how: Any) -> None:
-        more.update(change(inside) if change else {})
+        try:
+            more.update(change(inside) if change else {})
+        except Exception as error:
+            ended.append(error)
+            raise
         pack(inside, *how)
 
     try:
         with mock.patch.object(base_loader, "process_weights_after_loading", changed if early else pack):
             llm = LLM(model=model, dtype=DTYPES[dtype], max_model_len=max_length, **fixed)
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:
+        if ended:  # in the push, not in vLLM
+            raise ended[0] from None
         raise UsageError(f"vLLM does not start on {model}: {type(error).__name__}: {error}") from error
     if change and not early:
         more.update(change(llm.llm_engine.model_executor.driver_worker.model_runner.model))

@@ -74,7 +74,28 @@ def test_tokens_that_are_not_drawn_as_recorded_are_told(asked, likelier):
         found = dataclasses.replace(base, **tensors, raw_logps=None, trainer_logps=None, kept_mass=None)
         verdict, broken = contract.held(found, None, None, "truncated")
         assert verdict.agrees and list(broken) == (["drawn"] if hidden else [])
+        ignored = dataclasses.replace(found, facts=found.facts | {"top_p": 0.3})  # by an engine that scores right
+        if not hidden:
+            assert list(contract.held(ignored, None, None, "full")[1]) == ["drawn"]
     assert f"tokens are {'likelier' if likelier else 'less likely'} than drawn ones" in broken["drawn"]
+
+
+@pytest.mark.parametrize("top", [0.0, 20.0, 25.0])
+def test_tokens_that_are_drawn_are_not_told(top):
+    """From 150,000 tokens, flat ones, or but for one a tail of 1e-6 to 1e-3, which is in few recordings and then far off."""
+    logits = normal(3, "tail", (151_936,)) * (top > 0)
+    logits[0] += top
+    table = logits.log_softmax(-1)
+    there = torch.ones(1, 32, dtype=torch.bool)
+    surprise, mean = -table, -(table.exp() * table).sum()
+    tilted = torch.stack([((1 - t) * table).logsumexp(-1) - t * mean for t in judging.TILTS]).expand(1, 32, -1)
+    drawn = torch.multinomial(table.exp(), 32 * 4000, True, generator=torch.Generator().manual_seed(0)).reshape(
+        -1, 1, 32
+    )
+    told = [
+        judging._undrawn(Scores(there, there, (surprise - mean)[ids], tilted), there, surprise[:0]) for ids in drawn
+    ]
+    assert not any(told)
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda c: c.__name__)
@@ -126,7 +147,7 @@ def test_the_kept_tokens_are_those_of_transformers(top_p, top_k):
     truncated, full = warped.log_softmax(-1), logits.log_softmax(-1)
     for token in range(0, 41, 4):
         ids = torch.full((31,), token)
-        scores = Scores(full[:, token], kept_mass(full, ids, top_p, top_k), *torch.zeros(2, 1))
+        scores = Scores(full[:, token], kept_mass(full, ids, top_p, top_k), *torch.zeros(2, 31))
         assert torch.allclose(scores.truncated, truncated[:, token], rtol=0, atol=1e-12)
 
 

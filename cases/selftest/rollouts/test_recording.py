@@ -98,6 +98,7 @@ def test_a_dtype_is_named_as_elsewhere(made, tmp_path):
             r"completion_ids is torch.int32 of shape \(\), not torch.int32 of \(rows, tokens\)",
         ),
         (lambda t: t.update({name: value[:0] for name, value in t.items()}), "no tokens"),
+        (lambda t: t.update(completion_lengths=t["completion_lengths"] * 0), "no tokens"),
     ],
 )
 def test_foreign_tensors_are_one_line(change, told, made, tmp_path):
@@ -109,12 +110,13 @@ def test_foreign_tensors_are_one_line(change, told, made, tmp_path):
         recording.load(path.with_suffix(".safetensors"))
 
 
-@pytest.mark.parametrize("temperature", [0, -1])
-def test_a_temperature_without_a_distribution_is_refused(temperature, made, tmp_path):
-    """Of 0 every token was left out, and the recording agreed."""
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+@pytest.mark.parametrize("value", [0, -1, "null", '"1"'])
+def test_a_temperature_or_top_p_without_a_distribution_is_refused(name, value, made, tmp_path):
+    """At a temperature of 0 every token was left out, and the recording agreed."""
     path = copied(made, tmp_path)
-    path.write_text(re.sub('"temperature": [^,]*', f'"temperature": {temperature}', path.read_text()))
-    with pytest.raises(UsageError, match="temperature .*: there is no distribution to judge"):
+    path.write_text(re.sub(f'"{name}": [^,]*', f'"{name}": {value}', path.read_text()))
+    with pytest.raises(UsageError, match=f"{name} .*: there is no distribution to judge"):
         recording.load(path)
 
 
