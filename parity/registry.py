@@ -189,9 +189,8 @@ def run_case(
         else:
             deep = thorough if isinstance(thorough, bool) else thorough(implementation)
             rows = list(one_case.rows_of(oracle, implementation, deep))
-        file = (
-            origin(implementation.library) if implementation.library else None
-        )  # behind the calls, which may import it
+        # behind the calls, which may import it
+        file = origin(implementation.library) if implementation.library else None
         for row in map(blame.decide, rows):
             if file:
                 row.imported_from = file
