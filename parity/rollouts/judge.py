@@ -34,7 +34,7 @@ TIES = 64
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """(B, T) float64 each: log-prob over the whole vocabulary, and the kept mass under top-p and top-k (0: token cut). Of x,
-    -log q of a token drawn from the kept ones, x - E[x], and log E[exp(λ(x - E[x]))] for each λ of `TILTS`, (B, T, 8)."""
+    -log q of a token drawn from the kept ones, x - E[x], and log E[exp(λ(x - E[x]))] for each λ of `tilts`, (B, T, L)."""
 
     full: Tensor
     kept: Tensor
@@ -47,13 +47,13 @@ class Scores:
         return torch.where(self.kept > 0, self.full - self.kept.log(), -torch.inf)
 
 
-def score(model: Any, rows: Pairs, width: int, sampling: Sampling) -> Scores:
+def score(model: Any, rows: Pairs, width: int, sampling: Sampling, tilts: Sequence[float] = ()) -> Scores:
     """Log-probs of the completions of `rows` by `model`, zero behind a row's end. Temperature, then top-k, then top-p,
     as vLLM and transformers have it. Logits leave the model in its own dtype; the log-softmax is taken in float64, so
     that what differs is the model's own. Raises UsageError where a logit is NaN, or a token is none of the model's."""
     temperature, top_p, top_k = sampling
     full, kept, surprise = (torch.full((len(rows), width), x, dtype=torch.float64) for x in (0.0, 1.0, 0.0))
-    cumulants = full.new_zeros(*full.shape, len(TILTS))
+    cumulants = full.new_zeros(*full.shape, len(tilts))
     lengths = torch.tensor([len(completion) for _, completion in rows])
     known = scoring.innermost(model).get_input_embeddings().weight.shape[0]
     if strange := [i for prompt, completion in rows for i in (*prompt, *completion) if not 0 <= i < known]:
@@ -72,7 +72,8 @@ def score(model: Any, rows: Pairs, width: int, sampling: Sampling) -> Scores:
             log_q = (probs / mass[:, None]).log()
             mean = -(log_q.exp() * log_q).nan_to_num(0.0).sum(-1)
             surprise[place] = mass.log() - full[place] - mean  # beyond all others where the token is cut
-            cumulants[place] = torch.stack([((1 - t) * log_q).logsumexp(-1) - t * mean for t in TILTS], -1)
+            for number, t in enumerate(tilts):
+                cumulants[..., number][place] = ((1 - t) * log_q).logsumexp(-1) - t * mean
     return Scores(full, kept, surprise, cumulants)
 
 
@@ -161,12 +162,13 @@ class Verdict:
 
 
 def judge(recording: Recording, trainer: Trainer, definition: str = "truncated", explain: bool = True) -> Verdict:
-    """The recording's sampler log-probs against `trainer`'s, under a definition of `DEFINITIONS`; `explain` a disagreement."""
+    """The recording's sampler log-probs against `trainer`'s, under a definition of `DEFINITIONS`; `explain` a disagreement,
+    or ask whether the tokens are drawn ones."""
     f, rows, width = recording.facts, recording.rows(), recording.completion_ids.shape[1]
     sampling = (float(f["temperature"]), float(f["top_p"]), int(f["top_k"]))
     asked = (sampling[0], 1.0, 0) if definition == "full" else sampling
     mask, sampler = recording.mask, recording.sampler_logps
-    scores = score(trainer.loaded(), rows, width, sampling)
+    scores = score(trainer.loaded(), rows, width, sampling, TILTS if explain else ())
     mine = scores.full if definition == "full" else scores.truncated
     found = (mine - sampler.double())[mask]
     model = trainer.in_float64()
@@ -180,7 +182,7 @@ def judge(recording: Recording, trainer: Trainer, definition: str = "truncated",
     oracle = dataclasses.replace(measured(model, define), size=int(scored.sum()) * products)
     values = _values(oracle.exact, sampler[scored], asked[1])
     judgements = oracle.judge(values, EAGER.resolve(NAMES[trainer.dtype]))
-    verdict = Verdict(definition, judgements, found, None, undrawn=_undrawn(scores, mask, found))
+    verdict = Verdict(definition, judgements, found, None, undrawn=_undrawn(scores, mask, found) if explain else "")
     if verdict.agrees or not explain:
         return verdict
     others = {

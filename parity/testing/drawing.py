@@ -410,23 +410,27 @@ class Description:
         sizes = {}
         for n, (low, high) in self.sizes.items():
             sizes[n] = edge.get(n, pick(n, [s for s in (low, *SIZES, high) if max(low, 2) <= s <= high] or [high]))
-        tall = self.tall if self.tall in edge else None
+
+        def halve(name: str, least: int, beside: Sequence[str] | None = None, most: int | None = None) -> None:
+            """While a tensor is too large with all sizes, or with those `beside` alone; or the product of all is above `most`."""
+            while sizes[name] > least:
+                of = {n: s if beside is None or n in (name, *beside) else 1 for n, s in sizes.items()}
+                if not (self._large(of) if most is None else math.prod(of.values()) > most):
+                    return
+                sizes[name] = max(least, sizes[name] // 2)
+
         for name in (n for n in edge if n in beyond):
-            while sizes[name] > SMALL and self._large({n: s if n == name else 1 for n, s in sizes.items()}):
-                sizes[name] = max(SMALL, sizes[name] // 2)
+            halve(name, SMALL, beside=())
         for bound in (n for n in self.bounds if edge.get(n) == beyond[n]):
             rest = sorted((n for n in sizes if n != bound), key=lambda n: -sizes[n])
             for name in rest:
-                while sizes[name] > 1 and self._large({n: s if n in (name, bound) else 1 for n, s in sizes.items()}):
-                    sizes[name] //= 2
+                halve(name, 1, beside=(bound,))
             for name in rest:
-                while sizes[name] > 1 and math.prod(sizes.values()) > WORK_OF_IDS:
-                    sizes[name] //= 2
+                halve(name, 1, most=WORK_OF_IDS)
         for name in sorted(sizes, key=lambda n: (edge.get(n, 0) < 2, -sizes[n]))[1:]:  # the longest stays
-            while self._large(sizes) and sizes[name] > 1:
-                sizes[name] = max(1, sizes[name] // 2)
-        while tall is not None and sizes[tall] > SMALL and math.prod(sizes.values()) > WORK:
-            sizes[tall] = max(SMALL, sizes[tall] // 2)
+            halve(name, 1)
+        if self.tall is not None and self.tall in edge:
+            halve(self.tall, SMALL, most=WORK)
         floating = [n for n, t in self.tensors.items() if t.below is None]
         layouts = {n: pick(f"{n} layout", t.layouts) for n, t in self.tensors.items()}
         asked = [("random", n) for n in ("all", *floating)] + [(u, "all") for u in UPSTREAM] + [("ones", "none")]

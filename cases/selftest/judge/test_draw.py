@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 
 import hypothesis
 import pytest
@@ -101,6 +102,15 @@ def test_ids_that_fewer_bits_do_not_hold_come(seed, shape):
     assert lost >= {(dtype, to) for dtype in ("fp32", "bf16", "fp16") for to in NARROW[:2]}
     assert ("fp32", torch.int16) in lost or shape == "VHO"  # definitions loop over experts
     assert all(c.inputs["table"].numel() <= 1 << 16 for c in cases)
+
+
+def test_the_work_of_the_largest_cases_is_limited():
+    """Of all sizes together: replicas of products, and of rows that ids take from a table, are made many times over."""
+    product = {"x": tensor("N", "A"), "w": tensor("A", "B"), "v": tensor("B", "C"), "u": tensor("C", "D")}
+    lookup = {"table": tensor("V", "H"), "x": tensor("N", "K"), "ids": index("N", below="V")}
+    for tensors, name, limit in ((product, "N", 1 << 22), (lookup, "V", 1 << 18)):
+        sizes = [c.sizes for seed in range(4) for c in draw(**tensors, seed=seed).cases() if c.sizes[name] > 64]
+        assert limit / 8 < max(math.prod(s.values()) for s in sizes) <= limit
 
 
 def by_the_first_block(x):
