@@ -168,13 +168,15 @@ def run_case(
     thorough: bool | Callable[[Implementation], bool] = True,
     announce: Callable[[Implementation], Any] = lambda implementation: None,
     most: int | None = None,
+    known: Callable[[Row], bool] = lambda row: False,
 ) -> Iterator[Row]:
     """Rows of a case for each implementation, the reference first: of a loss by `parity.compare.one_case`, of a
     trainer's check by `trainers.catalogue`.
 
     `thorough` (or what it says of an implementation) adds the repeated calls of the protocol gate and the exact relations
     to a loss; `announce` is called with each implementation before it runs, so that the supervisor knows which one to
-    blame if the process dies; `most` limits the replicas of a loss, where that is enough to see again what is known.
+    blame if the process dies; `most` limits the replicas of a loss, where that is enough to see again what is known. A
+    check of a trainer that fails is run once more unless all that fails is `known`.
     """
     blame = Blame()
     oracle = None if is_trainer(case.family) else CaseOracle.of(loss_family(case.family), case, device, most)
@@ -185,7 +187,7 @@ def run_case(
             return
         announce(implementation)
         if oracle is None:
-            rows = catalogue.rows_of(case, implementation, device, blame.against is not None)
+            rows = catalogue.rows_of(case, implementation, device, blame.against is not None, known)
         else:
             deep = thorough if isinstance(thorough, bool) else thorough(implementation)
             rows = list(one_case.rows_of(oracle, implementation, deep))

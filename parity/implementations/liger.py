@@ -23,6 +23,10 @@ UNBIASED = only(
     lambda s: s.logit_scale == s.temperature or s.bias == "none",
 )
 NO_SCALE = only("no logit-scale parameter", lambda s: s.logit_scale == 1.0)
+SMALL_HEADS = only(
+    "a kernel multiplies each row of the head for each position, which takes Triton's interpreter long: at most 4,096 in all",
+    lambda s: s.device != "cpu" or s.B * s.T * s.V <= 1 << 12,
+)
 LOG_PROBS = "liger_kernel.chunked_loss.fused_linear_ppo:_ChunkedSelectiveLogProbFunction"
 LINEAR_LOSS = "liger_kernel.transformers.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyLoss"
 SCALED_LOSS = "liger_kernel.ops.fused_linear_scaled_cross_entropy:LigerFusedLinearScaledCrossEntropyFunction"
@@ -114,7 +118,8 @@ def fused_linear_cross_entropy(x: Inputs) -> Outputs:
 
 @offer(
     "liger.fused_linear_cross_entropy.mean",
-    **LINEAR | {"recipe": lambda x: one_by_one(_fused(x), x, "mean"), "limits": (*LINEAR["limits"], ONE_BY_ONE)},
+    **LINEAR
+    | {"recipe": lambda x: one_by_one(_fused(x), x, "mean"), "limits": (*LINEAR["limits"], ONE_BY_ONE, SMALL_HEADS)},
 )
 def mean_cross_entropy(x: Inputs) -> Outputs:
     """Minus `LigerFusedLinearCrossEntropyLoss(reduction="mean")` of a position's label and ignored ones, for each in turn."""

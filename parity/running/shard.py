@@ -284,9 +284,14 @@ class Session:
         usable = sorted((i for i in chosen if i.id not in skip), key=lambda i: bool(i.extends))
         extends = {i.id: i.extends for i in usable}
         agreed: set[tuple[str, str | None]] = set()
-        for row in run_case(
-            case, usable, self.device, thorough, lambda i: self.emit(Started(case.id, i.id, case.to_json())), most
-        ):
+
+        def announce(one: Implementation) -> None:
+            self.emit(Started(case.id, one.id, case.to_json()))
+
+        def settled(row: Row) -> bool:
+            return not self.measuring and self._known(row, case, extends[row.implementation], agreed)[0] is not None
+
+        for row in run_case(case, usable, self.device, thorough, announce, most, settled):
             if row.failing:
                 self._mark(row, case, extends[row.implementation], agreed)
             else:
@@ -296,21 +301,29 @@ class Session:
             raise Retired
 
     def _mark(self, row: Row, case: Case, extended: str, agreed: Set[tuple[str, str | None]]) -> None:
-        """The ledger's entry into a failing row; a trainer inherits those of the class it extends, unless that agrees here. A
-        known finding that is not what its frozen case gave when that was measured is a new one, and says so."""
-        row.known = self.ledger.match(row, facts(case))
-        if not row.known and extended and (extended, row.quantity) not in agreed:
-            row.known = self.ledger.match(replace(row, implementation=extended), facts(case))
-        entry = next((e for e in self.ledger.entries if e.id == row.known), None)
+        """Says of a failing row whether it is known, and of a trainer's new finding what its model gets wrong alone."""
+        row.known, why = self._known(row, case, extended, agreed)
+        if row.new and is_trainer(case.family):
+            alone = catalogue.of_model(case, lambda other, its: self.ledger.match(other, facts(its)))
+            why = "; ".join(filter(None, [why, alone]))
+        row.message = "; ".join(filter(None, [row.message, why]))
+
+    def _known(
+        self, row: Row, case: Case, extended: str, agreed: Set[tuple[str, str | None]]
+    ) -> tuple[str | None, str]:
+        """The ledger's entry of a failing row; a trainer inherits those of the class it extends, unless that agrees here. A
+        known finding that is not what its frozen case gave when that was measured is a new one, and the text says so."""
+        known = self.ledger.match(row, facts(case))
+        if not known and extended and (extended, row.quantity) not in agreed:
+            known = self.ledger.match(replace(row, implementation=extended), facts(case))
+        entry = next((e for e in self.ledger.entries if e.id == known), None)
         if entry and (said := recorded.altered(row, entry, [one for _, one in self.recorded.get(case.id, ())])):
-            known = f"{entry.id} is known ({self.ledger.line_of(entry.id)}), but in its frozen case it was not so"
+            before = f"{entry.id} is known ({self.ledger.line_of(entry.id)}), but in its frozen case it was not so"
             who = f" --implementation {row.implementation}" if ".py:" in row.implementation else ""
             measure = f"parity ledger measure {self.recorded[case.id][0][0]}{who}"
             remedy = f"it is another mistake, or a larger one; only if you know better: {measure}"
-            row.known, row.message = None, "; ".join(filter(None, [row.message, f"{known}: {said}", remedy]))
-        if row.new and is_trainer(case.family):
-            of_model = catalogue.of_model(case, lambda other, its: self.ledger.match(other, facts(its)))
-            row.message = "; ".join(filter(None, [row.message, of_model]))
+            return None, f"{before}: {said}; {remedy}"
+        return known, ""
 
     @functools.cached_property
     def recorded(self) -> dict[str, list[tuple[str, Recorded]]]:

@@ -181,17 +181,26 @@ def runs(case: Case, implementation: Implementation) -> bool:
     return path_of(implementation) in fam.check(case).paths
 
 
-def rows_of(case: Case, implementation: Implementation, device: str = "cpu", compared: bool = False) -> list[Row]:
-    """Rows of one implementation of the case's trainer; `compared`: whether the trainer as released was judged on the case."""
+def rows_of(
+    case: Case,
+    implementation: Implementation,
+    device: str = "cpu",
+    compared: bool = False,
+    known: Callable[[Row], bool] = lambda row: False,
+) -> list[Row]:
+    """Rows of one implementation of the case's trainer; `compared`: whether the trainer as released was judged on the case.
+    `known`: whether a failing row need not fail a second time."""
     fam = family(case.family)
     found = fam.check(case)
     used = device if found.moves else "cpu"  # the row tells the device that was used
     call = CheckCall(case, fam.full_settings(case), path_of(implementation), used)
     with drawn.of_case(case.seed):
-        return list(_rows(found, call, implementation, compared))
+        return list(_rows(found, call, implementation, compared, known))
 
 
-def _rows(found: Check, call: CheckCall, implementation: Implementation, compared: bool = False) -> Iterator[Row]:
+def _rows(
+    found: Check, call: CheckCall, implementation: Implementation, compared: bool, known: Callable[[Row], bool]
+) -> Iterator[Row]:
     """A user's class that cannot be judged where the trainer as released was `compared` failed."""
     about = {"role": implementation.role, "recipe": "fp32"}
     base = empty_row(family(call.case.family), call.case, implementation.id, call.device, **about)
@@ -207,9 +216,12 @@ def _rows(found: Check, call: CheckCall, implementation: Implementation, compare
         verdict: Any = "crashed" if failed else outcome.verdict
         yield replace(base, verdict=verdict, message=outcome.message, blame=outcome.blame)
         return
-    failing = [q.name for q, j in results if not j.agrees]
-    unsteady = flaky(failing, lambda: {q.name: j.agrees for q, j in attempt(call, implementation)[1]})
-    yield from (_row(base, q, j, q.name in unsteady) for q, j in results)
+    rows = [_row(base, quantity, j) for quantity, j in results]
+    failing = {str(row.quantity) for row in rows if row.failing}
+    failing = [row for row in rows if row.failing]
+    again = {str(row.quantity) for row in failing if not all(map(known, failing))}
+    unsteady = flaky(again, lambda: {q.name: j.agrees for q, j in attempt(call, implementation)[1]})
+    yield from (replace(row, verdict="nondeterministic") if row.quantity in unsteady else row for row in rows)
 
 
 def of_model(case: Case, known: Callable[[Row, Case], object]) -> str:
@@ -249,11 +261,11 @@ def judge(quantity: Quantity) -> Judgement:
     return j if j.agrees else dataclasses.replace(j, message=message)
 
 
-def _row(base: Row, quantity: Quantity, j: Judgement, unsteady: bool) -> Row:
+def _row(base: Row, quantity: Quantity, j: Judgement) -> Row:
     return replace(
         base,
         quantity=quantity.name,
-        verdict="agree" if j.agrees else "nondeterministic" if unsteady else "disagree",
+        verdict="agree" if j.agrees else "disagree",
         cls=None if j.agrees else "logic",
         gate=j.gate,
         headroom=finite(j.headroom),

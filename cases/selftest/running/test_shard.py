@@ -413,6 +413,20 @@ def test_what_an_implementation_extends_runs_before_it(tmp_path, monkeypatch):
     assert order == ["later", first.id]
 
 
+@pytest.mark.parametrize(("listed", "measuring"), [(True, False), (True, True), (False, False)])
+def test_a_run_says_of_a_failing_row_whether_the_ledger_has_it(tmp_path, monkeypatch, listed, measuring):
+    """A check of a trainer is run again for the others, and for all whose frozen case is measured."""
+    own, _ = session("wrong_beyond_eight", tmp_path)
+    case, asked = Case("logprobs", 1, "fp32", {"V": 9}), []
+    row = next(r for r in own._run(case, own.implementations, None, False) if r.failing)
+    own.measuring = measuring
+    if listed:
+        frozen(own, tmp_path, case)
+    monkeypatch.setattr(shard_module, "run_case", lambda *given: asked.append(given[-1](row)) or ())
+    list(own._run(case, own.implementations, None, False))
+    assert asked == [listed and not measuring]
+
+
 @pytest.mark.parametrize(("whole", "drifts"), [(True, True), (False, True), (False, False)])
 def test_a_short_run_repeats_calls_of_a_frozen_case_where_nothing_else_shows_what_is_known(tmp_path, whole, drifts):
     own, events = session("right", tmp_path)
@@ -442,7 +456,7 @@ def test_what_a_loss_clearly_shows_again_takes_few_replicas(tmp_path, monkeypatc
     reference = dataclasses.replace(one, id="reference", role="reference")
     own.implementations = [one, dataclasses.replace(one, id="right"), reference]
 
-    def run_case(of, chosen, device, thorough, started, most):
+    def run_case(of, chosen, device, thorough, started, most, known):
         calls.append(([i.id for i in chosen], most))
         wrong = replace(row, headroom=headroom if most else headroom + 1)
         return [wrong if i is one else replace(row, implementation=i.id, verdict="agree") for i in chosen]

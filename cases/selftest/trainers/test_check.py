@@ -79,6 +79,15 @@ def test_verdicts(toy, kind, verdict, told):
     assert row.verdict == verdict and told in row.message
 
 
+@pytest.mark.parametrize(("is_known", "runs"), [(True, 1), (False, 2)])
+def test_a_check_is_run_again_unless_all_that_fails_is_known(toy, is_known, runs):
+    case, asked = toy.case(0, "fp32", {"check": "toy", "kind": "moody"}), []
+    known = lambda row: asked.append(row.quantity) or is_known  # noqa: E731
+    verdicts = [r.verdict for r in run_case(case, select(["grpo-trainer.released"]), known=known)]
+    assert verdicts == ["disagree" if is_known else "nondeterministic", "agree"]
+    assert len(CALLS) == runs and asked == ["amount"]
+
+
 def test_the_released_way_comes_first_and_the_fixed_one_names_it(toy):
     case = toy.case(0, "fp32", {"check": "toy"})
     rows = list(run_case(case, select(["grpo-trainer"])))
