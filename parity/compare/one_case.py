@@ -94,15 +94,18 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
                 looks += hint.hints(found.oracle, name, found.outcome, j.place, found.implementation)
             row = replace(row, message="; ".join(filter(None, looks)), **why[name])
         yield row
+    moody = False
     if thorough:
-        leaks += _repeated_calls(found)
+        broken, moody = _repeated_calls(found)
+        moody, leaks = moody and not leaks, leaks + broken
         related = side_effects.relations(oracle.family, found.implementation, found.oracle.inputs, found.outcome)
         leaks += [] if found.failing else stale(whole, found.implementation)  # its oracle knows no patch
         for name, (holds, message) in related.items():
             yield logic_row(base, f"relation: {name}", holds, message)
     leaks += process_state.broken()
     base.unjudged = list(found.outcome.unknown)
-    yield logic_row(base, "protocol", not leaks, "; ".join(dict.fromkeys(leaks)))
+    row = logic_row(base, "protocol", not leaks, "; ".join(dict.fromkeys(leaks)))
+    yield replace(row, verdict="nondeterministic") if moody else row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +150,9 @@ def _explained(found: Found) -> dict[str, dict[str, Any]]:
     unsteady = flaky(failing, found.again)
     classes = classify(*about, failing)
     first = found.oracle.most is not None  # what is new is judged once more, and asked then
+    if first and unsteady:  # but this call will not come again
+        whole = confirmed(found.oracle.whole, found.implementation, found.outcome)
+        unsteady = {name for name in unsteady if not whole[name].agrees}
     recipes = [] if first else hint.undeclared(*about, found.outcome, found.judged)
     return {
         name: {
@@ -159,10 +165,23 @@ def _explained(found: Found) -> dict[str, dict[str, Any]]:
     }
 
 
-def _repeated_calls(found: Found) -> list[str]:
+def _repeated_calls(found: Found) -> tuple[list[str], bool]:
+    """What of the protocol does not hold, and whether that was a wrong result which the same calls do not give again."""
+    wrong = False
+
     def agree(outcome: Outcome) -> bool:
-        given = judged(found.oracle, found.implementation, outcome, only=frozenset(outcome.quantities))
-        return all(j.agrees for j in given.values())
+        nonlocal wrong
+        few, whole = found.oracle, found.oracle.whole
+        right = any(
+            all(
+                j.agrees
+                for j in judged(one, found.implementation, outcome, only=frozenset(outcome.quantities)).values()
+            )
+            for one in ([few] if few.most is None else [few, whole])
+        )
+        wrong |= not right
+        return right
 
     calls = side_effects.AdapterCalls(found.implementation, found.oracle.inputs, found.oracle.beside, agree)
-    return calls.broken(found.outcome.quantities)
+    leaks = calls.broken(found.outcome.quantities)
+    return leaks, wrong and bool(leaks) and {*leaks} != {*calls.broken(found.outcome.quantities)}

@@ -47,6 +47,11 @@ class CaseOracle:
     _derived: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
+    def whole(self) -> CaseOracle:
+        """The same with as many replicas as a verdict takes."""
+        return self if self.most is None else self.at(self.family, self.inputs)
+
+    @functools.cached_property
     def on_cpu(self) -> Inputs:
         return _on(self.inputs, "cpu")
 

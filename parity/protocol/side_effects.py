@@ -31,12 +31,13 @@ def left_again(implementation: Implementation, inputs: Inputs, leaks: list[str])
 
 @dataclasses.dataclass(frozen=True)
 class AdapterCalls(protocol.Calls[Inputs]):
-    """Calls of an adapter; `agree` says of outputs that differ in bits whether they are right too."""
+    """Calls of an adapter; `agree` says of outputs that differ in bits whether they are right too, which `exact` ones may not."""
 
     implementation: Implementation
     values: Inputs
     other: Inputs
     agree: Callable[[Outcome], bool] = lambda outcome: False
+    exact: bool = False
 
     def fresh(self, other: bool = False) -> Inputs:
         """Leaves on the case's own tensors; with other values in memory of their own, laid out like the case's."""
@@ -74,7 +75,8 @@ class AdapterCalls(protocol.Calls[Inputs]):
 
     def differ(self, values: Values, expected: Values) -> list[str]:
         found = [n for n, v in values.items() if not _close_bits(v, expected[n])]
-        return [] if found and self.agree(Outcome("ran", {n: values[n] for n in found})) else found
+        right = bool(found) and self.agree(Outcome("ran", {n: values[n] for n in found}))
+        return [] if right and not self.exact else found
 
     def held(self, part: Part, fails: str | None) -> list[str]:
         """What a part of the protocol finds, or how the calls end that it makes, which `fails` names; and what they rebound.
@@ -99,7 +101,7 @@ class AdapterCalls(protocol.Calls[Inputs]):
         outputs may `agree` with the definition instead; a loss that takes its gradients in the forward pass cannot be called
         under inference_mode, and torch says so.
         """
-        exact = dataclasses.replace(self, agree=lambda outcome: False)
+        exact = dataclasses.replace(self, exact=True)
         others = 1 + share(self.values.case, "forwards") % 4
         found = exact.held(lambda c: protocol.repeated(c, first), "second call of the same inputs ")
         fails = "a second forward before the backward of the first: "

@@ -26,7 +26,7 @@ from parity.registry import facts, is_trainer, loss_family, run_case
 from parity.results import recorded
 from parity.results.ledger import Ledger, stale
 from parity.results.recorded import Recorded
-from parity.results.row import DECLINED, Row, failures
+from parity.results.row import DECLINED, STOPPED, Row, failures
 from parity.running.plan import At, Confirmed, Event, Judged, Shard, Signature, Sought, Started, signature_of
 from parity.sampling.capabilities import Nearest, besides, left_out, refusal, repeated, second_pass, selected, smaller
 from parity.trainers import catalogue
@@ -124,7 +124,8 @@ class Session:
     ) -> Iterator[Row]:
         """Rows of a case, each as soon as it stands. `CONFIRMATION` replicas do where a loss clearly shows what is known; where
         `AGAIN` cases of the shard have shown a finding of one of them, `REPLICAS`, if it is `CERTAIN` that it shows again. What
-        fails otherwise is judged once more, beside its references, with as many as it takes."""
+        fails otherwise is judged once more, beside its references, with as many as it takes; not what fails in one call of two,
+        which may need a hundred calls to show again."""
         if self.measuring or is_trainer(case.family):
             yield from self._run(case, chosen, shard, thorough)
             return
@@ -135,7 +136,8 @@ class Session:
         try:
             for row in self._run(case, chosen, shard, thorough, most):
                 there = row.known or signature_of(row) in shown
-                if row.failing and (not there or (row.headroom is not None and row.headroom < clear)):
+                clearly = there and (row.headroom is None or row.headroom >= clear)
+                if row.failing and row.verdict != "nondeterministic" and not clearly:
                     held.append(row)
                 else:
                     told.add((row.implementation, row.subject))
@@ -147,10 +149,16 @@ class Session:
         if again:
             beside = again | {i.extends for i in chosen if i.id in again}
             chosen = [i for i in chosen if i.id in beside or i.role == "reference"]
+            crashed = {row.implementation: row for row in held if row.verdict == "crashed"}
             for row in self._run(case, chosen, shard, thorough):
+                if row.verdict in STOPPED:
+                    crashed.pop(row.implementation, None)
                 if row.implementation in again and (row.implementation, row.subject) not in told:
                     self.shown[signature_of(row)] += row.new and not row.recipes and row.blame != "both"
                     yield row
+            yield from (
+                replace(row, message=f"{row.message}; the same call again does not") for row in crashed.values()
+            )
 
     def _drawn(self, case: Case, shard: Shard) -> None:
         for one in (case, *second_pass(case, self.device, not self.profile.derandomised)):

@@ -217,7 +217,6 @@ def _rows(
         yield replace(base, verdict=verdict, message=outcome.message, blame=outcome.blame)
         return
     rows = [_row(base, quantity, j) for quantity, j in results]
-    failing = {str(row.quantity) for row in rows if row.failing}
     failing = [row for row in rows if row.failing]
     again = {str(row.quantity) for row in failing if not all(map(known, failing))}
     unsteady = flaky(again, lambda: {q.name: j.agrees for q, j in attempt(call, implementation)[1]})

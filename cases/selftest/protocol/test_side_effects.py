@@ -27,6 +27,21 @@ def broken(implementation, x, other, first):
     return side_effects.AdapterCalls(implementation, x, other).broken(first.quantities)
 
 
+def test_the_same_call_gives_the_same_bits_even_where_others_are_right_too():
+    x, asked = inputs(), []
+
+    def call(given):
+        asked.append(torch.is_grad_enabled())
+        return {"logps": PLAIN.call(given)["logps"] * (1.0 + (len(asked) > 1) * 6e-7)}
+
+    own = wrong(call)
+    first = execute(own, x)
+    right = side_effects.AdapterCalls(own, x, inputs(seed=4), lambda outcome: True)
+    found = right.broken(first.quantities)
+    assert any("called again" in line for line in found)
+    assert False in asked and not any("no_grad" in line for line in found)
+
+
 def inputs(fam=LOGPROBS, dtype="fp32", seed=3, **settings):
     return fam.build(fam.case(seed, dtype, {"V": 11, "H": 5, "bias": "random"} | settings))
 

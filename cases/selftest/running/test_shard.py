@@ -13,7 +13,7 @@ from cases.selftest.results.runs import ledger_of
 from parity import data
 from parity.case.case import Case, Frozen
 from parity.case.profiles import Profile
-from parity.compare import hint
+from parity.compare import hint, one_case
 from parity.compare.result_rows import empty_row
 from parity.implementations.implementation import Implementation
 from parity.implementations.limits import require
@@ -444,6 +444,68 @@ def test_a_short_run_repeats_calls_of_a_frozen_case_where_nothing_else_shows_wha
     assert {row.known for row in rows(events) if row.failing} == ({"one"} if drifts else set())
     assert any(row.subject.startswith("relation") for row in rows(events)) == drifts
     assert bool([*stale_entries(own.ledger, rows(events), "cpu")]) == (not drifts)
+
+
+def sometimes(right, wrong, numbers):
+    """An implementation whose calls of these numbers, counted from 1, do what `wrong` does with a log-prob."""
+    calls = []
+
+    def call(x):
+        calls.append(1)
+        logps = right.call(x)["logps"]
+        return {"logps": wrong(logps) if len(calls) in numbers else logps}
+
+    return dataclasses.replace(right, call=call)
+
+
+def raises(logps):
+    raise RuntimeError("queue full")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "numbers", "subject", "verdict", "told"),
+    [
+        (lambda logps: logps * 1.5, {1}, "logps", "nondeterministic", ""),
+        (lambda logps: logps * 1.5, {4}, "protocol", "nondeterministic", ""),
+        (
+            lambda logps: logps if torch.is_grad_enabled() else logps * 1.5,
+            {*range(999)},
+            "protocol",
+            "disagree",
+            "no_grad",
+        ),
+        (raises, {1}, "crashed", "crashed", "queue full"),
+        (lambda logps: logps * (1 + 6e-7), {1}, "", "", ""),
+        (lambda logps: logps * (1 + 6e-7), {4}, "", "", ""),
+    ],
+)
+def test_what_few_calls_do_wrong_is_not_forgotten_when_a_case_is_judged_once_more(
+    tmp_path, wrong, numbers, subject, verdict, told
+):
+    own, events = session("right", tmp_path)
+    own.implementations = [sometimes(own.implementations[0], wrong, numbers)]
+    own.profile = dataclasses.replace(PROFILE, frozen_whole=True)
+    own.frozen = {"mine.json": Frozen(Case("logprobs", 1, "fp32", {}))}
+    own.run(FROZEN)
+    found = [row for row in rows(events) if row.failing]
+    assert {(row.subject, row.verdict) for row in found} >= ({(subject, verdict)} if subject else set())
+    assert bool(found) == bool(subject) and all(told in row.message for row in found if row.subject == subject)
+    assert verdict == "disagree" or all(row.verdict == verdict for row in found)
+
+
+def test_what_more_replicas_allow_is_no_drift(tmp_path, monkeypatch):
+    own, events = session("right", tmp_path)
+    own.implementations = [sometimes(own.implementations[0], lambda logps: logps * 1.5, {1})]
+    judged = one_case.confirmed
+
+    def confirmed(oracle, implementation, outcome):
+        found = judged(oracle, implementation, outcome)
+        return found if oracle.most else {n: dataclasses.replace(j, gates={"bound": 0.0}) for n, j in found.items()}
+
+    monkeypatch.setattr(one_case, "confirmed", confirmed)
+    own.frozen = {"mine.json": Frozen(Case("logprobs", 1, "fp32", {}))}
+    own.run(FROZEN)
+    assert not [row for row in rows(events) if row.failing]
 
 
 @pytest.mark.parametrize("kind", ["frozen", "drawn"])
