@@ -64,7 +64,7 @@ def ended_by(error: BaseException, implementation: Implementation) -> Outcome:
         if "raise" not in (traceback.extract_tb(error.__traceback__)[-1].line or ""):  # no statement: Ctrl-C
             raise error
         return _classified(implementation, error)
-    scarce = isinstance(error, RuntimeError) and any(words in str(error) for words in faults.MEMORY)
+    scarce = isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in faults.MEMORY)
     if scarce or isinstance(error, torch.OutOfMemoryError | MemoryError):
         faults.released()
         return Outcome("out-of-memory", message=text)

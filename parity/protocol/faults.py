@@ -22,7 +22,7 @@ STICKY = (
     "uncorrectable ECC error encountered",
 )
 """Words of the errors after which "the process must be terminated and relaunched" (CUDA Runtime API, `cudaError`)."""
-MEMORY = ("can't allocate memory", "CUDA error: out of memory")
+MEMORY = ("can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory")
 """Torch's words for too little memory that are no `torch.OutOfMemoryError`: on the CPU, and outside its own allocator."""
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
 """With it CUDA waits after every launch, so that an error is raised where its kernel was launched."""

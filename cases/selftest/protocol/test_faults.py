@@ -43,6 +43,23 @@ def guarded(run, trainer=True):
     return call.guarded(next(i for i in load().values() if i.is_trainer is trainer), run)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 TiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        RuntimeError("unable to mmap 4096 bytes from file </torch_1>: Cannot allocate memory (12)"),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+def test_too_little_memory_is_no_crash(error):
+    def run():
+        raise error
+
+    assert guarded(run).verdict == guarded(run, False).verdict == "out-of-memory"
+
+
 @pytest.fixture
 def written(tmp_path, monkeypatch):
     """Writes a module; what calls one of its functions."""
