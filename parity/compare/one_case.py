@@ -104,8 +104,10 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
             yield logic_row(base, f"relation: {name}", holds, message)
     leaks += process_state.broken()
     base.unjudged = list(found.outcome.unknown)
+    if moody:
+        leaks.append("the same calls once more give something else: by chance, not by what is called")
     row = logic_row(base, "protocol", not leaks, "; ".join(dict.fromkeys(leaks)))
-    yield replace(row, verdict="nondeterministic") if moody else row
+    yield replace(row, verdict="nondeterministic", cls=None) if moody else row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _explained(found: Found) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "verdict": "nondeterministic" if name in unsteady else "disagree",
-            "cls": classes[name],
+            "cls": None if name in unsteady else classes[name],
             "variant": variant,
             "recipes": list(recipes),
         }

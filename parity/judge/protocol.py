@@ -1,6 +1,6 @@
 """What one call must leave to the next: an earlier call's results, a gradient that is there, the values that it is given."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -212,7 +212,8 @@ LEAVES = 6
 
 def shown(calls: Calls[X], first: Values, definition: Calls[X] | None = None) -> list[str]:
     """A NaN shows: where the entry of the first input with the largest gradient, or that of one with the least but 0, is NaN,
-    some output is not finite, or the call fails. An entry whose NaN the `definition` hides says nothing (`where(x > 0, x, 0)`).
+    some output is not finite, or the call fails; where the upstream gradients are NaN, as behind an overflow, so is some entry of
+    each gradient. A NaN that the `definition` hides says nothing (`where(x > 0, x, 0)`).
 
     A kernel that goes through a vocabulary in blocks meets the target's NaN apart, and the others' where blocks are added.
     Infinities say nothing: log-softmax makes a NaN of an infinite logit, z - logsumexp(z) -inf, whose ratio is 0; both are
@@ -229,7 +230,23 @@ def shown(calls: Calls[X], first: Values, definition: Calls[X] | None = None) ->
         hidden = _hidden(calls, name, place)
         if hidden and not (definition and _hidden(definition, name, place)):
             return [f"a NaN in {name} is not seen in {', '.join(hidden)}"]
-    return []
+    lost = _lost(calls, [*sizes]) if sizes else []
+    known = _lost(definition, lost) if definition and lost else []
+    return [f"NaN upstream is not seen in the gradient of {n}" for n in lost if n not in known][:1]
+
+
+def _lost(calls: Calls[X], names: Sequence[str]) -> list[str]:
+    """The leaves whose gradient is finite although the whole upstream gradient is NaN."""
+    x = calls.fresh()
+    try:
+        pairs = calls.upstream(x, calls.forward(x))
+        outs, above = zip(*pairs.values(), strict=True)
+        leaves = [calls.leaves(x)[name] for name in names]
+        nan = [torch.full_like(g, torch.nan) for g in above]
+        found = calls.within(x, lambda: torch.autograd.grad(outs, leaves, nan, allow_unused=True))
+    except Exception:
+        return []
+    return [n for n, g in zip(names, found, strict=True) if g is None or bool(torch.isfinite(g).all())]
 
 
 def _hidden(calls: Calls[X], name: str, place: tuple[torch.Tensor, ...]) -> list[str]:

@@ -53,6 +53,11 @@ class ForUser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rank: int = 99
     applies: tuple[dict[str, Any], ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in (n for table in self.applies for n in ("trainer", "model", "uses") if n in table):
+            if not all(isinstance(table.get(name, []), list) for table in self.applies):
+                raise ValueError(f"applies: {name} takes a list of names")
+
 
 GROWTH = 3.0
 """A known finding may be so many times as large as when it was entered; beyond that it is a new one. A CPU without AVX-512, and

@@ -122,8 +122,9 @@ def holds(run: Run, name: str, wanted: Any) -> bool | Unknown:
         unsaid = "use_peft" in wanted and not run.models and "use_peft" not in run.args
         return bool({*run.uses} & {*wanted}) or (Unknown("no use_peft", "use_peft") if unsaid else False)
     if name == "model":
-        names = [one.lower().replace("-", "").replace("_", "") for one in run.models if isinstance(one, str)]
-        if any(word.replace("-", "").replace("_", "") in one for word in wanted for one in names):
+        models = [one for one in run.models if isinstance(one, str)]
+        names, words = ([re.sub(r"[^a-z0-9/]", "", str(one).lower()) for one in of] for of in (models, wanted))
+        if any(word in one for word in words for one in names):
             return True
         none = Unknown("no model_name_or_path", MODELS[-1])
         return next((one for one in run.models if isinstance(one, Unknown)), not names and none)

@@ -1,5 +1,7 @@
 """`parity findings --config`: settings to findings to fixes."""
 
+import re
+
 import pytest
 from click.testing import CliRunner
 
@@ -75,6 +77,20 @@ def test_values_that_say_nothing_are_unknown(tmp_path, text, unknown):
     (tmp_path / "config.json").write_text("[]")
     said = found(config(tmp_path, text.replace("{here}", str(tmp_path))), "OnlineDPOTrainer").values()
     assert any(unknown in condition and len(condition) < 200 for condition in said)
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer", "id"),
+    [
+        ("packing: true\nmodel_name_or_path: openai/gpt-oss-20b", "SFTTrainer", "sft-packed-leak"),
+        ("padding_free: true\nmodel_name_or_path: Qwen/Qwen2.5-VL-3B-Instruct", "SFTTrainer", "sft-packed-leak"),
+        ("padding_free: true\nmodel_name_or_path: zai-org/GLM-4.1V-9B-Thinking", "SFTTrainer", "sft-packed-leak"),
+    ],
+)
+def test_a_model_is_known_by_its_name_on_the_hub(tmp_path, text, trainer, id):
+    assert id in found(config(tmp_path, text), trainer=trainer)
+    other = re.sub("model_name_or_path: .*", "model_name_or_path: Qwen/Qwen3-0.6B", text)
+    assert id not in found(config(tmp_path, other), trainer=trainer)
 
 
 def test_names_that_are_no_settings_are_told(tmp_path, monkeypatch):

@@ -200,6 +200,7 @@ FAULTS = {
     "nan": (lambda: lambda x, w: x.nan_to_num(0.0).sin() * w, "nan: a NaN in x is not seen in output"),
     "small nan": (hides_a_small_nan, "nan: a NaN in x is not seen in output"),
     "second nan": (lambda: lambda x, w: x.sin() * w.nan_to_num(0.0), "nan: a NaN in w is not seen in output"),
+    "upstream nan": (with_upstream(lambda g: g.nan_to_num(0.0)), "nan: NaN upstream is not seen in the gradient of x"),
     "default dtype": (
         lambda: lambda x, w: x.sin() @ torch.eye(6) * w,
         "default dtype: the call fails, RuntimeError: expected m1 and m2 to have the same",
@@ -238,6 +239,11 @@ def test_a_nan_that_the_definition_hides_in_one_input_shows_in_the_others():
 
     assert check_parity(masked, masked, X, protocol=("nan",)).agrees
     assert "a NaN in x is not seen" in check_parity(hides, masked, X, protocol=("nan",)).message
+
+
+def test_a_nan_upstream_that_the_definition_hides_says_nothing():
+    swallowed = with_upstream(lambda g: g.nan_to_num(0.0))()
+    assert check_parity(swallowed, swallowed, X, protocol=("nan",)).agrees
 
 
 def test_what_is_kept_by_address_shows_wherever_an_allocator_puts_the_next_call():

@@ -122,6 +122,11 @@ def test_an_entry_is_in_force_from_the_release_that_brought_it_on():
         ("V = { min = 5 }", 'V = { min = "a" }', "min and max are numbers"),
         ('link = "lib.f"', 'link = "lib.f"\nseverity = "grave"', "severity"),
         ('link = "lib.f"', 'link = "lib.f"\nuser = { rnk = 1 }', "rnk"),
+        (
+            'link = "lib.f"',
+            'link = "lib.f"\nuser = { applies = [{ trainer = "GRPOTrainer" }] }',
+            "takes a list of names",
+        ),
     ],
 )
 def test_a_bad_ledger_is_one_line(ledger, old, new, words):

@@ -491,6 +491,9 @@ def test_what_few_calls_do_wrong_is_not_forgotten_when_a_case_is_judged_once_mor
     assert {(row.subject, row.verdict) for row in found} >= ({(subject, verdict)} if subject else set())
     assert bool(found) == bool(subject) and all(told in row.message for row in found if row.subject == subject)
     assert verdict == "disagree" or all(row.verdict == verdict for row in found)
+    drifting = [row for row in found if row.verdict == "nondeterministic"]
+    assert all(row.cls is None for row in drifting)
+    assert all("by chance" in row.message for row in drifting if row.quantity == "protocol")
 
 
 def test_what_more_replicas_allow_is_no_drift(tmp_path, monkeypatch):
