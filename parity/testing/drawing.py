@@ -354,10 +354,17 @@ class Description:
         given = dict(part.partition(":")[::2] for part in parts)
         try:
             styles = {n: given[n].split("+") for n in self.tensors if n in given}
+            sizes = {n: int(given[n]) for n in self.sizes}
+            words = [(dtype, DTYPES), (given["upstream"], UPSTREAM)]
+            for value, layout in styles.values():
+                words += [(value, VALUES + REPEATS), (layout, LAYOUTS)]
+            odd = [word for word, known in words if word not in known] + [n for n, size in sizes.items() if size < 0]
+            if odd:
+                raise ValueError(odd[0])
             return Case(
                 self,
                 dtype,
-                {n: int(given[n]) for n in self.sizes},
+                sizes,
                 {n: v[self.labels(n).index(given[n])] for n, v in self.options.items()},
                 {n: s for n, (s, _) in styles.items() if s != "plain"},
                 {n: s for n, (_, s) in styles.items() if s != "contiguous"},

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import re
 
 import hypothesis
 import pytest
@@ -33,9 +34,13 @@ def test_ids_hold_a_case():
                     assert value.stride() == again.inputs[key].stride()
                 else:
                     assert value == again.inputs[key]
-    for wrong in ("fp32", "fp32/N:1", "fp32/N:1/H:2/eps:3/upstream:random/grad:all/seed:0"):
+    right = next(str(case) for case in RMS.cases(24) if "offset" in case.values.values() and case.sizes["N"] > 1)
+    changed = [("/N:", "/N:-"), ("offset", "bogus"), ("upstream:", "upstream:x"), (right.partition("/")[0], "fp8")]
+    layout = re.sub(r"\+\w+", "+bogus", right, count=1)
+    wrong = ["fp32", "fp32/N:1", "fp32/N:1/H:2/eps:3/upstream:random/grad:all/seed:0", layout]
+    for one in [*wrong, *(right.replace(*pair, 1) for pair in changed)]:
         with pytest.raises(ValueError, match="no id of this description"):
-            RMS.case(wrong)
+            RMS.case(one)
 
 
 def test_a_few_dozen_cases_cover_what_breaks_kernels():
