@@ -94,15 +94,16 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
                 looks += hint.hints(found.oracle, name, found.outcome, j.place, found.implementation)
             row = replace(row, message="; ".join(filter(None, looks)), **why[name])
         yield row
-    moody = False
+    moody, before = False, 0
     if thorough:
         broken, moody = _repeated_calls(found)
-        moody, leaks = moody and not leaks, leaks + broken
+        before, leaks = len(broken), leaks + broken
         related = side_effects.relations(oracle.family, found.implementation, found.oracle.inputs, found.outcome)
         leaks += [] if found.failing else stale(whole, found.implementation)  # its oracle knows no patch
         for name, (holds, message) in related.items():
             yield logic_row(base, f"relation: {name}", holds, message)
     leaks += process_state.broken()
+    moody = moody and len(leaks) == before  # and nothing else is left behind
     base.unjudged = list(found.outcome.unknown)
     if moody:
         leaks.append("the same calls once more give something else: by chance, not by what is called")
@@ -186,4 +187,4 @@ def _repeated_calls(found: Found) -> tuple[list[str], bool]:
 
     calls = side_effects.AdapterCalls(found.implementation, found.oracle.inputs, found.oracle.beside, agree)
     leaks = calls.broken(found.outcome.quantities)
-    return leaks, wrong and bool(leaks) and {*leaks} != {*calls.broken(found.outcome.quantities)}
+    return leaks, wrong and bool(leaks) and {*leaks}.isdisjoint(calls.broken(found.outcome.quantities))

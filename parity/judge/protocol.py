@@ -246,7 +246,7 @@ def _lost(calls: Calls[X], names: Sequence[str]) -> list[str]:
         found = calls.within(x, lambda: torch.autograd.grad(outs, leaves, nan, allow_unused=True))
     except Exception:
         return []
-    return [n for n, g in zip(names, found, strict=True) if g is None or bool(torch.isfinite(g).all())]
+    return [n for n, g in zip(names, found, strict=True) if g is not None and bool(torch.isfinite(g).all())]
 
 
 def _hidden(calls: Calls[X], name: str, place: tuple[torch.Tensor, ...]) -> list[str]:

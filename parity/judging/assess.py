@@ -49,7 +49,7 @@ class CaseOracle:
     @functools.cached_property
     def whole(self) -> CaseOracle:
         """The same with as many replicas as a verdict takes."""
-        return self if self.most is None else self.at(self.family, self.inputs)
+        return self if self.most is None else CaseOracle(self.family, self.inputs, self.exact)
 
     @functools.cached_property
     def on_cpu(self) -> Inputs:
