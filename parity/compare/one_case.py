@@ -94,16 +94,16 @@ def rows_of(whole: CaseOracle, implementation: Implementation, thorough: bool) -
                 looks += hint.hints(found.oracle, name, found.outcome, j.place, found.implementation)
             row = replace(row, message="; ".join(filter(None, looks)), **why[name])
         yield row
-    moody, before = False, 0
+    broken, moody = list[str](), False
     if thorough:
         broken, moody = _repeated_calls(found)
-        before, leaks = len(broken), leaks + broken
+        leaks += broken
         related = side_effects.relations(oracle.family, found.implementation, found.oracle.inputs, found.outcome)
         leaks += [] if found.failing else stale(whole, found.implementation)  # its oracle knows no patch
         for name, (holds, message) in related.items():
             yield logic_row(base, f"relation: {name}", holds, message)
     leaks += process_state.broken()
-    moody = moody and len(leaks) == before  # and nothing else is left behind
+    moody = moody and leaks == broken  # and nothing else is left behind
     base.unjudged = list(found.outcome.unknown)
     if moody:
         leaks.append("the same calls once more give something else: by chance, not by what is called")
@@ -174,16 +174,13 @@ def _repeated_calls(found: Found) -> tuple[list[str], bool]:
 
     def agree(outcome: Outcome) -> bool:
         nonlocal wrong
-        few, whole = found.oracle, found.oracle.whole
-        right = any(
-            all(
-                j.agrees
-                for j in judged(one, found.implementation, outcome, only=frozenset(outcome.quantities)).values()
-            )
-            for one in ([few] if few.most is None else [few, whole])
-        )
+        right = by(found.oracle, outcome) or (found.oracle.most is not None and by(found.oracle.whole, outcome))
         wrong |= not right
         return right
+
+    def by(oracle: CaseOracle, outcome: Outcome) -> bool:
+        given = judged(oracle, found.implementation, outcome, only=frozenset(outcome.quantities))
+        return all(j.agrees for j in given.values())
 
     calls = side_effects.AdapterCalls(found.implementation, found.oracle.inputs, found.oracle.beside, agree)
     leaks = calls.broken(found.outcome.quantities)
